@@ -254,6 +254,14 @@ def draws_by_its_sampler(found: Names, printed: str) -> None:
     images = model.sample(model.denoiser, [1, 2], steps=2, solver="ddim")
     assert images.shape == (2, 3, 16, 16) and images.isfinite().all()
     assert found["labels_of"](["4", ""])["label"].tolist() == [4, 0]
+    seen: list[float] = []
+
+    def half(x: Tensor, sigma: Tensor) -> Tensor:
+        seen.append(float(sigma[0]))
+        return x / 2
+
+    images = found["edm_model"](nn.Linear(1, 1)).sample(half, [1], steps=2, solver="ddim")
+    assert images.shape == (1, 3, 16, 16) and seen == pytest.approx([80.0, 0.002])
 
 
 @after("modiff.md")

@@ -41,6 +41,7 @@ LAYERS: tuple[set[str], ...] = (
         "library",
         "locks",
         "manifest_checks",
+        "noise_input",
         "progress",
         "provenance",
         "recipe",

@@ -19,6 +19,7 @@ from trtconvert.documents import JSON_BYTES, read_json
 from trtconvert.errors import TrtconvertError, UserError, first_line, first_problem
 from trtconvert.files import is_partial, link_files, read_limited, sha256
 from trtconvert.manifest_checks import contradiction
+from trtconvert.noise_input import NoiseInput
 from trtconvert.recipe import LayerModeName, ModelSection, ModeName, Recipe, changed_paths
 
 FORMAT = 1
@@ -363,6 +364,7 @@ class ComponentRecord(_Record):
         inputs, outputs: signature of the ONNX model and of the engines.
         timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends. Empty and 0 for what is no
             denoiser: it has no `Int8Attention` nodes, and its attention stays in its own precision.
+        noise_input: what that input holds, where it is no timestep; bins are those of its places then.
         dims: symbolic dimension: [min, opt, max], over all profiles.
         steps: symbolic dimension: the step from its min in which it may vary, where that is not 1; empty in bundles of before.
         input_ranges: of a denoiser: largest magnitude of each floating-point input in its calibration, by timestep bin; empty
@@ -381,6 +383,7 @@ class ComponentRecord(_Record):
     outputs: list[TensorRecord]
     timestep_input: str = ""
     timestep_max: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    noise_input: NoiseInput | None = None
     dims: _Ordered
     steps: dict[str, _Count] = Field(default_factory=dict)
     input_ranges: dict[str, list[_Magnitude]] = Field(default_factory=dict)

@@ -239,7 +239,8 @@ def build(
     report = out.reporter()
     output = output or Path("out") / recipe.stem
     with _cache(cache_folder, no_cache) as cache:
-        outcome = pipeline.build(_on(device, _recipe(recipe)), output, cache, report, skip_bad=skip_bad)
+        loaded = _on(device, _recipe(recipe, report))
+        outcome = pipeline.build(loaded, output, cache, report, skip_bad=skip_bad)
     out.result(
         {"bundle": outcome.folder, **_times(report), "manifest": outcome.manifest.model_dump(mode="json")},
         show=lambda _: summary.print_build(outcome, report),
@@ -252,18 +253,24 @@ def _times(report: Reporter) -> dict[str, Any]:
     return {"seconds": seconds, "reused": sorted(report.reused)}
 
 
-def _recipe(path: Path) -> Recipe:
+def _recipe(path: Path, report: Reporter) -> Recipe:
     """A recipe; of an ONNX file that with which it begins, and by its name one that comes with the program.
 
+    Args:
+        report: told what is assumed of an ONNX file.
     Raises:
         UserError: there is none, or it cannot be used.
     """
     from trtconvert.recipe import ONNX_SUFFIX, load_recipe
-    from trtconvert.starter import named_recipe, recipe_of
+    from trtconvert.starter import assumptions, named_recipe, recipe_of
 
     if path.suffix != ONNX_SUFFIX:
         return load_recipe(path if path.exists() else named_recipe(path))
     with recipe_of(path) as file:
+        if assumed := assumptions(file.read_text(encoding="utf-8")):
+            report.notice(
+                f"assumed of {path.name}: {', '.join(assumed)}; `trtconvert init` writes a recipe to correct it in"
+            )
         return load_recipe(file)
 
 
@@ -534,13 +541,13 @@ def _calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _with_data(path: Path, data: str | None, samples: int | None) -> Recipe:
+def _with_data(path: Path, data: str | None, samples: int | None, report: Reporter) -> Recipe:
     """The recipe, with the calibration data of the command line."""
     from pydantic import ValidationError
 
     from trtconvert.recipe import CalibrationSection
 
-    recipe = _recipe(path)
+    recipe = _recipe(path, report)
     given = {"data": data, "samples": samples}
     changed = recipe.calibration.model_dump() | {name: value for name, value in given.items() if value is not None}
     try:
@@ -584,7 +591,8 @@ def calibrate(
     from trtconvert.calib.command import calibrate_recipe, summary
     from trtconvert.calib.distributed import joined_ranks
 
-    chosen, cache = _on(device, _with_data(recipe, data, samples)), Cache(cache_folder or default_folder())
+    chosen = _on(device, _with_data(recipe, data, samples, out.reporter()))
+    cache = Cache(cache_folder or default_folder())
     with joined_ranks() as ranks:
         if ranks.rank > 0:
             out.silence()
@@ -619,7 +627,8 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
     from trtconvert.files import whole_file
     from trtconvert.models.identity import identity
 
-    chosen = _with_data(recipe, data, samples)
+    report = out.reporter()
+    chosen = _with_data(recipe, data, samples, report)
     if output.suffix != ".safetensors":
         raise UserError(
             f"inputs are not written as '{output.name}'",
@@ -627,7 +636,6 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
             got=output.suffix or "no ending",
             remedy="give another file with -o",
         )
-    report = out.reporter()
     with whole_file(output, "give another file with -o") as partial, report.live(), report.stage("record") as bar:
         model = models.load(chosen.model, chosen.loras)
         weights = identity(chosen.model, chosen.loras)
@@ -707,7 +715,7 @@ def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...]
     sdxl or flux1, or digits-dit, which comes with the program. Another name lists them.
     """
     from trtconvert.files import whole_file
-    from trtconvert.starter import recipe_text
+    from trtconvert.starter import assumptions, recipe_text
 
     text = recipe_text(model, output, prompts, loras)
     if output.exists() and not force:
@@ -719,6 +727,8 @@ def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...]
         )
     with whole_file(output, "name another with -o") as partial:
         partial.write_text(text, encoding="utf-8")
+    for assumed in assumptions(text):
+        click.echo(f"assumed: {assumed}")
     click.echo(f"{output}: look through it, then `trtconvert build {output}`")
 
 

@@ -14,6 +14,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord, GuidanceRecord
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.noise_input import NoiseInput, at_place, place_of
 from trtconvert.reuse.schedule import reuse_of
 
 Denoiser = Callable[..., Tensor]
@@ -137,6 +138,7 @@ class DiffusionModel:
         output: what forward returns, in the same terms.
         timestep_input: which input is the timestep.
         timestep_max: timesteps lie in [0, timestep_max), from low noise up, or down where they stand for the share of the image.
+            What is said of timesteps here and below is said of the places of `noise_input`, where there is one.
         sigmas: [timestep_max] noise-to-signal ratio of each timestep, rising, or falling.
         dims: symbolic dimension: (min, opt, max) that the model supports.
         sample: see `Sampler`.
@@ -154,6 +156,9 @@ class DiffusionModel:
         notices: what the recipe's author should know of it before anything is made of it.
         guidance: that it applies inside, see `with_guidance`; what is denoised, the timestep and the batch
             are then of samples, and the denoiser is called with twice as many rows.
+        noise_input: what the timestep input holds, where that is no timestep but σ, its logarithm, or a share of noise.
+    Raises:
+        UserError: `timestep_max` and `noise_input` do not fit together, or an input of whole numbers holds no timesteps.
     """
 
     name: str
@@ -175,11 +180,25 @@ class DiffusionModel:
     left_sites: tuple[Site, ...] = ()
     notices: tuple[str, ...] = ()
     guidance: GuidanceRecord | None = None
+    noise_input: NoiseInput | None = None
 
     def __post_init__(self) -> None:
+        self._refuse_unfit_noise_input()
         place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)
         if place is not None and self.inputs[place].dtype == "int64" and not isinstance(self.sample, _WholeTimesteps):
             object.__setattr__(self, "sample", _WholeTimesteps(self.sample, place, self.timestep_input))
+
+    def _refuse_unfit_noise_input(self) -> None:
+        if (told := self.noise_input) is None:
+            return
+        whole = any(spec.name == self.timestep_input and spec.dtype == "int64" for spec in self.inputs)
+        if whole or told.timestep_max != self.timestep_max:
+            raise UserError(
+                f"what {self.name} says of its input '{self.timestep_input}' does not fit together",
+                expected=f"an input of float32 and timestep_max={told.timestep_max:g}, as its noise_input has",
+                got="an input of int64" if whole else f"timestep_max={self.timestep_max:g}",
+                remedy="leave noise_input out, where the input holds timesteps" if whole else "give both the same",
+            )
 
     @property
     def timestep_place(self) -> int:
@@ -205,25 +224,39 @@ class DiffusionModel:
 
         Args:
             clean, noise: [B, …].
-            timestep: [B], whole numbers in [0, timestep_max).
+            timestep: [B], of `timesteps_at`.
         """
-        sigma = self.sigmas[timestep.long()]
-        signal = (1 + sigma**2).rsqrt() if self.signal is None else self.signal[timestep.long()]
+        place = place_of(self.noise_input, timestep.double()).round().long().clamp_max(len(self.sigmas) - 1)
+        sigma = self.sigmas[place]
+        signal = (1 + sigma**2).rsqrt() if self.signal is None else self.signal[place]
         shape = [-1] + [1] * (clean.dim() - 1)
         x = clean * signal.to(clean.device).view(shape) + noise * (signal * sigma).to(clean.device).view(shape)
         return x.to(clean.dtype)
 
     def timesteps_at(self, shares: Tensor) -> Tensor:
-        """Whole timesteps, FP32, that lie so far up the schedule.
+        """Whole timesteps, FP32, that lie so far up the schedule, or the noise input at such places.
 
         Args:
             shares: FP32 in [0, 1]; what is drawn below 1, next to the end of the last of several strata, FP32 rounds up to it.
         """
-        return (shares * self.timestep_max).floor().clamp_max(self.timestep_max - 1)
+        return at_place(self.noise_input, (shares * self.timestep_max).floor().clamp_max(self.timestep_max - 1))
+
+    def covers(self, timestep: Tensor) -> Tensor:
+        """Whether each timestep input lies in the schedule."""
+        if self.noise_input is not None:
+            return self.noise_input.covers(timestep)
+        return (timestep >= 0) & (timestep < self.timestep_max)
+
+    @property
+    def covered(self) -> str:
+        """What `covers` takes, for messages."""
+        if self.noise_input is not None:
+            return f"numbers from {self.noise_input.low:g} to {self.noise_input.high:g}"
+        return f"timesteps in [0, {self.timestep_max:g})"
 
     def example(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Inputs of the given sizes: N(0, 1), timesteps spread over the schedule, `as_passed`, and 0 and 1 for integers that are
-        not in it.
+        not in it. Where there is a noise input, what is denoised is N(0, 1) with as much noise as it says: σ spans decades.
 
         Args:
             sizes: a size for every symbolic dimension.
@@ -244,6 +277,10 @@ class DiffusionModel:
                 inputs[spec.name] = torch.randint(0, 2, shape, generator=generator)
             else:
                 inputs[spec.name] = torch.randn(shape, dtype=torch.float32, generator=generator)
+        if self.noise_input is not None and inputs[self.timestep_input].dim() == 1:
+            first, timestep = self.inputs[0].name, inputs[self.timestep_input]
+            clean = torch.randn(inputs[first].shape, dtype=torch.float32, generator=generator)
+            inputs[first] = self.noised(clean, inputs[first], timestep)
         return inputs
 
 

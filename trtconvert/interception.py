@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from trtconvert.noise_input import NoiseInput, place_of
 from trtconvert.unfused import Unfused, UnfusedAttention, left_softmax, unfused_attention
 
 Hook = Callable[["Caller", tuple[Any, ...], dict[str, Any]], Any]
@@ -32,7 +33,7 @@ class Caller:
     """Who makes a call, in one forward.
 
     Attributes:
-        timestep: [B] FP32, what the denoiser was given for each sample.
+        timestep: [B] FP32, what the denoiser was given for each sample; its place, where that is no timestep.
         tokens_first: samples of the call of torch's multi-head attention that is running, whose rows are those of the first token
             of each sample, of the second, …; None outside of one.
     """
@@ -168,19 +169,29 @@ class InterceptedDenoiser(nn.Module):
         input_names: names of forward's parameters.
         timestep_input: which of them is the timestep; a scalar or [B].
         hooks: what happens at calls of torch's functions.
+        noise_input: what the timestep input holds, where it is no timestep: callers see its places.
     """
 
-    def __init__(self, denoiser: nn.Module, input_names: Iterable[str], timestep_input: str, hooks: Hooks) -> None:
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        input_names: Iterable[str],
+        timestep_input: str,
+        hooks: Hooks,
+        noise_input: NoiseInput | None = None,
+    ) -> None:
         super().__init__()
         self.denoiser = denoiser
         self.input_names = tuple(input_names)
         self.timestep_input = timestep_input
         self.hooks = hooks
+        self.noise_input = noise_input
 
     def forward(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
         named = dict(zip(self.input_names, inputs, strict=False)) | by_name
         batch = samples_of(named, self.timestep_input)
         timestep = named[self.timestep_input].to(torch.float32).reshape(-1).expand(batch)
+        timestep = place_of(self.noise_input, timestep)
         with Interception(self.denoiser, self.hooks, timestep) as forward:
             output = first_tensor(self.denoiser(**named))
         forward.end()

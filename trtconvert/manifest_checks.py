@@ -81,6 +81,8 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
         yield f"timestep_input: {component.timestep_input}, which is no input"
     if (component.timestep_max > 0) != bool(component.timestep_input):
         yield f"timestep_max: {component.timestep_max:g} with the timestep_input '{component.timestep_input}'"
+    if component.noise_input is not None and component.noise_input.timestep_max != component.timestep_max:
+        yield f"noise_input: {component.noise_input.timestep_max:g} places with the timestep_max {component.timestep_max:g}"
     for index, profile in enumerate(component.profiles):
         if profile.keys() != component.dims.keys():
             yield f"profiles.{index}: the dimensions {', '.join(profile)}, where dims has {', '.join(component.dims)}"

@@ -307,7 +307,7 @@ def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Se
         UserError: the file cannot be used, or there are prompts, which it does not read.
     """
     from trtconvert.models.onnx.files import external_files, read_graph
-    from trtconvert.models.onnx.inputs import proposed_options
+    from trtconvert.models.onnx.inputs import is_consistency, proposed_options
 
     if prompts is not None:
         raise UserError(
@@ -328,7 +328,16 @@ def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Se
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
     stored = sum(path.stat().st_size for path in (place, *external_files(place)))
-    return "\n".join([*lines, *_quality(stored > _LARGE, None, at)]) + "\n"
+    few = "a consistency model, by its name" if is_consistency(place) else ""
+    return "\n".join([*lines, *_quality(stored > _LARGE, None, at, few=few, few_count=1)]) + "\n"
+
+
+def assumptions(recipe: str) -> list[str]:
+    """What a recipe of `recipe_text` takes for granted, as neither the file nor its names tell: "model.options.…: value"."""
+    from trtconvert.models.onnx.inputs import ASSUMED
+
+    stated = (line.partition(f" # {ASSUMED}")[::2] for line in recipe.splitlines())
+    return [f"model.options.{option.strip()}" for option, meaning in stated if meaning]
 
 
 def named_recipe(name: Path) -> Path:
@@ -422,11 +431,18 @@ def _prompts(file: Path) -> int:
     return count
 
 
-def _quality(large: bool, prompts: Path | None, at: Path, long_sequences: bool = False, few: str = "") -> list[str]:
+def _quality(
+    large: bool,
+    prompts: Path | None,
+    at: Path,
+    long_sequences: bool = False,
+    few: str = "",
+    few_count: int = FEW_STEPS,
+) -> list[str]:
     """The sections that say what is calibrated, planned and checked: as much as a CPU does in reasonable time.
 
     Args:
-        few: why the model takes few steps, in words, where it does.
+        few: why the model takes few steps, in words, where it does; few_count: how many.
     """
     data = "denoise # or a file of prompts, one a line (.txt), or a folder of images"
     if prompts is not None:
@@ -439,7 +455,7 @@ def _quality(large: bool, prompts: Path | None, at: Path, long_sequences: bool =
     )
     samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
     if few:
-        steps = verified = FEW_STEPS
+        steps = verified = few_count
     if prompts is not None:
         samples = min(samples, _prompts(prompts))
     lines = [
@@ -464,7 +480,7 @@ def _quality(large: bool, prompts: Path | None, at: Path, long_sequences: bool =
         f"  bins: {min(steps, 10)}",
     ]
     if few and not large:  # a search draws too
-        lines += ["", "plan:", f"  steps: {FEW_STEPS}"]
+        lines += ["", "plan:", f"  steps: {few_count}"]
     lines += [
         "",
         "verify:",

@@ -542,7 +542,7 @@ def test_other_refusals_change_nothing(pipe) -> None:
         with pytest.raises(UserError, match=named):
             replace_attention_with_int8(pipe, **options)
         assert type(pipe.unet) is kind
-    pipe.scheduler = diffusers.EDMEulerScheduler()
+    pipe.scheduler = diffusers.ScoreSdeVeScheduler()
     with pytest.raises(UserError, match="noise of the timesteps is not known"):
         replace_attention_with_int8(pipe, precision_mode="auto")
 

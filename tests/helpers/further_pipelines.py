@@ -845,6 +845,7 @@ CONVERTIBLE = {
     "dit": Convertible(dit, "a class"),
     "ddpm": Convertible(ddpm, "what it was trained on, in pixels"),
     "ddim": Convertible(ddim, "what it was trained on, in pixels"),
+    "consistency": Convertible(consistency, "a class, in pixels"),
     "ldm": Convertible(ldm, "what it was trained on"),
     "deepfloyd": Convertible(deepfloyd, "a prompt, in pixels", {"height": 16, "width": 24}),
     "hunyuan_dit": Convertible(
@@ -971,15 +972,14 @@ REFUSED = {
         ("ZImageTransformer2DModel takes its samples as a list", "got: 'x', list of 4", _OWN),
         SIZE,
     ),
-    "consistency": Refused(
-        consistency,
-        "its timesteps are logarithms of the noise, which may be negative",
-        ("the noise of CMStochasticIterativeScheduler is not known", "model.source: package.module:function"),
-    ),
     "stable_audio": Refused(
         stable_audio,
-        "its schedulers' timesteps are logarithms or angles of the noise",
-        ("the noise of EDMDPMSolverMultistepScheduler is not known", "model.source: package.module:function"),
+        "it draws sound, which quality is not measured of",
+        (
+            "StableAudioPipeline draws sound",
+            "AutoencoderOobleck, which decodes 4",
+            "model.source: package.module:function",
+        ),
     ),
 }
 """Pipelines that are refused."""

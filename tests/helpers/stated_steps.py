@@ -14,7 +14,7 @@ class StatedSteps:
         asked: the timesteps of the trajectories, as they were told.
     """
 
-    timestep_input, timestep_place = "timestep", 1
+    timestep_input, timestep_place, noise_input = "timestep", 1, None
 
     def __init__(self, computed: Sequence[bool]) -> None:
         self._computed = tuple(computed)

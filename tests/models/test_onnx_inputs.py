@@ -216,7 +216,7 @@ def test_a_denoiser_that_knows_the_image_draws_it(schedule, prediction, solver, 
         if schedule == "flow":
             share = t.view(-1, 1, 1) / 1000
             return ((x - (1 - share) * image) / share - image).float()
-        sigma = model.sample.noise.ddpm.sigma(t).view(-1, 1, 1)
+        sigma = model.sample.trained.schedule.sigma(t).view(-1, 1, 1)
         signal = (1 + sigma**2).rsqrt()
         noise = (x / signal - image) / sigma
         return {"epsilon": noise, "v_prediction": signal * noise - sigma * signal * image, "sample": image + 0 * x}[

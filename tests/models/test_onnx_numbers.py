@@ -141,7 +141,7 @@ def _denoiser(proto: onnx.ModelProto) -> GraphDenoiser:
     with torch.no_grad():
         values = folded(graph, ir.DataType.FLOAT)
     values["unused"] = torch.zeros(2)  # of a module without weights nothing tells the type
-    return GraphDenoiser(graph, values, ir.DataType.FLOAT, timestep="x", factor=1.0, keep=set())
+    return GraphDenoiser(graph, values, ir.DataType.FLOAT, keep=set())
 
 
 def test_a_step_that_cannot_be_computed_is_no_matter_of_sizes(monkeypatch):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import pytest
 import tiny_pipelines
 import torch
 
 from trtconvert.attention.modes import Mode
-from trtconvert.attention.schedules import sigma_rule_modes
+from trtconvert.attention.schedules import scheduler_sigmas, sigma_rule_modes
 from trtconvert.errors import UserError
 from trtconvert.models.diffusers import diffusers_model
 
@@ -66,11 +67,69 @@ def test_an_inverse_scheduler_of_diffusion_has_the_table_of_its_model(tmp_path):
     assert bool((model.sigmas.diff() > 0).all())
 
 
-def test_timesteps_that_are_no_places_in_a_table_are_refused(tmp_path):
+SIGMAS = {
+    "edm": lambda: diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=40.0),
+    "edm_multistep": lambda: diffusers.EDMDPMSolverMultistepScheduler(sigma_min=0.01, sigma_max=40.0),
+    "continuous": lambda: diffusers.EulerDiscreteScheduler(
+        timestep_type="continuous",
+        prediction_type="v_prediction",
+        sigma_min=0.01,
+        sigma_max=40.0,
+        use_karras_sigmas=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGMAS)
+def test_timesteps_that_are_logarithms_of_noise_have_places(tmp_path, name):
+    """ln σ / 4, which the denoiser and an engine take as the pipeline passes them; bins are even in ln σ."""
     pipe = tiny_pipelines.stable_diffusion_xl()
-    pipe.scheduler = diffusers.EulerDiscreteScheduler(
-        timestep_type="continuous", prediction_type="v_prediction", sigma_min=0.002, sigma_max=700.0
-    )
+    pipe.scheduler = SIGMAS[name]()
     pipe.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"(?s)noise of EulerDiscrete.*got: .*timestep_type: continuous.*remedy"):
+    model, seen = diffusers_model(tmp_path, **SIZES), []
+    assert model.noise_input is not None and model.diffusers is not None and model.diffusers.timestep_factor == 1.0
+
+    def denoiser(**named):
+        seen.append((float(named["timestep"].flatten()[0]), named["sample"]))
+        return model.denoiser(**named)
+
+    model.sample(denoiser, [3], steps=4, solver="ddim")
+    levels = torch.tensor([level for level, _ in seen], dtype=torch.float64)
+    places = model.noise_input.place(levels)
+    assert places[0] == pytest.approx(1000, abs=0.1) and bool((places.diff() < 0).all())
+    assert bool(model.covers(levels).all()) and not model.covers(torch.tensor([999.0])).any()
+    sigmas = (4 * levels).exp()
+    torch.testing.assert_close(places, 1000 * (sigmas / 0.01).log() / math.log(40 / 0.01))
+    place = model.noise_input.place(model.timesteps_at(torch.tensor([0.3]))).round()
+    assert float(model.sigmas[int(place)]) == pytest.approx(0.01 * 4000**0.3, rel=1e-4)
+    # What the network sees has the variance that its scheduler gives it.
+    spread = model.noised(torch.zeros(1, 4096), torch.randn(1, 4096), model.timesteps_at(torch.tensor([0.999]))).std()
+    assert float(spread) == pytest.approx(1, abs=0.05) and float(seen[0][1].std()) == pytest.approx(1, abs=0.1)
+
+
+def test_the_angles_of_the_cosine_schedule_have_places():
+    """2/π · atan σ; the class needs torchsde, which is nowhere else, so that its configuration stands for it."""
+
+    class CosineDPMSolverMultistepScheduler:
+        config: ClassVar = {"sigma_min": 0.3, "sigma_max": 500.0, "sigma_data": 1.0}
+
+    noise = scheduler_sigmas(CosineDPMSolverMultistepScheduler())
+    assert noise is not None and noise.noise_input is not None and noise.signal is None
+    angle = torch.tensor([2.0, 100.0], dtype=torch.float64).atan() * 2 / math.pi
+    place = noise.noise_input.place(angle)
+    assert noise.sigmas[place.round().long()].tolist() == pytest.approx([2.0, 100.0], rel=0.1)
+
+
+def test_a_consistency_models_scheduler_is_told_at_250_logarithms():
+    noise = scheduler_sigmas(diffusers.CMStochasticIterativeScheduler())
+    assert noise is not None and noise.noise_input is not None
+    scheduler = diffusers.CMStochasticIterativeScheduler()
+    scheduler.set_timesteps(1)
+    assert float(noise.noise_input.place(scheduler.timesteps.double())[0]) == pytest.approx(1000)
+
+
+def test_a_scheduler_of_unknown_noise_is_refused(tmp_path, monkeypatch):
+    tiny_pipelines.stable_diffusion().save_pretrained(tmp_path)
+    monkeypatch.setattr("trtconvert.models.diffusers.scheduler_sigmas", lambda _: None)
+    with pytest.raises(UserError, match=r"(?s)noise of \w+ is not known.*of EDM or of consistency models.*remedy"):
         diffusers_model(tmp_path, **SIZES)

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas, karras_sigmas
 from trtconvert.errors import UserError
-from trtconvert.models.samplers import PREDICTIONS, SOLVERS, initial_noise, sample, solve_ode, solver_sigmas
+from trtconvert.models.parametrisation import SOLVERS, solver_sigmas
+from trtconvert.models.samplers import initial_noise, sample, solve_ode
 
 SHAPE = (1, 8, 8)
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ def _planned(
     config = getattr(scheduler, "config", None) or {}
     length = config.get("num_train_timesteps", 1000)
     noise = None if scheduler is None else scheduler_sigmas(scheduler)
-    flows = noise is not None and noise.flow
+    flows, told = noise is not None and noise.flow, noise.noise_input if noise is not None else None
 
     def modes(wanted: str, bins: int) -> Tensor:
         if wanted != "auto":
@@ -296,7 +296,7 @@ def _planned(
         if noise is None:
             raise UserError(
                 'the noise of the timesteps is not known, which precision_mode="auto" goes by',
-                expected="a pipeline whose scheduler has alphas_cumprod, or is of flow matching",
+                expected="a pipeline whose scheduler has alphas_cumprod, or is of flow matching, EDM or consistency models",
                 got=type(scheduler).__name__,
                 remedy='name one mode, precision_mode="precision"',
             )
@@ -304,12 +304,13 @@ def _planned(
 
     if calibration is None:
         bins = BINS if precision_mode == "auto" else 1
-        return Plan(modes(precision_mode or "precision", bins), float(length), 1.0, flows), None
+        end = float(length) if told is None else told.timestep_max
+        return Plan(modes(precision_mode or "precision", bins), end, 1.0, flows, told), None
     path = Path(calibration)
     if not path.is_dir():
         saved = read_tables(path)
         common = modes(precision_mode or "precision", saved.bins)
-        plan = Plan(common, saved.timestep_max, 1.0, flows)
+        plan = Plan(common, saved.timestep_max, 1.0, flows, told)
         return plan, {
             site: Calibrated(AttentionTables(**tables, modes=common)) for site, tables in saved.tables.items()
         }
@@ -326,7 +327,7 @@ def _planned(
             tables = AttentionTables(**saved.tables[site.name], modes=own)
             found[site.name] = Calibrated(tables, scalings[site.name], smooth_k)
     common = torch.full((saved.bins,), int(Mode.PRECISION), dtype=torch.int32) if forced is None else forced
-    return Plan(common, component.timestep_max, factor, False), found
+    return Plan(common, component.timestep_max, factor, False, component.noise_input), found
 
 
 def _prepare(

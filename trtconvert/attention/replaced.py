@@ -16,6 +16,7 @@ from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import folds_of, own_channels, taken, too_many
+from trtconvert.noise_input import NoiseInput, place_of
 from trtconvert.unfused import Unfused, UnfusedAttention
 
 TIMESTEPS = ("timestep", "timesteps", "t")
@@ -31,10 +32,19 @@ class Plan:
         modes: [T] INT32; present: what is among them.
         timestep_max: where the last bin ends; factor: by which the denoiser's timesteps are multiplied before.
         fractions: whether timesteps may be shares of the schedule, as some flow-matching pipelines pass them.
+        noise_input: what timesteps are, where they are no places in a table.
     """
 
-    def __init__(self, modes: Tensor, timestep_max: float, factor: float, fractions: bool) -> None:
+    def __init__(
+        self,
+        modes: Tensor,
+        timestep_max: float,
+        factor: float,
+        fractions: bool,
+        noise_input: NoiseInput | None = None,
+    ) -> None:
         self.modes, self.timestep_max, self.factor, self.fractions = modes, timestep_max, factor, fractions
+        self.noise_input = noise_input
         self.present = frozenset(Mode(mode) for mode in modes.tolist())
 
 
@@ -53,7 +63,7 @@ class Denoiser:
     Attributes:
         name: its component of the pipeline, or `_ALONE`.
         plan: see `Plan`.
-        timestep: [B] FP32 of the call that is running.
+        timestep: [B] FP32 of the call that is running; its place, see `NoiseInput`, where it is no timestep.
         sites: by path; left: path: reason.
     """
 
@@ -85,7 +95,7 @@ class Denoiser:
         steps = timestep.detach().float()
         if steps.dim() > 1:  # of each token or frame: the noisiest tells how large activations may be
             steps = steps.flatten(1).amax(1)
-        steps = steps.reshape(-1) * self.plan.factor
+        steps = place_of(self.plan.noise_input, steps.reshape(-1) * self.plan.factor)
         if self.plan.fractions:  # on the device, as the host would have to wait for them
             steps = torch.where(steps.max() <= 1, steps * self.plan.timestep_max, steps)
         return steps.expand(batch) if len(steps) == 1 else steps

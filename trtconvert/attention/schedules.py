@@ -8,6 +8,7 @@ from count from high noise down; the library's convention wins. Tables are float
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
+from trtconvert.noise_input import PLACES, NoiseInput
 
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
 """EDM's range of noise and the exponent of its schedule (Karras et al. 2022, arXiv 2206.00364, table 1)."""
@@ -176,10 +178,22 @@ class SchedulerNoise(NamedTuple):
 
     Attributes:
         sigmas: [T], rising; flow: whether x = (1 - s)·x₀ + s·n with s = t / T.
+        noise_input: what timesteps are, where they are no places in a table; sigmas are of their places then.
+        sigma_data: standard deviation of the data that the network's input is normalised with: it sees
+            (x₀ + σ·n) / √(σ² + sigma_data²), but in flow matching.
     """
 
     sigmas: Tensor
     flow: bool
+    noise_input: NoiseInput | None = None
+    sigma_data: float = 1.0
+
+    @property
+    def signal(self) -> Tensor | None:
+        """[T] see `DiffusionModel`; None where it preserves variance."""
+        if self.flow:
+            return 1 / (1 + self.sigmas)
+        return None if self.sigma_data == 1 else (self.sigmas**2 + self.sigma_data**2).rsqrt()
 
 
 def scheduler_sigmas(scheduler: Any) -> SchedulerNoise | None:
@@ -192,11 +206,40 @@ def scheduler_sigmas(scheduler: Any) -> SchedulerNoise | None:
         # where the ratio is 0 or infinite, move by half a timestep.
         share = torch.arange(timesteps + 1, dtype=torch.float64).clamp(0.5, timesteps - 0.5) / timesteps
         return SchedulerNoise(share / (1 - share), True)
-    continuous = scheduler.config.get("timestep_type") == "continuous"  # logarithms of σ, no places in a table
-    if getattr(scheduler, "alphas_cumprod", None) is not None and not continuous:
+    if (told := _told_in_sigma(scheduler)) is not None:
+        return told
+    if getattr(scheduler, "alphas_cumprod", None) is not None:
         # Schedules with zero terminal SNR end at 0.
         return SchedulerNoise(ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8)), False)
     return None
+
+
+def _told_in_sigma(scheduler: Any) -> SchedulerNoise | None:
+    """Of a scheduler whose timesteps are made of σ, not places in a table; None of others. Classes that diffusers has, by name:
+    their configurations do not tell.
+
+    Raises:
+        UserError: its configuration has no range.
+    """
+    name, config = type(scheduler).__name__.removesuffix("Scheduler"), scheduler.config
+    # The prediction is v: with others diffusers' EulerDiscrete passes places of its table all the same.
+    continuous = config.get("timestep_type") == "continuous" and config.get("prediction_type") == "v_prediction"
+    if name not in ("EDMEuler", "EDMDPMSolverMultistep", "CosineDPMSolverMultistep", "CMStochasticIterative"):
+        if not continuous:
+            return None
+        table = ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8))
+        low, high = (config.get(end) or float(table[at]) for end, at in (("sigma_min", 0), ("sigma_max", -1)))
+    else:
+        low, high = config["sigma_min"], config["sigma_max"]
+    SigmaRange(low, high)
+    sigma_data = float(config.get("sigma_data") or 1.0)
+    if name == "CosineDPMSolverMultistep":  # 2/π · atan σ, of which places are even
+        told = NoiseInput(math.atan(low) / math.pi * 2, math.atan(high) / math.pi * 2)
+        angles = told.at(torch.arange(PLACES, dtype=torch.float64)) * math.pi / 2
+        return SchedulerNoise(angles.tan(), False, told, sigma_data)
+    factor = 250.0 if name == "CMStochasticIterative" else 0.25
+    noise_input = NoiseInput(factor * math.log(low), factor * math.log(high))
+    return SchedulerNoise(log_even_sigmas(low, high), False, noise_input, sigma_data)
 
 
 class NoiseSchedule:
@@ -237,6 +280,78 @@ class NoiseSchedule:
         wanted = sigma.double().log().clamp(log_sigmas[0], log_sigmas[-1])
         low = torch.searchsorted(log_sigmas, wanted, right=True).sub(1).clamp(0, self.timesteps - 2)
         return low + (wanted - log_sigmas[low]) / (log_sigmas[low + 1] - log_sigmas[low])
+
+
+class FlowSchedule:
+    """Flow matching, x = (1-s)·x₀ + s·n, whose timestep t is the noise fraction s = t/T (Lipman et al. 2023, arXiv 2210.02747).
+
+    Args:
+        timesteps: T.
+        shift: of the steps, see `flow_noise_fractions`.
+    """
+
+    def __init__(self, timesteps: int = 1000, shift: float = 1.0) -> None:
+        _check_count("timesteps", timesteps)
+        self.timesteps, self.shift = timesteps, shift
+
+    @property
+    def fractions(self) -> Tensor:
+        """[T] the noise fraction of each timestep. The ends, where σ is 0 or infinite, move by half a timestep."""
+        places = torch.arange(self.timesteps, dtype=torch.float64)
+        return places.clamp(0.5, self.timesteps - 0.5) / self.timesteps
+
+    @property
+    def sigmas(self) -> Tensor:
+        """[T] σ of each timestep."""
+        return self.fractions / (1 - self.fractions)
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """The timestep, fractions included, at which the denoiser expects σ. Float64."""
+        return (sigma / (1 + sigma) * self.timesteps).clamp_max(self.timesteps - 1)
+
+
+@dataclass(frozen=True)
+class SigmaRange:
+    """Noise levels without timesteps: the network is told σ itself, and takes all between two (EDM, consistency models).
+
+    Attributes:
+        low, high: the least and the largest σ; by default EDM's.
+    Raises:
+        UserError: there is no such range.
+    Source: Karras et al. 2022, table 1.
+    """
+
+    low: float = SIGMA_MIN
+    high: float = SIGMA_MAX
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high < math.inf:
+            raise UserError(
+                "A noise schedule has no such range.",
+                expected="0 < the least σ < the largest, both finite",
+                got=f"{self.low:g} and {self.high:g}",
+                remedy=f"take those that the model was trained with; EDM's are {SIGMA_MIN} and {SIGMA_MAX}",
+            )
+
+    @property
+    def timesteps(self) -> int:
+        """Places in the range, see `NoiseInput`."""
+        return PLACES
+
+    @property
+    def sigmas(self) -> Tensor:
+        """[timesteps] σ of each place, even in log σ."""
+        return log_even_sigmas(self.low, self.high)
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """The place of σ. Float64."""
+        return (sigma.double() / self.low).log() / math.log(self.high / self.low) * PLACES
+
+
+def log_even_sigmas(low: float, high: float) -> Tensor:
+    """[PLACES] σ of each place of an input that is σ or a line through its logarithm, float64."""
+    share = torch.arange(PLACES, dtype=torch.float64) / PLACES
+    return low * (high / low) ** share
 
 
 def _check_count(name: str, count: int) -> None:

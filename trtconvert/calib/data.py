@@ -240,10 +240,10 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
                 remedy="correct what makes it",
             )
     timestep = checked[model.timestep_input]
-    if (outside := timestep[(timestep < 0) | (timestep >= model.timestep_max)]).numel():
+    if (outside := timestep[~model.covers(timestep)]).numel():
         raise UserError(
             f"'{model.timestep_input}' from {place} leaves the noise schedule",
-            expected=f"timesteps in [0, {model.timestep_max:g})",
+            expected=model.covered,
             got=f"{outside[0]:g}",
             remedy="give what the denoiser's forward takes",
         )

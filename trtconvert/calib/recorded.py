@@ -272,10 +272,10 @@ def read_inputs(
             continue
         finite = usable.flatten(1).all(1) if x.dim() > 1 else usable
         if name == model.timestep_input:
-            finite &= (batch[name] >= 0) & (batch[name] < model.timestep_max)
+            finite &= model.covers(batch[name])
         for row in (~finite & good).nonzero().flatten().tolist():
             bad = int((~x[row].isfinite()).sum())
-            fits = f"timesteps in [0, {model.timestep_max:g})" if name == model.timestep_input else "whole numbers"
+            fits = model.covered if name == model.timestep_input else "whole numbers"
             errors.append(
                 UserError(
                     f"'{name}' in {path} is damaged at sample {samples[row]}",

@@ -21,7 +21,9 @@ from trtconvert.calib.budget import Budget, figures, keeps_budget, squared_error
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.models.denoiser import not_followed
 from trtconvert.models.drawings import with_progress
+from trtconvert.noise_input import place_of
 from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.reuse import SAME, Reusable
@@ -94,13 +96,7 @@ def measure_trajectories(
             stated = _Stated(model, expected, tuple(computed))
             moved = _drawn(model, Reusable(model.denoiser, stated), seeds, steps)
             if not stated.asked:
-                raise UserError(
-                    f"no step of {model.name} can be left out",
-                    expected="a sampler that tells its denoiser the timesteps of a trajectory, before it calls it once a step",
-                    got="one that does not; or a scheduler that adds noise, or calls its model twice a step",
-                    remedy="call trtconvert.runtime.follow(denoiser, timesteps) in the sampler, take another scheduler, or "
-                    "remove steps.computed from the recipe",
-                )
+                raise not_followed(model)
             squared = squared_error(moved, full)
             modelled = error_of(found, found.timesteps, tuple(computed))
             for objective, of in (("mean", Tensor.mean), ("worst", Tensor.amax)):
@@ -148,7 +144,12 @@ def search_reuse(
             if schedule is not None and schedule.computed not in tried:
                 # The limit leaves room for the rounding of the modelled error.
                 reuse = Reuse(
-                    measured[gain], objective, schedule.error * (1 + 1e-9), model.timestep_input, model.timestep_place
+                    measured[gain],
+                    objective,
+                    schedule.error * (1 + 1e-9),
+                    model.timestep_input,
+                    model.timestep_place,
+                    model.noise_input,
                 )
                 tried[schedule.computed] = sampled(reuse, schedule)
         return min(tried.values(), key=lambda found: found.worst, default=None)
@@ -191,6 +192,7 @@ class _Stated:
         self._computed = torch.tensor(computed)
         self.timestep_input = model.timestep_input
         self.timestep_place = model.timestep_place
+        self.noise_input = model.noise_input
         self.asked = False
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
@@ -216,7 +218,7 @@ class _Watch:
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         given = self._model.named(inputs, named)
         prediction = self._model.denoiser(*inputs, **named)
-        time = float(given[self._model.timestep_input].flatten()[0])
+        time = float(place_of(self._model.noise_input, given[self._model.timestep_input].flatten()[0].double()))
         if self._calls and self._goes_back(time):
             self._end()
         if not self._calls:

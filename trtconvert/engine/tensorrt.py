@@ -29,6 +29,7 @@ from trtconvert.library import (
     load_library,
     serves,
 )
+from trtconvert.noise_input import at_place
 from trtconvert.recipe import EngineSection
 
 if TYPE_CHECKING:
@@ -249,6 +250,8 @@ def build_engine(
         UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
             folder is full; or 16-bit layers are asked for, and layers quantise changes.
     """
+    import torch
+
     from trtconvert.engine.engine_choice import ChosenEngine, fastest_engine, with_fastest_layers
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
@@ -286,7 +289,12 @@ def build_engine(
         with_group_norms = False
     attention = _attention_here(options, watch) if nodes else "native"
     if attention == "auto":
-        time_engine = partial(denoiser_microseconds, trt, component.all_inputs, component.timestep_input, profiles)
+
+        def time_engine(plan: bytes, bins: Mapping[float, int]) -> float:
+            told = at_place(component.noise_input, torch.tensor([*bins], dtype=torch.float64)).tolist()
+            counts = dict(zip(told, bins.values(), strict=True))
+            return denoiser_microseconds(trt, component.all_inputs, component.timestep_input, profiles, plan, counts)
+
         # Of layers that quantise changes the last kind has no plugins.
         without = kinds[-1] if component.caches else kinds[0]
         plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}), layers=without)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.noise_input import place_of
 from trtconvert.runtime.trajectory import begin
 
 _EXPECTED, _TYPE_ERRORS = "prediction", "type_errors"
@@ -100,7 +101,8 @@ class CallRecorder:
 
     def _add(self, given: Mapping[str, Tensor], output: Tensor) -> None:
         timestep = given[self._model.timestep_input].float().reshape(-1)[:1]
-        index = int(timestep_bin(timestep, self._model.timestep_max, self._bins)[0])
+        place = place_of(self._model.noise_input, timestep)
+        index = int(timestep_bin(place, self._model.timestep_max, self._bins)[0])
         if index in self._inputs:
             return
         batch = self._model.inputs[0].shape[0]

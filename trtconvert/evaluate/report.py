@@ -30,6 +30,7 @@ from trtconvert.evaluate.parts import LeftGroup, dense_groups, layer_counts, lef
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 from trtconvert.files import whole_file
 from trtconvert.linear.reference import LEVELS
+from trtconvert.noise_input import at_place
 
 SAMPLES, FRONTIER = "samples.png", "frontier.json"
 """Files of a bundle that the report shows where they are there."""
@@ -261,7 +262,8 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
     if not converted:
         return view
     bins = len(next(iter(converted.values())))
-    starts = [f"{component.timestep_max * index / bins:g}" for index in range(bins)]
+    places = torch.arange(bins, dtype=torch.float64) * component.timestep_max / bins
+    starts = [f"{timestep:g}" for timestep in at_place(component.noise_input, places).tolist()]
     calibration = load_of_bundle(folder, manifest)
     ranges = _ranges(calibration.tables, converted)
     clipped = {site: _worst_share(calibration.outliers[site]) for site in converted if site in calibration.outliers}

@@ -23,6 +23,7 @@ from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.linear.sites import LayerCall
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.drawings import with_progress
+from trtconvert.noise_input import at_place, place_of
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import VerifySection
 from trtconvert.runtime.trajectory import begin
@@ -136,7 +137,9 @@ def widened(component: ComponentRecord) -> ComponentRecord:
 def next_step(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inputs as a sampler might give them in the step after some: a little less noise."""
     x, timestep = model.inputs[0].name, inputs[model.timestep_input]
-    moved = timestep * 0.9 if model.timesteps_fall else timestep + (model.timestep_max - timestep) * 0.1
+    place = place_of(model.noise_input, timestep)
+    moved = place * 0.9 if model.timesteps_fall else place + (model.timestep_max - place) * 0.1
+    moved = at_place(model.noise_input, moved)
     return {**inputs, x: inputs[x] * 0.98, model.timestep_input: moved.to(timestep.dtype)}
 
 

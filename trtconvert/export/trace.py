@@ -49,6 +49,7 @@ from trtconvert.guidance import guided_prediction
 from trtconvert.interception import InterceptedDenoiser, Interception, samples_of
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
+from trtconvert.noise_input import place_of
 
 OF_COMPONENTS = "model."
 """What components put before the names of their models' state dicts."""
@@ -379,7 +380,7 @@ class _TracedDenoiser(nn.Module):
         self._names = [spec.name for spec in model.inputs]
         self._timestep_input, self._guidance = model.timestep_input, model.guidance
         own = [name for name in self._names if model.guidance is None or name not in model.guidance.added]
-        self.intercepted = InterceptedDenoiser(denoiser, own, model.timestep_input, hooks)
+        self.intercepted = InterceptedDenoiser(denoiser, own, model.timestep_input, hooks, model.noise_input)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self._guidance is not None:
@@ -391,6 +392,7 @@ class _TracedDenoiser(nn.Module):
         own = dict(zip(self._names, inputs, strict=False))
         given = {cache.name: x for cache, x in zip(self._caches, inputs[len(own) :], strict=True)}
         timestep = own[self._timestep_input].float().reshape(-1).expand(samples_of(own, self._timestep_input))
+        timestep = place_of(self.intercepted.noise_input, timestep)
         self._changes.begin(timestep, given)
         output = self.intercepted(*own.values())
         return (output, *self._changes.caches(list(given)))

@@ -21,15 +21,17 @@ from trtconvert.weights.lora_names import DENOISER
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
+    from trtconvert.attention.schedules import FlowSchedule, NoiseSchedule, SigmaRange, ddpm_betas
     from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec, Sampler
+    from trtconvert.models.parametrisation import Parametrisation
     from trtconvert.models.samplers import initial_noise, sample
+    from trtconvert.noise_input import NoiseInput
     from trtconvert.recipe import LoraSection, ModelSection
     from trtconvert.runtime import LoadedBundle
 
 __all__ = [
-    "DiffusionModel", "ImageEncoder", "InputSpec", "NoiseSchedule", "Sampler", "ddpm_betas", "initial_noise", "load",
-    "load_sampler", "sample",
+    "DiffusionModel", "FlowSchedule", "ImageEncoder", "InputSpec", "NoiseInput", "NoiseSchedule", "Parametrisation", "Sampler",
+    "SigmaRange", "ddpm_betas", "initial_noise", "load", "load_sampler", "sample",
 ]  # fmt: skip
 
 DIGITS, EMOJI = "digits-dit", "emoji-dit"
@@ -43,7 +45,11 @@ _ELSEWHERE = {
     "ImageEncoder": "trtconvert.diffusion_model",
     "InputSpec": "trtconvert.diffusion_model",
     "Sampler": "trtconvert.diffusion_model",
+    "FlowSchedule": "trtconvert.attention.schedules",
+    "NoiseInput": "trtconvert.noise_input",
     "NoiseSchedule": "trtconvert.attention.schedules",
+    "Parametrisation": "trtconvert.models.parametrisation",
+    "SigmaRange": "trtconvert.attention.schedules",
     "ddpm_betas": "trtconvert.attention.schedules",
     "initial_noise": "trtconvert.models.samplers",
     "sample": "trtconvert.models.samplers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser
 from trtconvert.linear.sites import LayerHandler, layer_hooks
 from trtconvert.models.own_sampler import SamplerError
-from trtconvert.reuse.schedule import reuse_of
+from trtconvert.reuse.schedule import Schedule, all_computed, reuse_of
 from trtconvert.runtime.trajectory import begin
 
 
@@ -46,6 +47,45 @@ def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> 
         raise UserError(
             f"{field}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
         ) from error
+
+
+class _Asked:
+    """A denoiser that leaves no step out, and knows whether its sampler would let it. A `Scheduler` of itself."""
+
+    def __init__(self, model: DiffusionModel) -> None:
+        self.timestep_input, self.timestep_place = model.timestep_input, model.timestep_place
+        self.noise_input, self.reuse, self.told = model.noise_input, self, False
+
+    def schedule(self, timesteps: Sequence[float]) -> Schedule:
+        """See `trtconvert.reuse.schedule.Scheduler`."""
+        self.told = True
+        return all_computed(len(timesteps))
+
+    def __call__(self, *_: Tensor, **__: Tensor) -> Tensor:
+        raise _Reached
+
+
+def refuse_unfollowed(model: DiffusionModel, steps: int) -> None:
+    """Ask the sampler whether it tells its denoiser the timesteps of a trajectory, without running one.
+
+    Raises:
+        UserError: it does not, so that no step can be left out.
+    """
+    denoiser = _Asked(model)
+    with contextlib.suppress(_Reached):
+        model.sample(denoiser, [0], steps=steps, solver="ddim")
+    if not denoiser.told:
+        raise not_followed(model)
+
+
+def not_followed(model: DiffusionModel) -> UserError:
+    return UserError(
+        f"no step of {model.name} can be left out",
+        expected="a sampler that tells its denoiser the timesteps of a trajectory, before it calls it once a step",
+        got="one that does not; or one that adds noise, as consistency models' does, or calls its model twice a step",
+        remedy="call trtconvert.runtime.follow(denoiser, timesteps) in the sampler, take another scheduler, or "
+        "remove steps.computed from the recipe",
+    )
 
 
 class _Moved:
@@ -103,7 +143,8 @@ def intercepted(
     hooks = dict(attention_hooks(handler)) if handler is not None else {}
     if layers is not None:
         hooks |= layer_hooks(layers)
-    return InterceptedDenoiser(model.denoiser, [spec.name for spec in model.inputs], model.timestep_input, hooks)
+    names = [spec.name for spec in model.inputs]
+    return InterceptedDenoiser(model.denoiser, names, model.timestep_input, hooks, model.noise_input)
 
 
 class DenoiserInType:
@@ -123,7 +164,7 @@ class DenoiserInType:
         self._names = [spec.name for spec in model.inputs]
         same = all(x.dtype == dtype for x in model.denoiser.parameters() if x.is_floating_point())
         denoiser = model.denoiser if same else copy.deepcopy(model.denoiser).to(dtype)
-        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks)
+        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks, model.noise_input)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         given = dict(zip(self._names, inputs, strict=False)) | named

@@ -43,6 +43,7 @@ from trtconvert.models.probes import first_inputs, first_timesteps
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import DENOISERS
 from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
+from trtconvert.noise_input import NoiseInput
 from trtconvert.reuse.schedule import Scheduler, reuse_of
 from trtconvert.runtime.arguments import parameters_of, put_together
 from trtconvert.runtime.diffusers import DiffusersDenoiser, NotConverted, follow_scheduler, is_of_samples
@@ -91,6 +92,7 @@ def diffusers_model(
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights, config=config, denoiser=denoiser, variant=variant, ignore=ignore)
     component = _denoiser(pipe, DENOISERS if denoiser is None else (denoiser,))
+    _refuse_sound(pipe)
     length = None if tokens is None else size_range(TOKENS, tokens)
     caller = PipelineCaller(
         pipe, component, length and length[1], tuple(prompts), dict(call or {}), _pictures(images or {})
@@ -133,7 +135,7 @@ def diffusers_model(
     refuse_between_steps(steps, inputs.dims, lengthened, flat.record.model)
     flat.record = _with_counted_parts(caller, flat.record, timestep, sizes)
     seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
-    if max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
+    if schedule.noise_input is None and max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
         flat.record = flat.record.model_copy(update={"timestep_factor": 1 / schedule.timesteps})
     schedule = schedule.followed(rising=seen[-1] > seen[0])
     # A pipeline that changes its model while it draws is refused now, rather than by the first samples of what was built.
@@ -157,6 +159,7 @@ def diffusers_model(
         encoder=_encoder(pipe, inputs.example[first]),
         condition=sampler.captions if caller.takes_prompts else None,
         signal=schedule.signal,
+        noise_input=schedule.noise_input,
         diffusers=flat.record,
         components=components,
         notices=components.drawn(),
@@ -376,6 +379,23 @@ def _denoiser(pipe: Any, names: Sequence[str]) -> str:
     return found
 
 
+def _refuse_sound(pipe: Any) -> None:
+    """
+    Raises:
+        UserError: the pipeline draws sound.
+    """
+    vae = getattr(pipe, "vae", None)
+    rate = getattr(vae, "config", {}).get("sampling_rate")
+    if rate:
+        raise UserError(
+            f"{type(pipe).__name__} draws sound, which quality is not measured of here",
+            expected="a pipeline that draws images, videos or latents of them",
+            got=f"{type(vae).__name__}, which decodes {rate} samples a second",
+            remedy="keep the pipeline as it is, or convert its denoiser through a function of your own, model.source: "
+            "package.module:function, whose sampler gives a spectrogram in [0, 1]",
+        )
+
+
 # What the pipeline tells ----------------------------------------------------------------------------------------------
 
 
@@ -443,12 +463,13 @@ class _Schedule:
 
     Attributes:
         timesteps: of the training.
-        sigmas, signal: see `DiffusionModel`.
+        sigmas, signal, noise_input: see `DiffusionModel`.
     """
 
     timesteps: int
     sigmas: Tensor
     signal: Tensor | None
+    noise_input: NoiseInput | None = None
 
     def followed(self, *, rising: bool) -> _Schedule:
         """The schedule of a pipeline whose timesteps rise, or fall, while it draws.
@@ -456,7 +477,7 @@ class _Schedule:
         In flow matching they rise where they stand for the share of the image, as those of Lumina and Mochi do, whose schedulers
         invert sigmas or whose pipelines pass 1 - σ. Timesteps of a diffusion's table mean the same in any order.
         """
-        if not rising or self.signal is None:
+        if not rising or self.signal is None or self.noise_input is not None:
             return self
         return _Schedule(self.timesteps, self.sigmas.flip(0), self.signal.flip(0))
 
@@ -464,15 +485,13 @@ class _Schedule:
 def _schedule(pipe: Any) -> _Schedule:
     scheduler = pipe.scheduler
     if (noise := scheduler_sigmas(scheduler)) is not None:
-        signal = 1 / (1 + noise.sigmas) if noise.flow else None
-        return _Schedule(int(scheduler.config.num_train_timesteps), noise.sigmas, signal)
-    continuous = scheduler.config.get("timestep_type") == "continuous"
+        return _Schedule(int(scheduler.config.num_train_timesteps), noise.sigmas, noise.signal, noise.noise_input)
     raise UserError(
         f"the noise of {type(scheduler).__name__} is not known",
-        expected="a scheduler with alphas_cumprod, or of flow matching",
-        got=type(scheduler).__name__ + (" with timestep_type: continuous" if continuous else ""),
+        expected="a scheduler with alphas_cumprod, of flow matching, of EDM or of consistency models",
+        got=type(scheduler).__name__,
         remedy="save the pipeline with such a one, where its model was trained for that, or convert it through a function of "
-        "your own, model.source: package.module:function, that says what noise each timestep from 0 up stands for",
+        "your own, model.source: package.module:function, that says how it is told the noise (docs/entry-points.md)",
     )
 
 

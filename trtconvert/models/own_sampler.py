@@ -18,6 +18,7 @@ from trtconvert.runtime.trajectory import begin
 _PACKAGE = Path(__file__).parents[1]
 _CALLED_BY_THEM = {
     _PACKAGE / "models/drawings.py",
+    _PACKAGE / "models/parametrisation.py",
     _PACKAGE / "models/samplers.py",
     _PACKAGE / "attention/schedules.py",
 }

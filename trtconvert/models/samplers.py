@@ -1,4 +1,4 @@
-"""Deterministic samplers: one probability-flow ODE solver, three ways to step through it.
+"""Deterministic samplers: one probability-flow ODE solver, three ways to step through it; and consistency models' own.
 
 A sampler takes any callable as its denoiser (a torch module, an ONNX Runtime session, an engine), so that what is compared
 differs in the denoiser alone. The ODE is dx/dσ = (x - D(x, σ))/σ with x = x₀ + σ·n (Karras et al. 2022, arXiv 2206.00364,
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtconvert.attention.schedules import SIGMA_MAX, SIGMA_MIN, NoiseSchedule, karras_sigmas
+from trtconvert.attention.schedules import NoiseSchedule, SigmaRange
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.models.parametrisation import Parametrisation
 from trtconvert.runtime.reuse import follow
 from trtconvert.runtime.trajectory import begin
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x [B, C, H, W], timestep [B] FP32, **conditions [B, …]) → prediction [B, C, H, W]."""
 
-SOLVERS = ("ddim", "euler", "heun")
-PREDICTIONS = ("epsilon", "v_prediction", "sample")
-"""What a denoiser may predict: the noise n, v = √ᾱ·n - √(1-ᾱ)·x₀, or x₀. The names are diffusers'."""
+Fresh = Callable[[int], Tensor]
+"""Standard normal noise to add at a step from 1 up, of the shape of the first noise. A sample's follows from its own seed."""
 
 
 @dataclass(frozen=True)
@@ -71,34 +71,6 @@ def class_labels(captions: Sequence[str], classes: Sequence[str], expected: str)
     return {"label": torch.tensor([known[caption] for caption in captions])}
 
 
-def solver_sigmas(schedule: NoiseSchedule, solver: str, steps: int) -> Tensor:
-    """The noise levels that a solver visits, from high to low, the final 0 left out.
-
-    "ddim" takes evenly spaced timesteps that end at the last, noisiest one (diffusers' "trailing", recommended by Lin et al.
-    2024, arXiv 2305.08891, section 3.3); "euler" and "heun" take EDM's levels, limited to those that the model knows.
-
-    Returns:
-        [steps] float64.
-    """
-    if solver not in SOLVERS:
-        raise UserError(
-            "There is no such solver.", expected=f"one of {', '.join(SOLVERS)}", got=repr(solver), remedy="take ddim"
-        )
-    if not 1 <= steps <= schedule.timesteps:
-        raise UserError(
-            "The sampler cannot take so many steps.",
-            expected=f"1 to {schedule.timesteps}, the timesteps of the model",
-            got=str(steps),
-            remedy="50 is usual for ddim, 20 for heun",
-        )
-    if solver == "ddim":
-        spacing = schedule.timesteps / steps
-        timesteps = (schedule.timesteps - spacing * torch.arange(steps, dtype=torch.float64)).round() - 1
-        return schedule.sigma(timesteps)
-    known = schedule.sigmas
-    return karras_sigmas(steps, max(SIGMA_MIN, known[0].item()), min(SIGMA_MAX, known[-1].item()))
-
-
 def solve_ode(denoised: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, second_order: bool) -> Tensor:
     """Follows the probability flow from the first noise level to the last.
 
@@ -119,19 +91,76 @@ def solve_ode(denoised: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: T
     return x
 
 
+def solve_consistency(
+    denoised: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, fresh: Fresh, least: float
+) -> Tensor:
+    """Denoises at each noise level, and adds noise anew up to the next one.
+
+    Args:
+        denoised: D(x, σ), σ a scalar tensor.
+        x: x₀ + σ₀·n, any shape.
+        sigmas: [S], falling, the last 0. least: the noise that denoised images are of, ε in the paper.
+    Source: Song et al. 2023 (arXiv 2303.01469), algorithm 1.
+    """
+    for step, sigma in enumerate(sigmas[:-1]):
+        x = denoised(x if step == 0 else x + (sigma**2 - least**2).sqrt() * fresh(step).to(x), sigma)
+    return x
+
+
+def draw(
+    parametrisation: Parametrisation,
+    predict: Callable[[Tensor, Tensor], Tensor],
+    noise: Tensor,
+    levels: Tensor,
+    solver: str,
+    fresh: Fresh | None,
+) -> Tensor:
+    """Samples in the denoiser's own range, float64.
+
+    Args:
+        predict: (the denoiser's first input, its timestep input [B] FP32) to its prediction. Both come in the type and on the
+            device of the noise.
+        noise: [B, …] standard normal.
+        levels: see `Parametrisation.levels`; solver: that they are of.
+        fresh: for consistency models in several steps.
+    Raises:
+        UserError: there is no noise to add.
+    """
+
+    def denoised(x: Tensor, sigma: Tensor) -> Tensor:
+        told = parametrisation.input_at(sigma).float().to(noise.device).expand(len(x)).contiguous()
+        out = predict((x * parametrisation.signal_at(sigma)).to(noise.dtype), told)
+        return parametrisation.denoised(x, sigma, out.to(x.device, torch.float64))
+
+    x = noise.double() * parametrisation.first(levels[0])
+    if not parametrisation.consistency:
+        return solve_ode(denoised, x, levels, second_order=solver == "heun")
+    if fresh is None and len(levels) > 2:
+        raise UserError(
+            "A consistency model adds noise in each step but the first.",
+            expected="`fresh`, which gives it, where it takes several steps",
+            got=f"none, in {len(levels) - 1} steps",
+            remedy="pass fresh=lambda step: initial_noise(seeds, shape, seed=step), or take 1 step",
+        )
+    schedule = parametrisation.schedule
+    least = schedule.low if isinstance(schedule, SigmaRange) else 0.0
+    return solve_consistency(denoised, x, levels, fresh or (lambda _: torch.zeros_like(noise)), least)
+
+
 @torch.no_grad()
 def sample(
     denoiser: Denoiser,
     noise: Tensor,
-    schedule: NoiseSchedule,
+    schedule: NoiseSchedule | Parametrisation,
     *,
-    prediction: str,
+    prediction: str | None = None,
     solver: str = "ddim",
     steps: int = 50,
     conditions: Mapping[str, Tensor] | None = None,
     null_conditions: Mapping[str, Tensor] | None = None,
     guidance: float = 1.0,
     on_call: Callable[[DenoiserCall], None] | None = None,
+    fresh: Fresh | None = None,
 ) -> Tensor:
     """Images from noise.
 
@@ -140,8 +169,9 @@ def sample(
             given both halves of the conditions and the scale, and gives one prediction.
         noise: [B, C, H, W] standard normal, see `initial_noise`. Its type is that of the denoiser's input; the state between
             calls is float64. Both are on the denoiser's device where it has a `device`, else on the noise's.
-        schedule: the noise that the denoiser was trained with.
-        prediction: what it predicts, one of `PREDICTIONS`.
+        schedule: the noise that the denoiser was trained with, and, in a `Parametrisation`, what it predicts and how it is told
+            the noise.
+        prediction: what it predicts, one of `PREDICTIONS`, of a schedule alone.
         solver: "ddim", "euler" or "heun", see `solver_sigmas`.
         conditions: passed to the denoiser by name, each [B, …].
         null_conditions: the same names for no condition; needed when `guidance` is not 1, or the denoiser applies it.
@@ -149,16 +179,18 @@ def sample(
             diffusers' weight: 1 is no guidance). Both predictions come from one call with a batch of 2·B, or their sum
             from the denoiser.
         on_call: sees every call of the denoiser, in order.
+        fresh: for consistency models in several steps, see `Fresh`.
     Returns:
         [B, C, H, W] FP32 in [0, 1], for models of images in [-1, 1], on the device that the noise came from.
     """
-    if prediction not in PREDICTIONS:
+    if isinstance(schedule, Parametrisation) and prediction not in (None, schedule.prediction):
         raise UserError(
-            "A denoiser cannot predict this.",
-            expected=f"one of {', '.join(PREDICTIONS)}",
+            "The prediction is said twice.",
+            expected=f"{schedule.prediction}, as the parametrisation has it",
             got=repr(prediction),
-            remedy="take the prediction_type that the model was trained with",
+            remedy="leave prediction out",
         )
+    trained = schedule if isinstance(schedule, Parametrisation) else Parametrisation(schedule, str(prediction))
     try:
         guidance = float(guidance)
     except (TypeError, ValueError, RuntimeError):
@@ -192,31 +224,28 @@ def sample(
     begin(denoiser)
     calls = 0
 
-    def denoised(x: Tensor, sigma: Tensor) -> Tensor:
+    def predict(x: Tensor, timestep: Tensor) -> Tensor:
         nonlocal calls
-        signal = (1 + sigma**2).rsqrt()  # √ᾱ
-        x_in = (x * signal).to(noise.dtype)
         if guided:
-            x_in = torch.cat([x_in, x_in])
-        timestep = schedule.timestep(sigma).float().to(noise.device).expand(len(x_in)).contiguous()
-        out = denoiser(x_in, timestep, **conditions)
+            x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
+        out = denoiser(x, timestep, **conditions)
         if on_call is not None:
-            on_call(DenoiserCall(calls, x_in, timestep, conditions, out))
+            on_call(DenoiserCall(calls, x, timestep, conditions, out))
         calls += 1
-        out = out.to(x.device, torch.float64)
-        if guided:
-            unconditional, conditional = out.chunk(2)
-            out = unconditional + guidance * (conditional - unconditional)
-        if prediction == "epsilon":
-            return x - sigma * out
-        if prediction == "v_prediction":
-            return x * signal**2 - sigma * signal * out
-        return out
+        if not guided:
+            return out
+        unconditional, conditional = out.to(x.device, torch.float64).chunk(2)
+        return unconditional + guidance * (conditional - unconditional)
 
-    sigmas = torch.cat([solver_sigmas(schedule, solver, steps), torch.zeros(1, dtype=torch.float64)])
-    if solver != "heun":  # whose second call of a step is no step of the trajectory
-        denoiser = follow(denoiser, schedule.timestep(sigmas[:-1]).float())
-    # The marginal at the first level of images of unit variance, as for x_T ~ N(0, I) in DDPM.
-    x = noise.double() * (1 + sigmas[0] ** 2).sqrt()
-    x = solve_ode(denoised, x, sigmas, second_order=solver == "heun")
+    levels = trained.levels(solver, steps)
+    if (
+        solver != "heun" and not trained.consistency
+    ):  # whose second call of a step, or whose new noise, is no trajectory's
+        denoiser = follow(denoiser, told_at(trained, levels))
+    x = draw(trained, predict, noise, levels, solver, fresh)
     return ((x + 1) / 2).clamp(0, 1).float().to(home)
+
+
+def told_at(parametrisation: Parametrisation, levels: Tensor) -> Tensor:
+    """[steps] FP32, the timestep inputs of a trajectory through noise levels."""
+    return parametrisation.input_at(levels[:-1]).float()

@@ -118,6 +118,8 @@ class Study:
         work: folder of what is done.
         compiled: samples are drawn by torch.compile and CUDA graphs, on "cuda" alone.
         of_model: what a model's own function imports of this package, see `names_of_ours`.
+    Raises:
+        UserError: the model's timestep input holds no timesteps, of which Q-Diff's calibration has bins.
     """
 
     model: DiffusionModel
@@ -131,6 +133,15 @@ class Study:
     work: Path
     compiled: bool = False
     of_model: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.model.noise_input is not None:
+            raise UserError(
+                f"{self.model.name} is told the noise otherwise than by timesteps, which this study counts",
+                expected=f"an input '{self.model.timestep_input}' of timesteps from 0",
+                got=self.model.covered,
+                remedy="build the model with layers.modiff, which takes any noise input",
+            )
 
     @property
     def code(self) -> set[str]:

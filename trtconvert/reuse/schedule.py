@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from trtconvert.noise_input import NoiseInput
 from trtconvert.reuse.trajectories import Trajectories
 
 LONGEST = 8
@@ -194,6 +195,7 @@ class Scheduler(Protocol):
 
     Attributes:
         timestep_input, timestep_place: the timestep among the denoiser's inputs.
+        noise_input: what that one holds, where it is no timestep.
     """
 
     @property
@@ -202,11 +204,14 @@ class Scheduler(Protocol):
     @property
     def timestep_place(self) -> int: ...
 
+    @property
+    def noise_input(self) -> NoiseInput | None: ...
+
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """The steps of one trajectory.
 
         Args:
-            timesteps: of all its calls, in their order.
+            timesteps: of all its calls, in their order; places, where the denoiser is told the noise otherwise.
         """
         ...
 
@@ -219,7 +224,7 @@ class Reuse:
         found: what was measured of its trajectories.
         objective: of the schedules.
         limit: on the modelled error of a schedule.
-        timestep_input, timestep_place: the timestep among the denoiser's inputs.
+        timestep_input, timestep_place, noise_input: see `Scheduler`.
     """
 
     found: Trajectories
@@ -227,6 +232,7 @@ class Reuse:
     limit: float
     timestep_input: str = "timestep"
     timestep_place: int = 1
+    noise_input: NoiseInput | None = None
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`. Where timesteps do not go one way, all are computed."""

@@ -30,7 +30,8 @@ class Trajectories:
     """S trajectories of N steps, all of them computed.
 
     Attributes:
-        timesteps: [N] FP64, as the denoiser is given them, in the order of denoising.
+        timesteps: [N] FP64, as the denoiser is given them, or their places where these are no timesteps (see
+            `trtconvert.noise_input`), in the order of denoising.
         products: [S, N, N] FP64, ⟨p(t_i), p(t_j)⟩ by element of the prediction.
         sigmas: [N] FP64 noise-to-signal ratios.
         gain: [N] FP64, what an error in the prediction moves the sample by, beside what Gaussian data say.

@@ -16,6 +16,7 @@ from torch import Tensor
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import warn
 from trtconvert.guidance import guidance_of
+from trtconvert.noise_input import place_of
 from trtconvert.reuse.schedule import Reuse, Scheduler, extrapolation, reuse_of
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.trajectory import apart, begin
@@ -61,7 +62,7 @@ def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
     assert record is not None
     found = Trajectories.of_tensors(load_file(folder / record.file))
     place = [spec.name for spec in component.inputs].index(component.timestep_input)
-    return Reuse(found, record.objective, record.limit, component.timestep_input, place)
+    return Reuse(found, record.objective, record.limit, component.timestep_input, place, component.noise_input)
 
 
 def warn_of_other_weights(reuse: Scheduler | None) -> None:
@@ -86,13 +87,20 @@ def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) ->
     reuse = reuse_of(denoiser)
     if reuse is None:
         return denoiser
-    times = [float(t) for t in (timesteps.tolist() if isinstance(timesteps, Tensor) else timesteps)]
-    return Following(denoiser, reuse, times)
+    return Following(denoiser, reuse, _places(reuse, timesteps))
+
+
+def _places(reuse: Scheduler, timesteps: Sequence[float] | Tensor) -> list[float]:
+    """Timestep inputs as places."""
+    given = timesteps if isinstance(timesteps, Tensor) else torch.tensor(list(timesteps), dtype=torch.float64)
+    return place_of(reuse.noise_input, given.double()).tolist()
 
 
 class Following:
     """One trajectory of a denoiser, see `follow`.
 
+    Args:
+        timesteps: places, where the denoiser is told the noise otherwise.
     Attributes:
         calls, computed: how many were made, and how many of them the denoiser computed.
     """
@@ -142,7 +150,8 @@ class Following:
         if timestep is None or timestep.device.type != "cpu" or not timestep.numel():
             return True
         room = SAME * max(map(abs, self._timesteps))
-        return bool(((timestep.double() - self._timesteps[step]).abs() <= room).all())
+        place = place_of(self._reuse.noise_input, timestep.double())
+        return bool(((place - self._timesteps[step]).abs() <= room).all())
 
 
 class _Kept:
@@ -215,7 +224,8 @@ class PipelineSteps:
         step = None if self._why_not else self._step_of(passed)
         if step is not None and not self._is_checked:  # once for a pipeline: it waits for the device
             self._is_checked = True
-            if abs(float(timestep.flatten()[0]) - self._times[step]) > SAME * max(map(abs, self._times)):
+            (place,) = _places(self._reuse, timestep.flatten()[:1])
+            if abs(place - self._times[step]) > SAME * max(map(abs, self._times)):
                 self._why_not, step = "it gives its model other timesteps than its scheduler has", None
         self._is_known = step is not None
         if step is None:
@@ -253,7 +263,7 @@ class PipelineSteps:
         """The index of a call's timestep among the scheduler's."""
         own = self._scheduler.timesteps
         if own is not self._own:
-            self._own, self._times = own, [float(t) for t in own.tolist()]
+            self._own, self._times = own, _places(self._reuse, own)
             self._trajectories.clear()
         if isinstance(passed, Tensor) and passed.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
             step = (passed.storage_offset() - own.storage_offset()) // max(1, own.stride(0))

@@ -13,6 +13,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import warn
+from trtconvert.noise_input import place_of
 
 FAR = 3.0
 """Times the largest magnitude of a calibration from which inputs are far outside of it: the maxima of a few samples and of all
@@ -51,6 +52,7 @@ class InputWatch:
     def __init__(self, component: ComponentRecord) -> None:
         names = [spec.name for spec in component.inputs]
         self._timestep, self._timestep_max = names.index(component.timestep_input), component.timestep_max
+        self._noise_input = component.noise_input
         self._ranges = {
             names.index(name): torch.tensor(rows, dtype=torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
             for name, rows in component.input_ranges.items()
@@ -70,11 +72,12 @@ class InputWatch:
             return  # nothing is left to tell
         timestep = tensors[self._timestep].detach().float().reshape(-1)
         found = [timestep.amin(), timestep.amax()]
+        noise = place_of(self._noise_input, timestep)
         for place, ranges in self._ranges.items():
             x = tensors[place].detach()
             of_samples = x.dim() > 0 and len(x) == len(timestep)
             largest = x.abs().flatten(1).amax(1) if of_samples and x.dim() > 1 else x.abs().amax()
-            limits = ranges.to(timestep.device)[timestep_bin(timestep, self._timestep_max, len(ranges))]
+            limits = ranges.to(timestep.device)[timestep_bin(noise, self._timestep_max, len(ranges))]
             found.append((largest.to(limits) / (limits if largest.dim() else limits.amax())).amax())
         values = torch.stack([x.to(timestep.device) for x in found])
         event = None
@@ -99,11 +102,13 @@ class InputWatch:
             if figures.event is not None:
                 figures.event.synchronize()
             low, high, *shares = figures.values.tolist()
-            if not (low >= 0 and high <= self._timestep_max):
+            if not self._covers(low, high):
+                told = self._noise_input
+                least, most = (0, self._timestep_max) if told is None else (told.low, told.high)
                 self._tell(
                     "",
-                    f"a denoiser was given timesteps from {low:g} to {high:g}, where its schedule has 0 to "
-                    f"{self._timestep_max:g}: it computes them with the scales and modes of the nearest; remedy: use the "
+                    f"a denoiser was given timesteps from {low:g} to {high:g}, where its schedule has {least:g} to "
+                    f"{most:g}: it computes them with the scales and modes of the nearest; remedy: use the "
                     "schedule, and the units of timesteps, that the model was converted with",
                 )
             for place, share in zip(self._ranges, shares, strict=True):
@@ -115,6 +120,12 @@ class InputWatch:
                         "such a timestep: what INT8 clips or rounds there, nobody has measured; remedy: calibrate on data "
                         "like this (calibration.data in the recipe), with attention.scaling: dynamic, or check what is passed",
                     )
+
+    def _covers(self, low: float, high: float) -> bool:
+        """Whether the schedule has the least and the largest timestep of a call."""
+        if self._noise_input is not None:
+            return bool(self._noise_input.covers(torch.tensor([low, high])).all())
+        return low >= 0 and high <= self._timestep_max
 
     def _tell(self, kind: str, text: str) -> None:
         with self._lock:

@@ -84,9 +84,9 @@ def calibrate_stage(build: Build) -> Calibrated:
 def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
     """
     Raises:
-        UserError: a section asks for steps that the model's sampler does not take.
+        UserError: a section asks for steps that the model's sampler does not take, or to leave some out of it.
     """
-    from trtconvert.models.denoiser import refuse_steps
+    from trtconvert.models.denoiser import refuse_steps, refuse_unfollowed
 
     asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]
     if recipe.calibration.data != "denoise":
@@ -95,3 +95,5 @@ def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
         asked.append(("plan", recipe.plan.steps, "ddim"))
     for section, steps, solver in asked:
         refuse_steps(model, f"{section}.steps", steps, solver)
+    if recipe.steps.computed != "all":
+        refuse_unfollowed(model, recipe.steps.calibrated)

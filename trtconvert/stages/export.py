@@ -61,6 +61,7 @@ def export_stage(build: Build, planned: Planned) -> Stage:
             outputs=[TensorRecord(name=source.output.name, dtype=recipe.model.dtype, shape=list(source.output.shape))],
             timestep_input=source.timestep_input,
             timestep_max=source.timestep_max,
+            noise_input=source.noise_input,
             dims=dims,
             steps=dict(source.steps),
             input_ranges=planned.calibrated.input_ranges(source.guidance),

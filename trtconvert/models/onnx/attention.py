@@ -210,8 +210,13 @@ class _Finder:
         return step.inputs[0] if fits else None
 
     def heads_within(self, value: str) -> int:
-        """Into how many heads [B, H·D, N] was taken apart to make a value [B·H, D, N]; 1 where it was not."""
+        """Into how many heads [B, H·D, N] was taken apart to make a value [B·H, D, N], or one that holds it between others, as
+        improved diffusion's [B·H, 3·D, N] of queries, keys and values; 1 where it was not."""
         step, shape = self.made(value), self.shape(value)
+        if step is not None and step.op in ("Split", "Slice"):
+            whole = self.shape(step.inputs[0])
+            cut = len(whole) == len(shape) == 3 and (whole[0], whole[2]) == (shape[0], shape[2])
+            return self.heads_within(step.inputs[0]) if cut else 1
         before = self.shape(step.inputs[0]) if step is not None and step.op == "Reshape" else ()
         if len(before) < 3 or len(shape) != 3 or shape[1] == 0 or before[1] % shape[1]:
             return 1

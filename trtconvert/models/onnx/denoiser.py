@@ -268,7 +268,6 @@ class GraphDenoiser(nn.Module):
     Args:
         graph: of which steps are computed; values: its constants.
         stored: the type that it is in.
-        timestep: name of an input, [B], that is multiplied by `factor` first.
         keep: constants that stay in FP32 whatever type the module is made of.
         truths: inputs that are truth values in the graph, and come as whole numbers.
         channels: of the output that are given, the first ones; None for all.
@@ -280,8 +279,6 @@ class GraphDenoiser(nn.Module):
         values: Mapping[str, Value],
         stored: ir.DataType,
         *,
-        timestep: str,
-        factor: float,
         keep: set[str],
         channels: int | None = None,
         truths: frozenset[str] = frozenset(),
@@ -290,7 +287,7 @@ class GraphDenoiser(nn.Module):
         graph = Graph(_with_scopes(graph.steps), graph.constants, graph.inputs, graph.outputs)
         self._steps, self._last = graph.steps, last_reads(graph)
         self._output, self._stored = graph.outputs[0], int(stored)
-        self._timestep, self.factor, self._channels, self._truths = timestep, factor, channels, truths
+        self._channels, self._truths = channels, truths
         self._numbers = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
         self._kept = _Kept()
         self._places: dict[str, str] = {}
@@ -334,8 +331,6 @@ class GraphDenoiser(nn.Module):
         values |= self._numbers
         values |= self._kept
         values |= {name: x.bool() if name in self._truths else x for name, x in named.items()}
-        if self.factor != 1:
-            values[self._timestep] = named[self._timestep] * self.factor
         for _ in run_steps(self._steps, values, types, self._last, self._scopes.get):
             pass
         found = values[self._output]

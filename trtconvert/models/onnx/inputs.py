@@ -10,13 +10,30 @@ from typing import Any
 
 import onnx_ir as ir
 
+from trtconvert.attention.schedules import SIGMA_MAX, SIGMA_MIN
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError, did_you_mean
 
 BATCH = (1, 2, 4)
 """Samples of a call where the recipe does not say: guidance takes twice as many as there are images."""
 
-_TIMESTEPS = re.compile(r"t|ts|times?|timesteps?|(\w+[._])?timesteps?([._]\w+)?|sigmas?|t_?emb", re.IGNORECASE)
+_TIMESTEPS = re.compile(
+    r"t|ts|times?|timesteps?|(\w+[._])?timesteps?([._]\w+)?|((log|ln)_?)?sigmas?|c_?noise|noise_labels?|t_?emb",
+    re.IGNORECASE,
+)
+_OF_SIGMA = {
+    "sigma": re.compile(r"sigmas?", re.IGNORECASE),
+    "log_sigma": re.compile(r"(log|ln)_?sigmas?", re.IGNORECASE),
+    "c_noise": re.compile(r"c_?noise|noise_labels?", re.IGNORECASE),  # as the networks of Karras et al. 2022 call it
+}
+"""Names of timestep inputs that hold no timestep, by what they hold, see `NOISE_INPUTS`."""
+
+_IMAGES = re.compile(r"denoised(_\w+)?|(pred_)?x_?0(_pred)?|x_?start|pred_original_sample", re.IGNORECASE)
+"""Names of outputs that are the image."""
+
+ASSUMED = "assumed"
+"""How the meaning of an option begins that neither the file nor its names tell."""
+
 _SAMPLES = (
     "sample",
     "x",
@@ -141,15 +158,77 @@ def proposed_options(path: Path, model: ir.Model) -> dict[str, tuple[Any, str]]:
     }
     if sizes:
         options["sizes"] = (sizes, "of the inputs' dimensions: a number, or [min, opt, max]")
-    options["schedule"] = ("scaled_linear", "that it was trained with: linear, scaled_linear, cosine or flow")
-    options["prediction"] = ("epsilon", "or v_prediction, sample; flow with the schedule flow")
+    options |= _proposed_training(path, found["timestep"], found["output"])
     others = [name for name in values if name not in (found["sample"], found["timestep"])]
     if others:
         options["conditions"] = (
             "random",
-            f"seeded noise for {', '.join(others)}; better a .safetensors or .npz file with some samples' rows",
+            f"{ASSUMED}: seeded noise for {', '.join(others)}; better a .safetensors or .npz file with some samples' rows",
         )
     return options
+
+
+def _proposed_training(path: Path, timestep: str, output: str) -> dict[str, tuple[Any, str]]:
+    """What the model was trained with, as far as names tell."""
+    told, is_image = _noise_input_named(timestep), _IMAGES.fullmatch(output) is not None
+    by_output = f"by the name of the output, {output}"
+    options: dict[str, tuple[Any, str]] = {}
+    if told is not None:
+        options["noise_input"] = (
+            told,
+            f"what {timestep} holds, by its name: sigma, log_sigma, c_noise, fraction or timestep",
+        )
+        options["schedule"] = ("edm", f"{ASSUMED}: all noise levels of a range; or linear, scaled_linear, cosine, flow")
+        options["sigma_min"] = (SIGMA_MIN, f"{ASSUMED}: EDM's, the least noise that it was trained with")
+        options["sigma_max"] = (SIGMA_MAX, f"{ASSUMED}: EDM's, the most")
+        prediction, otherwise = "denoised", "or epsilon, v_prediction, sample"
+    else:
+        options["schedule"] = ("scaled_linear", f"{ASSUMED}: or linear, cosine, flow, edm")
+        prediction = "sample" if is_image else "epsilon"
+        otherwise = (
+            "or epsilon, v_prediction, denoised" if is_image else "or v_prediction, sample; flow with the schedule flow"
+        )
+    options["prediction"] = (prediction, f"{by_output if is_image else ASSUMED}: {otherwise}")
+    if is_consistency(path):
+        options["sampling"] = ("consistency", "by the file's name: few steps, with new noise between them; or ode")
+    return options
+
+
+def is_consistency(path: Path) -> bool:
+    """Whether a file's name says that it holds a consistency model."""
+    return "consistency" in path.stem.lower()
+
+
+def _noise_input_named(timestep: str) -> str | None:
+    """What a timestep input holds that is not called a timestep; None for others."""
+    return next((told for told, names in _OF_SIGMA.items() if names.fullmatch(timestep)), None)
+
+
+def refuse_what_names_contradict(
+    path: Path, inputs: Inputs, noise_input: str | None, prediction: str | None, taken: str
+) -> None:
+    """
+    Args:
+        noise_input, prediction: that the recipe states; taken: the prediction that is taken where it states none.
+    Raises:
+        UserError: it does not state what a name contradicts.
+    """
+    told = _noise_input_named(inputs.timestep)
+    if told is not None and noise_input is None:
+        raise UserError(
+            f"the input '{inputs.timestep}' of {path} holds no timestep, by its name",
+            expected=f"model.options.noise_input: {told}, or what it holds: sigma, log_sigma, c_noise, fraction, timestep",
+            got="none",
+            remedy=f"add `noise_input: {told}` under model.options, with `schedule: edm` and `prediction: denoised` for a model "
+            "with preconditioning inside; or `noise_input: timestep`, where it holds timesteps all the same",
+        )
+    if prediction is None and _IMAGES.fullmatch(inputs.output) and taken not in ("sample", "denoised"):
+        raise UserError(
+            f"the output '{inputs.output}' of {path} is no {taken}, by its name",
+            expected="model.options.prediction: sample, of √ᾱ·x₀ + √(1-ᾱ)·n; denoised, of x₀ + σ·n; or what it is",
+            got="none",
+            remedy=f"add `prediction: sample` or `prediction: denoised` under model.options, or `prediction: {taken}`",
+        )
 
 
 def _shape_or_none(value: ir.Value) -> tuple[int | str, ...]:

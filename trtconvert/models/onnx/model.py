@@ -24,9 +24,9 @@ from trtconvert.models.onnx.attention import Left
 from trtconvert.models.onnx.call import Types
 from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed, with_branches_taken
 from trtconvert.models.onnx.files import load, read_graph, refuse_loops, stored_type
-from trtconvert.models.onnx.inputs import Inputs, read_inputs
+from trtconvert.models.onnx.inputs import Inputs, read_inputs, refuse_what_names_contradict
 from trtconvert.models.onnx.operators import OPERATORS
-from trtconvert.models.onnx.sampling import GraphSampler, noise_of, read_conditions
+from trtconvert.models.onnx.sampling import ODE, GraphSampler, Trained, read_conditions
 from trtconvert.models.onnx.steps import Graph, Step, graph_of
 from trtconvert.runtime.signature import shape_of
 
@@ -42,11 +42,15 @@ def onnx_model(
     timestep: str | None = None,
     output: str | None = None,
     sizes: Mapping[str, Any] | None = None,
-    schedule: str = "scaled_linear",
+    schedule: str | None = None,
     prediction: str | None = None,
-    timesteps: int = 1000,
+    noise_input: str | None = None,
+    timesteps: int | None = None,
     timestep_factor: float = 1.0,
-    shift: float = 1.0,
+    shift: float | None = None,
+    sigma_min: float | None = None,
+    sigma_max: float | None = None,
+    sampling: str = ODE,
     conditions: str | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> DiffusionModel:
@@ -56,10 +60,12 @@ def onnx_model(
         weights: the file; weights beside it are found as it names them.
         sample, timestep, output: names of what is denoised, of the timestep and of the prediction, where they cannot be told.
         sizes: of symbolic dimensions of the inputs, by name: a number, or [min, opt, max].
-        schedule, prediction, timesteps: what the model was trained with: linear, scaled_linear, cosine or flow; epsilon,
-            v_prediction, sample or flow; and how many timesteps.
-        timestep_factor: what timesteps are multiplied by before the graph gets them: 0.001 for one that takes shares.
-        shift: of flow matching's steps.
+        schedule, prediction, timesteps: what the model was trained with: linear, scaled_linear, cosine, flow or edm; epsilon,
+            v_prediction, sample, flow or denoised; and how many timesteps.
+        noise_input: what its timestep input holds: timestep, fraction, sigma, log_sigma or c_noise; timestep_factor: how many
+            times that.
+        shift: of flow matching's steps; sigma_min, sigma_max: of edm's noise levels.
+        sampling: ode or consistency.
         conditions: what the other inputs hold in samples: a file with a row for each of some, or "random".
         values: inputs that hold one number everywhere.
     Raises:
@@ -68,17 +74,18 @@ def onnx_model(
     _refuse_unfit_options(
         texts={"sample": sample, "timestep": timestep, "output": output, "conditions": conditions},
         mappings={"sizes": sizes, "values": values},
-        factor=timestep_factor,
     )
-    noise = noise_of(schedule, timesteps, prediction, shift)
+    said = Trained(schedule, prediction, noise_input, timestep_factor, timesteps, shift, sigma_min, sigma_max, sampling)
+    trained = said.parametrisation()
     model = read_graph(weights)
     refuse_loops(weights, model)
     inputs = read_inputs(weights, model, sample=sample, timestep=timestep, output=output, sizes=dict(sizes or {}))
+    refuse_what_names_contradict(weights, inputs, noise_input, prediction, trained.prediction)
     opt = {name: size for name, (_, size, _) in inputs.dims.items()}
     first = inputs.specs[0]
     batch = first.shape[0]
     given = read_conditions(weights, inputs.conditions, opt, batch, conditions, dict(values or {}))
-    denoiser, shape, left = _denoiser(weights, model, inputs, float(timestep_factor), opt)
+    denoiser, shape, left = _denoiser(weights, model, inputs, opt)
     low, _, high = inputs.dims[batch] if isinstance(batch, str) else (batch, batch, batch)
     of_sample = shape_of(first.shape[1:], opt)
     pixels = len(of_sample) == 3 and of_sample[0] in (1, 3)
@@ -90,11 +97,12 @@ def onnx_model(
             "prediction" if inputs.output in (s.name for s in inputs.specs) else inputs.output, "float32", shape
         ),
         timestep_input=inputs.timestep,
-        timestep_max=float(noise.timesteps),
-        sigmas=noise.sigmas,
-        signal=noise.signal,
+        timestep_max=trained.timestep_max,
+        sigmas=trained.sigmas,
+        signal=trained.signal,
+        noise_input=trained.noise_input,
         dims=inputs.dims,
-        sample=GraphSampler(noise, inputs.sample, inputs.timestep, tuple(of_sample), high, low == high, given),
+        sample=GraphSampler(trained, inputs.sample, inputs.timestep, tuple(of_sample), high, low == high, given),
         encoder=ImageEncoder((of_sample[0], of_sample[1], of_sample[2]), lambda x: x * 2 - 1) if pixels else None,
         as_passed=given.as_passed(),
         left_sites=tuple(_as_site(part) for part in left),
@@ -104,19 +112,17 @@ def onnx_model(
     return found
 
 
-def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any], factor: Any) -> None:
+def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any]) -> None:
     """
     Raises:
         UserError: an option is of another kind.
     """
-    number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor < 1e9
     wrong = [(name, "text", value) for name, value in texts.items() if value is not None and not isinstance(value, str)]
     wrong += [
         (name, "a mapping of names to numbers", value)
         for name, value in mappings.items()
         if value is not None and not isinstance(value, Mapping)
     ]
-    wrong += [] if number else [("timestep_factor", "a positive number", factor)]
     for name, expected, got in wrong:
         raise UserError(
             f"model.options.{name} does not fit",
@@ -127,7 +133,7 @@ def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any],
 
 
 def _denoiser(
-    path: Path, model: ir.Model, inputs: Inputs, factor: float, opt: Mapping[str, int]
+    path: Path, model: ir.Model, inputs: Inputs, opt: Mapping[str, int]
 ) -> tuple[GraphDenoiser, tuple[int | str, ...], list[Left]]:
     """The graph as a module, the shape of its prediction, and what looks like attention and is none."""
     graph, stored = graph_of(model), stored_type(model)
@@ -158,8 +164,6 @@ def _denoiser(
         graph,
         values,
         stored,
-        timestep=inputs.timestep,
-        factor=factor,
         keep=keep,
         channels=channels,
         truths=inputs.truths,
@@ -287,8 +291,6 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
     assert isinstance(denoiser, GraphDenoiser)
     feeds = {name: _array(x, name in inputs.truths) for name, x in example.items()}
     timestep = feeds[inputs.timestep]
-    if timestep.dtype.kind == "f":
-        timestep = timestep * np.float32(denoiser.factor)
     feeds[inputs.timestep] = np.asarray(timestep[0]) if not own else timestep[:1] if alone else timestep
     types = {value.name: value.dtype for value in model.graph.inputs}
     feeds = {name: x.astype(np.int32) if types[name] == ir.DataType.INT32 else x for name, x in feeds.items()}

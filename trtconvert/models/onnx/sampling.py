@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,129 +13,130 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trtconvert.attention.schedules import BETA_SCHEDULES, NoiseSchedule, ddpm_betas, flow_noise_fractions
+from trtconvert.attention.schedules import (
+    BETA_SCHEDULES,
+    SIGMA_MAX,
+    SIGMA_MIN,
+    FlowSchedule,
+    NoiseSchedule,
+    SigmaRange,
+    ddpm_betas,
+)
 from trtconvert.diffusion_model import Denoiser, InputSpec, resized
 from trtconvert.errors import UserError, did_you_mean, first_line
 from trtconvert.models.diffusers import as_images
-from trtconvert.models.samplers import PREDICTIONS, SOLVERS, initial_noise, solve_ode, solver_sigmas
+from trtconvert.models.parametrisation import (
+    DENOISED,
+    FLOW,
+    NOISE_INPUTS,
+    PREDICTIONS,
+    TIMESTEP,
+    Parametrisation,
+    Schedule,
+)
+from trtconvert.models.samplers import draw, initial_noise, told_at
 from trtconvert.runtime.reuse import follow
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import begin
 
-FLOW = "flow"
-SCHEDULES = (*BETA_SCHEDULES, FLOW)
+EDM = "edm"
+SCHEDULES = (*BETA_SCHEDULES, FLOW, EDM)
+ODE, CONSISTENCY = "ode", "consistency"
 RANDOM = "random"
+
+_FITS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "timesteps": ("a whole number from 2", lambda x: type(x) is int and 2 <= x <= 1_000_000),
+    "shift": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e6),
+    "sigma_min": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e9),
+    "sigma_max": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e9),
+    "timestep_factor": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e9),
+}
+"""Options that are numbers: what they have to be."""
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 @dataclass(frozen=True)
-class Noise:
-    """What timesteps mean.
+class Trained:
+    """What a recipe says of the model's training; None where it does not.
 
     Attributes:
-        timesteps: of the training.
-        prediction: of `PREDICTIONS`, or "flow", n − x₀.
-        ddpm: its schedule; None for flow matching.
-        shift: of flow matching's steps.
+        schedule: of `SCHEDULES`; timesteps: of the training, by default 1000; shift: of flow matching's steps; sigma_min,
+            sigma_max: of EDM's range, by default its own.
+        prediction: of `PREDICTIONS`; noise_input, timestep_factor: see `told` and `factor` of `Parametrisation`.
+        sampling: "ode" or "consistency".
     """
 
-    timesteps: int
-    prediction: str
-    ddpm: NoiseSchedule | None
-    shift: float
+    schedule: str | None = None
+    prediction: str | None = None
+    noise_input: str | None = None
+    timestep_factor: float = 1.0
+    timesteps: int | None = None
+    shift: float | None = None
+    sigma_min: float | None = None
+    sigma_max: float | None = None
+    sampling: str = ODE
 
-    @property
-    def sigmas(self) -> Tensor:
-        """See `DiffusionModel`."""
-        return self.ddpm.sigmas if self.ddpm is not None else self._shares() / (1 - self._shares())
-
-    @property
-    def signal(self) -> Tensor | None:
-        """See `DiffusionModel`."""
-        return None if self.ddpm is not None else 1 - self._shares()
-
-    def _shares(self) -> Tensor:
-        # The ends, where the ratio is 0 or infinite, move by half a timestep.
-        places = torch.arange(self.timesteps, dtype=torch.float64)
-        return places.clamp(0.5, self.timesteps - 0.5) / self.timesteps
-
-    def levels(self, solver: str, steps: int) -> Tensor:
-        """The σ that a solver visits, falling, with 0 at the end.
+    def parametrisation(self) -> Parametrisation:
+        """What is not said is Stable Diffusion's schedule, or EDM's where the input is made of σ; and the prediction
+        that is usual with it.
 
         Raises:
-            UserError: it cannot take so many steps, or there is no such solver.
+            UserError: an option does not fit.
         """
-        if self.ddpm is not None:
-            levels = solver_sigmas(self.ddpm, solver, steps)
-        else:
-            if solver not in SOLVERS or not 1 <= steps <= self.timesteps:
+        told = self.noise_input or TIMESTEP
+        schedule = self.schedule or ("scaled_linear" if told in (TIMESTEP, "fraction") else EDM)
+        prediction = self.prediction or {FLOW: FLOW, EDM: DENOISED}.get(schedule, "epsilon")
+        for option, got, known in (
+            ("schedule", schedule, SCHEDULES),
+            ("prediction", prediction, PREDICTIONS),
+            ("noise_input", told, NOISE_INPUTS),
+            ("sampling", self.sampling, (ODE, CONSISTENCY)),
+        ):
+            if got not in known:
                 raise UserError(
-                    "the sampler cannot do this",
-                    expected=f"{', '.join(SOLVERS)}, and 1 to {self.timesteps} steps",
-                    got=f"{solver}, {steps} steps",
-                    remedy="take ddim and 20 steps",
+                    f"model.options.{option} is not known",
+                    expected="one of " + ", ".join(known),
+                    got=repr(got),
+                    remedy=did_you_mean(str(got), known, "take what the model was trained with"),
                 )
-            shares = flow_noise_fractions(steps, self.shift).clamp_max(1 - 0.5 / self.timesteps)
-            levels = shares / (1 - shares)
-        return torch.cat([levels, torch.zeros(1, dtype=torch.float64)])
+        self._refuse_unfit_numbers(schedule)
+        consistency = self.sampling == CONSISTENCY
+        try:
+            return Parametrisation(self._levels(schedule), prediction, told, float(self.timestep_factor), consistency)
+        except UserError as error:
+            problem = "model.options.schedule, prediction, noise_input, sigma_min or sigma_max: " + error.problem
+            raise UserError(problem, expected=error.expected, got=error.got, remedy=error.remedy) from error
 
-    def timestep(self, sigma: Tensor) -> Tensor:
-        if self.ddpm is not None:
-            return self.ddpm.timestep(sigma)
-        return (sigma / (1 + sigma) * self.timesteps).clamp_max(self.timesteps - 1)
+    def _levels(self, schedule: str) -> Schedule:
+        if schedule == EDM:
+            low, high = self.sigma_min or SIGMA_MIN, self.sigma_max or SIGMA_MAX
+            return SigmaRange(float(low), float(high))
+        timesteps = self.timesteps or 1000
+        if schedule == FLOW:
+            return FlowSchedule(timesteps, self.shift or 1.0)
+        return NoiseSchedule(ddpm_betas(timesteps, schedule))
 
-    def factor(self, sigma: Tensor) -> Tensor:
-        """What the denoiser sees x₀ + σ·n multiplied by."""
-        return (1 + sigma**2).rsqrt() if self.ddpm is not None else 1 / (1 + sigma)
-
-    def clean(self, x: Tensor, sigma: Tensor, out: Tensor) -> Tensor:
-        """x₀ as the denoiser's output says it, of x = x₀ + σ·n."""
-        factor = self.factor(sigma)
-        match self.prediction:
-            case "epsilon":
-                return x - sigma * out
-            case "v_prediction":
-                return x * factor**2 - sigma * factor * out
-            case "sample":
-                return out
-        return x * factor - sigma * factor * out  # (1 − s)·x − s·(n − x₀), s = σ / (1 + σ)
-
-
-def noise_of(schedule: str, timesteps: int, prediction: str | None, shift: float) -> Noise:
-    """
-    Raises:
-        UserError: an option of the recipe does not fit.
-    """
-    predictions = (*PREDICTIONS, FLOW)
-    prediction = prediction or (FLOW if schedule == FLOW else "epsilon")
-    for option, got, known in (("schedule", schedule, SCHEDULES), ("prediction", prediction, predictions)):
-        if got not in known:
-            raise UserError(
-                f"model.options.{option} is not known",
-                expected="one of " + ", ".join(known),
-                got=repr(got),
-                remedy=did_you_mean(str(got), known, "take what the model was trained with"),
-            )
-    if (schedule == FLOW) != (prediction == FLOW):
-        raise UserError(
-            "model.options.schedule and prediction do not fit together",
-            expected="flow and flow, or a schedule of betas and " + ", ".join(PREDICTIONS),
-            got=f"{schedule} and {prediction}",
-            remedy="correct them in the recipe",
-        )
-    for option, got, fits in (
-        ("timesteps", timesteps, type(timesteps) is int and 2 <= timesteps <= 1_000_000),
-        ("shift", shift, isinstance(shift, (int, float)) and 0 < shift < 1e6),
-    ):
-        if not fits:
-            raise UserError(
-                f"model.options.{option} does not fit",
-                expected="a whole number from 2" if option == "timesteps" else "a positive number",
-                got=repr(got),
-                remedy="correct it in the recipe",
-            )
-    return Noise(
-        timesteps, prediction, None if schedule == FLOW else NoiseSchedule(ddpm_betas(timesteps, schedule)), shift
-    )
+    def _refuse_unfit_numbers(self, schedule: str) -> None:
+        """
+        Raises:
+            UserError: one is no such number, or it is nothing to the schedule.
+        """
+        others = {EDM: ("timesteps", "shift"), FLOW: ("sigma_min", "sigma_max")}
+        without = others.get(schedule, ("shift", "sigma_min", "sigma_max"))
+        for option, (expected, fits) in _FITS.items():
+            got = getattr(self, option)
+            if got is not None and (option in without or not fits(got)):
+                raise UserError(
+                    f"model.options.{option} does not fit",
+                    expected=f"none, with the schedule {schedule}" if option in without else expected,
+                    got=repr(got),
+                    remedy="take it out of the recipe, or correct the schedule"
+                    if option in without
+                    else "correct it in the recipe",
+                )
 
 
 @dataclass(frozen=True)
@@ -272,13 +273,13 @@ class GraphSampler:
     """See `trtconvert.diffusion_model.Sampler`. A sample depends on its seed alone.
 
     Args:
-        noise: what the denoiser was trained with; sample, timestep: names of its inputs.
+        trained: what the denoiser was trained with; sample, timestep: names of its inputs.
         shape: of one sample.
         batch: most samples of a call; exactly: whether there have to be as many.
         conditions: what the other inputs hold.
     """
 
-    noise: Noise
+    trained: Parametrisation
     sample: str
     timestep: str
     shape: tuple[int, ...]
@@ -307,14 +308,14 @@ class GraphSampler:
 
     def _drawn(self, denoiser: Denoiser, seeds: Sequence[int], steps: int, solver: str) -> Tensor:
         begin(denoiser)
-        levels, others = self.noise.levels(solver, steps), self.conditions.of(seeds)
-        if solver != "heun":  # whose second call of a step is no step of the trajectory
-            denoiser = follow(denoiser, self.noise.timestep(levels[:-1]).float())
+        levels, others = self.trained.levels(solver, steps), self.conditions.of(seeds)
+        if solver != "heun" and not self.trained.consistency:  # see `sample`
+            denoiser = follow(denoiser, told_at(self.trained, levels))
 
-        def denoised(x: Tensor, sigma: Tensor) -> Tensor:
-            timestep = self.noise.timestep(sigma).float().expand(len(x)).contiguous()
-            given = {self.sample: (x * self.noise.factor(sigma)).float(), self.timestep: timestep, **others}
-            return self.noise.clean(x, sigma, denoiser(**given).double())
+        def predict(x: Tensor, timestep: Tensor) -> Tensor:
+            return denoiser(**{self.sample: x, self.timestep: timestep, **others})
 
-        x = initial_noise(seeds, self.shape).double() / self.noise.factor(levels[0])
-        return solve_ode(denoised, x, levels, second_order=solver == "heun").float()
+        def fresh(step: int) -> Tensor:
+            return initial_noise(seeds, self.shape, seed=step)
+
+        return draw(self.trained, predict, initial_noise(seeds, self.shape), levels, solver, fresh).float()

@@ -1,0 +1,159 @@
+"""A trained model from outside against itself: the one-step consistency U-Net of the package adaptive-terrain-diffusion, whose
+ONNX file takes `noisy`, `sigma` and `difficulty` and gives `denoised`.
+
+    pip download --no-deps adaptive-terrain-diffusion==0.4.2 -d FOLDER
+    python bench/terrain.py FOLDER/adaptive_terrain_diffusion-0.4.2-py3-none-any.whl [--seeds 64] [--work FOLDER]
+
+A recipe is made of `trtconvert init`'s, with difficulties of the package's own range as conditions, and built for ONNX Runtime.
+Modes are stated, as a search takes hours on a CPU: attention and convolutions in INT8 but for `EXACT`.
+Then the package draws a terrain of each seed twice by its own sampler: with its file on plain ONNX Runtime, and with the bundle's
+denoiser in its place. Prints a Markdown table with the date and the machine; nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from machine import processor
+from ruamel.yaml import YAML
+
+from trtconvert import runtime
+from trtconvert.bundle import read_manifest
+
+ROOT = Path(__file__).parents[1]
+FILE = "terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx"
+DIFFICULTIES = 100
+EXACT = ["*skip_connection", "*output_blocks.2?.*"]
+"""Layers that stay as they are: they read sums of what came before, at the size of the image, whose outliers one scale does not
+serve. Alone in INT8 they leave 29 and 32 dB of four samples, the other 156 of 194 together 39 (in torch, 2026-11-28)."""
+
+
+def write_recipe(work: Path, arguments: argparse.Namespace) -> Path:
+    """The recipe that `init` writes, with what it could not know: difficulties, and which parts are to be INT8."""
+    file, recipe = work / FILE, work / "recipe.yaml"
+    _run(work, "init", str(file), "-o", str(recipe), "--force")
+    # As the package's generator makes them: 1 to 100 on [0, 1].
+    levels = np.random.default_rng(0).permutation(np.linspace(0, 1, DIFFICULTIES, dtype=np.float32))
+    np.savez(file.with_name("difficulties.npz"), difficulty=levels)
+    yaml = YAML()
+    found: dict[str, Any] = yaml.load(recipe)
+    found["model"]["options"]["conditions"] = "difficulties.npz"
+    found["attention"]["modes"], found["layers"]["modes"] = arguments.attention, arguments.layers
+    found["layers"].update(kinds=["linear", "conv"], exclude=EXACT)
+    found["calibration"].update(samples=arguments.samples, batch=4)
+    # One sample, as more are drawn here. Convolutions that are left in INT8 have 9 dB by themselves, and cost the image little.
+    found["verify"].update(samples=1, min_psnr=33, min_site_sqnr=5)
+    found["engine"] = {"backend": "onnxruntime"}
+    found.pop("plan", None)
+    yaml.dump(found, recipe)
+    return recipe
+
+
+def _run(work: Path, *arguments: str) -> None:
+    status = subprocess.run([sys.executable, "-m", "trtconvert.cli", *arguments], cwd=ROOT).returncode
+    if status:
+        sys.exit(f"trtconvert {arguments[0]} failed with status {status}; see {work}")
+
+
+class Recorded:
+    """A session as the package calls it, which keeps its outputs."""
+
+    def __init__(self, run: Any) -> None:
+        self._run, self.outputs = run, list[np.ndarray]()
+
+    def run(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        self.outputs.append(self._run(names, feeds))
+        return [self.outputs[-1]]
+
+
+def decibels(a: np.ndarray, b: np.ndarray, span: float) -> tuple[float, float]:
+    """PSNR over all samples, and of the worst, for values of a span."""
+    squares = ((a - b).astype(np.float64) ** 2).reshape(len(a), -1).mean(1)
+    mean, worst = (float(10 * np.log10(span**2 / max(x, 1e-30))) for x in (squares.mean(), squares.max()))
+    return mean, worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", type=Path, help="the wheel, or a folder that it was unpacked to")
+    parser.add_argument("--seeds", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=32, help="of the calibration")
+    parser.add_argument("--attention", default="balanced", help="the recipe's attention.modes")
+    parser.add_argument("--layers", default="static", help="the recipe's layers.modes")
+    parser.add_argument("--work", type=Path, help="a folder to keep the recipe and the bundle in")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (arguments.work or Path(temporary)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        if arguments.package.is_dir():
+            unpacked = work / "terrain_diffusion"
+            if not unpacked.exists():
+                unpacked.symlink_to((arguments.package / "terrain_diffusion").resolve())
+        else:
+            zipfile.ZipFile(arguments.package).extractall(work)
+        recipe = write_recipe(work, arguments)
+        _run(work, "build", str(recipe), "-o", str(work / "bundle"), "--cache", str(work / "cache"))
+        sys.path.insert(0, str(work))
+        package: Any = importlib.import_module("terrain_diffusion")
+        generator = package.TerrainGenerator(device="cpu")
+        report(generator, work / "bundle", arguments.seeds)
+
+
+def report(generator: Any, bundle: Path, seeds: int) -> None:
+    """Draw with both, and print the table."""
+    session = generator.session
+
+    def drawn(run: Any) -> tuple[np.ndarray, np.ndarray]:
+        generator.session = recorded = Recorded(run)
+        heights = []
+        for seed in range(seeds):
+            heights.append(generator.generate(1, seed=seed, zero_floor=False))
+            print(f"\r{seed + 1} of {seeds} drawn", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        return np.concatenate(recorded.outputs), np.concatenate(heights)
+
+    exact = drawn(lambda names, feeds: session.run(names, feeds)[0])
+    with runtime.load(bundle) as loaded, torch.no_grad():
+        denoiser = loaded["denoiser"]
+        given = lambda feeds: {name: torch.from_numpy(x) for name, x in feeds.items()}  # noqa: E731
+        found = drawn(lambda _, feeds: denoiser(**given(feeds)).numpy())
+    component = read_manifest(bundle).components["denoiser"]
+    sites, layers = component.sites, component.layers
+    of_image = [np.clip((x + 1) / 2, 0, 1) for x in (exact[0], found[0])]
+    rows = [
+        ("attention sites in INT8", f"{sum(site.in_int8 for site in sites)} of {len(sites)}"),
+        ("convolutions in INT8", _counted(layers, "conv")),
+        ("linear layers in INT8", _counted(layers, "linear")),
+        (
+            "PSNR of the network's images, dB (worst)",
+            "{:.1f} ({:.1f})".format(*decibels(of_image[0], of_image[1], 1.0)),
+        ),
+        (
+            "PSNR of heights, dB (worst)",
+            "{:.1f} ({:.1f})".format(*decibels(exact[1], found[1], generator.height_range)),
+        ),
+        ("seeds, difficulties drawn by the package", str(seeds)),
+    ]
+    print(f"\n{datetime.date.today()}, {processor()}, against the file on ONNX Runtime\n\n| | |\n| --- | ---: |")
+    for name, value in rows:
+        print(f"| {name} | {value} |")
+
+
+def _counted(layers: Sequence[Any], kind: str) -> str:
+    of_kind = [layer for layer in layers if layer.kind == kind]
+    return f"{sum(layer.in_int8 for layer in of_kind)} of {len(of_kind)}"
+
+
+if __name__ == "__main__":
+    main()

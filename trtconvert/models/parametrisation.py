@@ -1,0 +1,217 @@
+"""What a denoiser was trained with: its noise levels, how it is told them, and what it predicts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtconvert.attention.schedules import (
+    SIGMA_MAX,
+    SIGMA_MIN,
+    FlowSchedule,
+    NoiseSchedule,
+    SigmaRange,
+    flow_noise_fractions,
+    karras_sigmas,
+)
+from trtconvert.errors import UserError, did_you_mean
+from trtconvert.noise_input import NoiseInput
+
+Schedule = NoiseSchedule | FlowSchedule | SigmaRange
+
+SOLVERS = ("ddim", "euler", "heun")
+FLOW, DENOISED = "flow", "denoised"
+PREDICTIONS = ("epsilon", "v_prediction", "sample", FLOW, DENOISED)
+"""What a denoiser may predict: of √ᾱ·x₀ + √(1-ᾱ)·n the noise n, v = √ᾱ·n - √(1-ᾱ)·x₀, or x₀, by diffusers' names; of
+(1-s)·x₀ + s·n the velocity n - x₀; of x₀ + σ·n the image x₀, with preconditioning inside (D of Karras et al. 2022)."""
+
+TIMESTEP, SIGMA = "timestep", "sigma"
+NOISE_INPUTS = (TIMESTEP, "fraction", SIGMA, "log_sigma", "c_noise")
+"""What a timestep input may hold: t in [0, T), t / T, σ, ln σ, or ln σ / 4 (Karras et al. 2022, table 1)."""
+
+
+@dataclass(frozen=True)
+class Parametrisation:
+    """A denoiser's noise levels, how it is told them, and what it predicts. Samplers and `DiffusionModel` read it:
+
+        DiffusionModel(…, timestep_max=p.timestep_max, sigmas=p.sigmas, signal=p.signal, noise_input=p.noise_input)
+
+    Attributes:
+        schedule: the noise levels: DDPM's timesteps, flow matching, or a range of σ.
+        prediction: one of `PREDICTIONS`.
+        told: what the timestep input holds, one of `NOISE_INPUTS`.
+        factor: by which that is multiplied: 1000 with "c_noise" for consistency models in diffusers.
+        consistency: the network maps any noise level to the image (Song et al. 2023, arXiv 2303.01469): samples are drawn by
+            denoising and adding noise anew, in few steps. Else they follow the probability flow.
+    Raises:
+        UserError: there is no such prediction or input, or they do not fit together.
+    """
+
+    schedule: Schedule
+    prediction: str
+    told: str = TIMESTEP
+    factor: float = 1.0
+    consistency: bool = False
+
+    def __post_init__(self) -> None:
+        for problem, got, known in (
+            ("A denoiser cannot predict this.", self.prediction, PREDICTIONS),
+            ("A denoiser's timestep input cannot hold this.", self.told, NOISE_INPUTS),
+        ):
+            if got not in known:
+                raise UserError(
+                    problem,
+                    expected=f"one of {', '.join(known)}",
+                    got=repr(got),
+                    remedy=did_you_mean(str(got), known, "take what the model was trained with"),
+                )
+        flows, of_sigma = isinstance(self.schedule, FlowSchedule), self.told not in (TIMESTEP, "fraction")
+        if flows != (self.prediction == FLOW):
+            raise UserError(
+                "The noise schedule and the prediction do not fit together.",
+                expected="flow and flow, or another schedule and " + ", ".join(p for p in PREDICTIONS if p != FLOW),
+                got=f"{'flow' if flows else 'another schedule'} and {self.prediction}",
+                remedy="take both from the training of the model",
+            )
+        if (flows and of_sigma) or (isinstance(self.schedule, SigmaRange) and not of_sigma):
+            raise UserError(
+                "The noise schedule and the timestep input do not fit together.",
+                expected="timestep or fraction"
+                if flows
+                else "sigma, log_sigma or c_noise, as a range of σ has no timesteps",
+                got=self.told,
+                remedy="fraction is the input from 0 to 1 that flow matching often calls sigma"
+                if flows
+                else "take DDPM's schedule or that of flow matching, where the input holds timesteps",
+            )
+
+    @property
+    def timestep_max(self) -> float:
+        """See `DiffusionModel`."""
+        return float(self.schedule.timesteps) if self._range is None else float(self._range.timesteps)
+
+    @property
+    def _range(self) -> SigmaRange | None:
+        """The range of σ, where the input is made of σ; None for timesteps."""
+        if self.told in (TIMESTEP, "fraction"):
+            return None
+        if isinstance(self.schedule, SigmaRange):
+            return self.schedule
+        return SigmaRange(float(self.schedule.sigmas[0]), float(self.schedule.sigmas[-1]))
+
+    @property
+    def noise_input(self) -> NoiseInput | None:
+        """See `DiffusionModel`."""
+        if self._range is None:
+            if self.told == TIMESTEP and self.factor == 1:
+                return None
+            high = self.factor * (self.schedule.timesteps if self.told == TIMESTEP else 1)
+            return NoiseInput(0.0, high, timestep_max=self.timestep_max)
+        ends = (self._range.low, self._range.high)
+        if self.told != SIGMA:
+            ends = tuple(math.log(sigma) / (4 if self.told == "c_noise" else 1) for sigma in ends)
+        return NoiseInput(ends[0] * self.factor, ends[1] * self.factor, self.told == SIGMA, self.timestep_max)
+
+    @property
+    def sigmas(self) -> Tensor:
+        """See `DiffusionModel`."""
+        return self.schedule.sigmas if self._range is None else self._range.sigmas
+
+    @property
+    def signal(self) -> Tensor | None:
+        """See `DiffusionModel`."""
+        if isinstance(self.schedule, FlowSchedule):
+            return 1 - self.schedule.fractions
+        return torch.ones_like(self.sigmas) if self.prediction == DENOISED else None
+
+    def input_at(self, sigma: Tensor) -> Tensor:
+        """What the timestep input holds at σ, a scalar tensor. Float64."""
+        if self._range is None:
+            timestep = self.schedule.timestep(sigma)
+            return timestep * (self.factor if self.told == TIMESTEP else self.factor / self.schedule.timesteps)
+        if self.told == SIGMA:
+            return sigma.double() * self.factor
+        return sigma.double().log() / (4 if self.told == "c_noise" else 1) * self.factor
+
+    def signal_at(self, sigma: Tensor) -> Tensor | float:
+        """What the denoiser sees x₀ + σ·n multiplied by."""
+        if self.prediction == DENOISED:
+            return 1.0
+        return 1 / (1 + sigma) if self.prediction == FLOW else (1 + sigma**2).rsqrt()
+
+    def denoised(self, x: Tensor, sigma: Tensor, out: Tensor) -> Tensor:
+        """x₀ as the denoiser's output says it, of x = x₀ + σ·n."""
+        signal = self.signal_at(sigma)
+        match self.prediction:
+            case "epsilon":
+                return x - sigma * out
+            case "v_prediction":
+                return x * signal**2 - sigma * signal * out
+            case "flow":
+                return x * signal - sigma * signal * out  # (1 − s)·x − s·(n − x₀), s = σ / (1 + σ)
+        return out
+
+    def first(self, sigma: Tensor) -> Tensor:
+        """The standard deviation at the first level, of which samples begin: the marginal of data of unit variance, as for
+        x_T ~ N(0, I) in DDPM; noise alone in flow matching; σ in a range of σ (Karras et al. 2022, algorithm 1)."""
+        if isinstance(self.schedule, SigmaRange):
+            return sigma
+        return 1 + sigma if self.prediction == FLOW else (1 + sigma**2).sqrt()
+
+    def levels(self, solver: str, steps: int) -> Tensor:
+        """[steps + 1] the σ that a solver visits, falling, with 0 at the end. See `solver_sigmas`.
+
+        A consistency model has no solver but its own, "ddim", whose levels are those of Karras et al., even in σ^(1/7), without
+        the last, at which nothing is left to denoise; in a range of σ. Else they are DDIM's.
+
+        Raises:
+            UserError: see `solver_sigmas`, or a solver of the probability flow, which a consistency model does without.
+        """
+        if self.consistency and solver != "ddim" and solver in SOLVERS:
+            raise UserError(
+                "A consistency model has a sampler of its own.",
+                expected="ddim, which stands for it: it denoises, and adds noise anew",
+                got=solver,
+                remedy="leave the solver out",
+            )
+        visited = solver_sigmas(self.schedule, solver, steps)
+        if self.consistency and isinstance(self.schedule, SigmaRange):
+            visited = karras_sigmas(steps + 1, self.schedule.low, self.schedule.high)[:-1]
+        return torch.cat([visited, torch.zeros(1, dtype=torch.float64)])
+
+
+def solver_sigmas(schedule: Schedule, solver: str, steps: int) -> Tensor:
+    """The noise levels that a solver visits, from high to low, the final 0 left out.
+
+    "ddim" takes evenly spaced timesteps that end at the last, noisiest one (diffusers' "trailing", recommended by Lin et al.
+    2024, arXiv 2305.08891, section 3.3); "euler" and "heun" take EDM's levels, limited to those that the model knows. A range of
+    σ has no timesteps, and EDM's levels for all; flow matching has the steps of `flow_noise_fractions` for all.
+
+    Returns:
+        [steps] float64.
+    """
+    if solver not in SOLVERS:
+        raise UserError(
+            "There is no such solver.", expected=f"one of {', '.join(SOLVERS)}", got=repr(solver), remedy="take ddim"
+        )
+    if not 1 <= steps <= schedule.timesteps:
+        raise UserError(
+            "The sampler cannot take so many steps.",
+            expected=f"1 to {schedule.timesteps}, the timesteps of the model",
+            got=str(steps),
+            remedy="50 is usual for ddim, 20 for heun",
+        )
+    if isinstance(schedule, SigmaRange):
+        return karras_sigmas(steps, schedule.low, schedule.high)
+    if isinstance(schedule, FlowSchedule):
+        shares = flow_noise_fractions(steps, schedule.shift).clamp_max(1 - 0.5 / schedule.timesteps)
+        return shares / (1 - shares)
+    if solver == "ddim":
+        spacing = schedule.timesteps / steps
+        timesteps = (schedule.timesteps - spacing * torch.arange(steps, dtype=torch.float64)).round() - 1
+        return schedule.sigma(timesteps)
+    known = schedule.sigmas
+    return karras_sigmas(steps, max(SIGMA_MIN, known[0].item()), min(SIGMA_MAX, known[-1].item()))
