@@ -34,9 +34,9 @@ from trtconvert.bundle import read_manifest
 ROOT = Path(__file__).parents[1]
 FILE = "terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx"
 DIFFICULTIES = 100
-EXACT = ["*skip_connection", "*output_blocks.2?.*"]
-"""Layers that stay as they are: they read sums of what came before, at the size of the image, whose outliers one scale does not
-serve. Alone in INT8 they leave 29 and 32 dB of four samples, the other 156 of 194 together 39 (in torch, 2026-11-28)."""
+EXACT = ["*skip_connection", "*output_blocks.2?.*", "*out_layers*"]
+"""Layers that stay as they are. The first two read sums of what came before, at the size of the image: one scale does not serve
+their outliers. Half of the last miss `verify.min_site_sqnr`: they read a SiLU."""
 
 
 def write_recipe(work: Path, arguments: argparse.Namespace) -> Path:
@@ -52,8 +52,7 @@ def write_recipe(work: Path, arguments: argparse.Namespace) -> Path:
     found["attention"]["modes"], found["layers"]["modes"] = arguments.attention, arguments.layers
     found["layers"].update(kinds=["linear", "conv"], exclude=EXACT)
     found["calibration"].update(samples=arguments.samples, batch=4)
-    # One sample, as more are drawn here. Convolutions that are left in INT8 have 9 dB by themselves, and cost the image little.
-    found["verify"].update(samples=1, min_psnr=33, min_site_sqnr=5)
+    found["verify"].update(samples=1, min_psnr=33)  # one sample, as more are drawn here
     found["engine"] = {"backend": "onnxruntime"}
     found.pop("plan", None)
     yaml.dump(found, recipe)
