@@ -9,12 +9,14 @@ import pytest
 import tiny_models
 import torch
 from calibration_data import RECIPE, write_images, write_inputs
+from rich.console import Console
 from safetensors.torch import load_file
 from support import Quiet, environment, finish, refusal, run, start, tiny_recipe
 
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.calib.calibration import Calibration
 from trtconvert.errors import UserError
+from trtconvert.progress import Reporter
 from trtconvert.recipe import AttentionSection, CalibrationSection, load_recipe
 
 
@@ -282,5 +284,5 @@ def test_options_of_the_command_line_replace_the_recipe_s(tmp_path):
     from trtconvert.cli import _with_data
 
     recipe = load_recipe(RECIPE)
-    changed = _with_data(RECIPE, "package.module:function", 5).calibration
+    changed = _with_data(RECIPE, "package.module:function", 5, Reporter(Console(quiet=True))).calibration
     assert (changed.data, changed.samples, changed.steps) == ("package.module:function", 5, recipe.calibration.steps)
