@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord, GuidanceRecord
 from trtconvert.errors import UserError
@@ -138,7 +139,7 @@ class DiffusionModel:
         output: what forward returns, in the same terms.
         timestep_input: which input is the timestep.
         timestep_max: timesteps lie in [0, timestep_max), from low noise up, or down where they stand for the share of the image.
-            What is said of timesteps here and below is said of the places of `noise_input`, where there is one.
+            With a `noise_input`, its places stand for timesteps here and below.
         sigmas: [timestep_max] noise-to-signal ratio of each timestep, rising, or falling.
         dims: symbolic dimension: (min, opt, max) that the model supports.
         sample: see `Sampler`.
@@ -240,6 +241,10 @@ class DiffusionModel:
             shares: FP32 in [0, 1]; what is drawn below 1, next to the end of the last of several strata, FP32 rounds up to it.
         """
         return at_place(self.noise_input, (shares * self.timestep_max).floor().clamp_max(self.timestep_max - 1))
+
+    def bin_of(self, timestep: Tensor, bins: int) -> Tensor:
+        """The timestep bin of each timestep input, of any shape."""
+        return timestep_bin(place_of(self.noise_input, timestep), self.timestep_max, bins)
 
     def covers(self, timestep: Tensor) -> Tensor:
         """Whether each timestep input lies in the schedule."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from trtconvert.calib.calibrate import Parts
 from trtconvert.calib.plan import BISECTIONS, FRONTIER_DB
 from trtconvert.calib.sensitivity import MOST_EXACT, PROBES_FORWARDS
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
-from trtconvert.models.drawings import CountedDenoiser
+from trtconvert.models.drawings import CountedDenoiser, WatchedSampler
 from trtconvert.models.placed import Place
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
@@ -108,19 +107,17 @@ def _memory(place: Place) -> str:
     )
 
 
-class _Timed:
+class _Timed(WatchedSampler):
     """A sampler that tells, once, the seconds of a denoising step of one sample."""
 
     def __init__(self, sampler: Sampler, tell: Callable[[float], None]) -> None:
-        self._sampler, self._tell = sampler, tell
-        self._told = False
+        super().__init__(sampler)
+        self._tell, self._told = tell, False
 
     def __call__(self, denoiser: Denoiser, seeds: Sequence[int], *, steps: int, **named: Any) -> Tensor:
         if self._told:
             return self._sampler(denoiser, seeds, steps=steps, **named)
-        batch = getattr(self._sampler, "batch", None)
-        chunks = math.ceil(len(seeds) / batch) if isinstance(batch, int) and batch > 0 else 1
-        ends: list[float] = []
+        chunks, ends = self.chunks(len(seeds)), list[float]()
 
         def called() -> None:
             if self._told:
@@ -131,8 +128,3 @@ class _Timed:
                 self._tell((ends[_LAST] - ends[_FIRST]) / (_LAST - _FIRST) * chunks / len(seeds))
 
         return self._sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._sampler, name)

@@ -23,8 +23,8 @@ class NoiseInput:
     """A timestep input that holds no DDPM timestep, but σ, ln σ, EDM's c_noise = ln σ / 4, the share of noise t / T, ….
 
     Scales, modes, block masks and schedules of steps are tables over *places*: numbers in [0, timestep_max) that rise with the
-    input, and in which timestep bins are even. A DDPM timestep is a place itself, and needs no such record. Of the others a line
-    through two points makes a place, in the input or in its logarithm,
+    input. Timestep bins are even in places. A DDPM timestep is a place itself, and needs no such record. A line maps any other
+    input, or its logarithm, to a place,
 
         place = (f(input) - f(low)) / (f(high) - f(low)) · timestep_max,      f(x) = x or ln x,
 

@@ -19,13 +19,13 @@ from trtconvert import bundle
 from trtconvert.bundle import ComponentRecord, Manifest, QualityRecord
 from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.identity import named_file, search_reads
-from trtconvert.engine import BackendStatus, choose_backend, tensorrt
+from trtconvert.engine import BackendStatus, choose_backend
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
-from trtconvert.models.placement import choose_place
+from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
 from trtconvert.recipe import ONNX, Recipe, changed_paths, with_paths
@@ -103,8 +103,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     recipe = recipe.model_copy(update={"model": with_dtype(recipe.model)})
     backend, reason = choose_backend(recipe.engine.backend)
     place = choose_place(recipe.compute, recipe.model)
-    if place.on_gpu or tensorrt.device_architecture() is not None:
-        report.notice(f"calibration, search and verification compute on the {place.device}: {place.reason}")
+    tell_place(place, "calibration, search and verification compute", report)
     weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)
     for file, missing in left_over([(lora.file, lora.target) for lora in recipe.loras]):

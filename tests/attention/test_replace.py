@@ -626,7 +626,7 @@ def test_attention_that_processors_write_out_is_replaced(unet) -> None:
 
 
 class Talking(nn.Module):
-    """Two attentions that are written out, of which the first mixes the heads' probabilities."""
+    """Two attentions that are written out. The first one mixes the probabilities of its heads."""
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         weights = (x @ x.mT).softmax(-1)

@@ -314,7 +314,7 @@ def test_sites_of_both_kinds_are_counted_together() -> None:
     ]
 
 
-# What is left -----------------------------------------------------------------------------------------------------------
+# Attention that is left -----------------------------------------------------------------------------------------------
 
 
 def over_heads(x: Tensor, context: Tensor) -> Tensor:

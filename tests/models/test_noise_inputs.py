@@ -149,7 +149,7 @@ def test_ends_are_in_the_range_in_float32():
     assert told.covers(torch.tensor([0.002, 0.0020001, 1.0, 80.0])).all()
     assert not told.covers(torch.tensor([0.0019, 80.1, 0.0, math.nan])).any()
     bins = timestep_bin(told.place(torch.tensor([0.0, 0.002, 0.39, 80.0])), told.timestep_max, 4)
-    assert bins.tolist() == [0, 0, 1, 3]  # even in ln σ, of which 0.4 is the middle
+    assert bins.tolist() == [0, 0, 1, 3]  # even in ln σ: 0.4 is the middle of the range
 
 
 def test_extrapolation_is_linear_in_places():

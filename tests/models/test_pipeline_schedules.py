@@ -102,7 +102,7 @@ def test_timesteps_that_are_logarithms_of_noise_have_places(tmp_path, name):
     torch.testing.assert_close(places, 1000 * (sigmas / 0.01).log() / math.log(40 / 0.01))
     place = model.noise_input.place(model.timesteps_at(torch.tensor([0.3]))).round()
     assert float(model.sigmas[int(place)]) == pytest.approx(0.01 * 4000**0.3, rel=1e-4)
-    # What the network sees has the variance that its scheduler gives it.
+    # The network's input has the variance that the scheduler gives it.
     spread = model.noised(torch.zeros(1, 4096), torch.randn(1, 4096), model.timesteps_at(torch.tensor([0.999]))).std()
     assert float(spread) == pytest.approx(1, abs=0.05) and float(seen[0][1].std()) == pytest.approx(1, abs=0.1)
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.attention.sites import folds_of, own_channels, taken, too_many
+from trtconvert.attention.sites import folds_of, of_elements, own_channels, taken, too_many
 from trtconvert.noise_input import NoiseInput, place_of
 from trtconvert.unfused import Unfused, UnfusedAttention
 
@@ -178,9 +178,7 @@ class Site:
                 self.exceptions[reason] = None
         if reason or timestep is None:
             return exact()
-        steps = timestep.to(value.device)
-        if folds > 1:
-            steps = steps[:, None].expand(-1, folds).reshape(-1)
+        steps = of_elements(timestep.to(value.device), folds)
         modes, calibrated = self.on(value.device)
         options: dict[str, Any] = {"mask": mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
         call = calibrated.get(number)

@@ -231,15 +231,15 @@ def _told_in_sigma(scheduler: Any) -> SchedulerNoise | None:
         low, high = (config.get(end) or float(table[at]) for end, at in (("sigma_min", 0), ("sigma_max", -1)))
     else:
         low, high = config["sigma_min"], config["sigma_max"]
-    SigmaRange(low, high)
+    levels = SigmaRange(low, high)
     sigma_data = float(config.get("sigma_data") or 1.0)
-    if name == "CosineDPMSolverMultistep":  # 2/π · atan σ, of which places are even
+    if name == "CosineDPMSolverMultistep":  # its input is 2/π · atan σ, and its places are even in the angle
         told = NoiseInput(math.atan(low) / math.pi * 2, math.atan(high) / math.pi * 2)
         angles = told.at(torch.arange(PLACES, dtype=torch.float64)) * math.pi / 2
         return SchedulerNoise(angles.tan(), False, told, sigma_data)
     factor = 250.0 if name == "CMStochasticIterative" else 0.25
     noise_input = NoiseInput(factor * math.log(low), factor * math.log(high))
-    return SchedulerNoise(log_even_sigmas(low, high), False, noise_input, sigma_data)
+    return SchedulerNoise(levels.sigmas, False, noise_input, sigma_data)
 
 
 class NoiseSchedule:
@@ -340,18 +340,13 @@ class SigmaRange:
 
     @property
     def sigmas(self) -> Tensor:
-        """[timesteps] σ of each place, even in log σ."""
-        return log_even_sigmas(self.low, self.high)
+        """[timesteps] σ of each place, even in log σ, float64."""
+        share = torch.arange(PLACES, dtype=torch.float64) / PLACES
+        return self.low * (self.high / self.low) ** share
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """The place of σ. Float64."""
         return (sigma.double() / self.low).log() / math.log(self.high / self.low) * PLACES
-
-
-def log_even_sigmas(low: float, high: float) -> Tensor:
-    """[PLACES] σ of each place of an input that is σ or a line through its logarithm, float64."""
-    share = torch.arange(PLACES, dtype=torch.float64) / PLACES
-    return low * (high / low) ** share
 
 
 def _check_count(name: str, count: int) -> None:

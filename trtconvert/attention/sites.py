@@ -147,7 +147,7 @@ def _call(
         v,
         attn_mask,
         query.shape[-1] ** -0.5 if scale is None else scale,
-        _of_elements(caller.timestep, folds),
+        of_elements(caller.timestep, folds),
         obstacle,
         exact,
         max(folds, 1),
@@ -166,7 +166,7 @@ def _unfused_call(caller: Caller, attention: UnfusedAttention) -> SiteCall:
         v,
         attention.mask,
         attention.scale,
-        _of_elements(caller.timestep, folds),
+        of_elements(caller.timestep, folds),
         obstacle,
         attention.written,
         max(folds, 1),
@@ -175,7 +175,7 @@ def _unfused_call(caller: Caller, attention: UnfusedAttention) -> SiteCall:
     )
 
 
-def _of_elements(timestep: Tensor, folds: int) -> Tensor:
+def of_elements(timestep: Tensor, folds: int) -> Tensor:
     """[B] timesteps of samples as those of an attention's batch, [B · folds]."""
     return timestep if folds <= 1 else timestep[:, None].expand(-1, folds).reshape(-1)
 

@@ -12,7 +12,6 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib.histogram import LEVELS, OCTAVES, Histogram, rows_of
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
-from trtconvert.noise_input import place_of
 
 INSIDE = 1 + 2.0**-20
 """Ranges are taken as so much larger, so that the element a range was made of lies inside it whatever way a quotient rounds."""
@@ -41,8 +40,7 @@ class InputRanges:
 
     def _add(self, named: Mapping[str, Tensor]) -> None:
         timestep = named[self._model.timestep_input].float().reshape(-1)
-        place = place_of(self._model.noise_input, timestep)
-        index = timestep_bin(place, self._model.timestep_max, self._bins).cpu()
+        index = self._model.bin_of(timestep, self._bins).cpu()
         for name, x in named.items():
             if name == self._model.timestep_input or not x.is_floating_point() or not x.numel():
                 continue

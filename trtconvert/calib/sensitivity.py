@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.blocks import SiteBlocks
-from trtconvert.attention.reference import timestep_bin
 from trtconvert.bars import NoBar, Steps
 from trtconvert.calib.candidates import Candidate, candidates_of
 from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.drawings import with_progress
-from trtconvert.noise_input import place_of
 from trtconvert.quant.decision import Choice, Unit
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 
@@ -202,4 +200,4 @@ def _gains(
 def _bins_of(model: DiffusionModel, bins: int, given: Mapping[str, Tensor], batch: int) -> Tensor:
     """[B] the timestep bin of every element of a denoiser call, of inputs by name."""
     timestep = given[model.timestep_input].reshape(-1).expand(batch)
-    return timestep_bin(place_of(model.noise_input, timestep), model.timestep_max, bins)
+    return model.bin_of(timestep, bins)

@@ -29,7 +29,6 @@ from trtconvert.calib.data import batches_of
 from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.documents import read_json
-from trtconvert.engine import tensorrt
 from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import UserError, first_line, warn
 from trtconvert.evaluate import metrics
@@ -43,7 +42,7 @@ from trtconvert.files import sha256
 from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import DenoiserInType, on_device
 from trtconvert.models.identity import identity
-from trtconvert.models.placement import choose_place
+from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.progress import Reporter
 from trtconvert.recipe import ComputeSection
 from trtconvert.reuse.schedule import reuse_of
@@ -319,8 +318,7 @@ def _with_device(
         return replace(request, device="cpu")
     section = bundle.manifest.recipe.model.model_copy(update={"weights": request.weights, "dtype": request.dtype})
     place = choose_place(ComputeSection(), section)
-    if place.on_gpu or tensorrt.device_architecture() is not None:
-        report.notice(f"the full-precision model computes on the {place.device}: {place.reason}")
+    tell_place(place, "the full-precision model computes", report)
     return replace(request, device="cuda" if place.on_gpu else "cpu")
 
 

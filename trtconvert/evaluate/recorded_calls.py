@@ -12,9 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trtconvert.attention.reference import timestep_bin
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
-from trtconvert.noise_input import place_of
 from trtconvert.runtime.trajectory import begin
 
 _EXPECTED, _TYPE_ERRORS = "prediction", "type_errors"
@@ -101,8 +99,7 @@ class CallRecorder:
 
     def _add(self, given: Mapping[str, Tensor], output: Tensor) -> None:
         timestep = given[self._model.timestep_input].float().reshape(-1)[:1]
-        place = place_of(self._model.noise_input, timestep)
-        index = int(timestep_bin(place, self._model.timestep_max, self._bins)[0])
+        index = int(self._model.bin_of(timestep, self._bins)[0])
         if index in self._inputs:
             return
         batch = self._model.inputs[0].shape[0]

@@ -23,7 +23,24 @@ def with_progress(model: DiffusionModel, bar: Steps, count: float = 1) -> Diffus
     return replace(model, sample=_Telling(model.sample, bar, count))
 
 
-class _Telling:
+class WatchedSampler:
+    """A sampler inside another one, which passes its other attributes on."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def chunks(self, samples: int) -> int:
+        """In how many calls of the denoiser so many samples make a step."""
+        batch = getattr(self._sampler, "batch", None)
+        return math.ceil(samples / batch) if isinstance(batch, int) and batch > 0 else 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+class _Telling(WatchedSampler):
     """A sampler that tells how far it is.
 
     How often it calls the denoiser nobody knows before: a pipeline draws in chunks, and calls it twice a step with some
@@ -31,14 +48,13 @@ class _Telling:
     """
 
     def __init__(self, sampler: Sampler, bar: Steps, count: float) -> None:
-        self._sampler, self._bar, self._count = sampler, bar, count
+        super().__init__(sampler)
+        self._bar, self._count = bar, count
         self._known: dict[tuple[int, int], int] = {}
 
     def __call__(self, denoiser: Denoiser, seeds: Sequence[int], *, steps: int, **named: Any) -> Tensor:
         drawing, calls = (len(seeds), steps), 0
-        batch = getattr(self._sampler, "batch", None)
-        chunks = math.ceil(len(seeds) / batch) if isinstance(batch, int) and batch > 0 else 1
-        expected = self._known.get(drawing, max(1, steps * chunks))
+        expected = self._known.get(drawing, max(1, steps * self.chunks(len(seeds))))
 
         def called() -> None:
             nonlocal calls
@@ -48,11 +64,6 @@ class _Telling:
         drawn = self._sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, **named)
         self._known[drawing] = max(1, calls)
         return drawn
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
 
 
 class CountedDenoiser:

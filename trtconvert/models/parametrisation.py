@@ -155,8 +155,8 @@ class Parametrisation:
         return out
 
     def first(self, sigma: Tensor) -> Tensor:
-        """The standard deviation at the first level, of which samples begin: the marginal of data of unit variance, as for
-        x_T ~ N(0, I) in DDPM; noise alone in flow matching; σ in a range of σ (Karras et al. 2022, algorithm 1)."""
+        """The standard deviation of a sample at its first noise level: that of noised data of unit variance, as for x_T ~ N(0, I)
+        in DDPM; of noise alone in flow matching; σ in a range of σ (Karras et al. 2022, algorithm 1)."""
         if isinstance(self.schedule, SigmaRange):
             return sigma
         return 1 + sigma if self.prediction == FLOW else (1 + sigma**2).sqrt()

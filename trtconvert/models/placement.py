@@ -8,6 +8,7 @@ from trtconvert.engine import tensorrt
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import library_path
 from trtconvert.models.placed import ROOM, Place
+from trtconvert.progress import Reporter
 from trtconvert.recipe import ComputeSection, ModelSection
 
 OLDEST = 80
@@ -42,6 +43,16 @@ def choose_place(section: ComputeSection, model: ModelSection) -> Place:
             remedy="install what is missing, or take --device cpu",
         )
     return Place("cpu", "float32", problem)
+
+
+def tell_place(place: Place, who: str, report: Reporter) -> None:
+    """Say where something computes, and why, where there is a GPU to choose.
+
+    Args:
+        who: subject and verb, such as "the model computes".
+    """
+    if place.on_gpu or tensorrt.device_architecture() is not None:
+        report.notice(f"{who} on the {place.device}: {place.reason}")
 
 
 def _gpu_problem() -> str:

@@ -238,14 +238,16 @@ def sample(
         return unconditional + guidance * (conditional - unconditional)
 
     levels = trained.levels(solver, steps)
-    if (
-        solver != "heun" and not trained.consistency
-    ):  # whose second call of a step, or whose new noise, is no trajectory's
-        denoiser = follow(denoiser, told_at(trained, levels))
+    denoiser = followed(denoiser, trained, levels, solver)
     x = draw(trained, predict, noise, levels, solver, fresh)
     return ((x + 1) / 2).clamp(0, 1).float().to(home)
 
 
-def told_at(parametrisation: Parametrisation, levels: Tensor) -> Tensor:
-    """[steps] FP32, the timestep inputs of a trajectory through noise levels."""
-    return parametrisation.input_at(levels[:-1]).float()
+def followed(denoiser: Denoiser, parametrisation: Parametrisation, levels: Tensor, solver: str) -> Denoiser:
+    """A denoiser that is told the timestep inputs of a trajectory, see `follow`; unchanged where the solver makes no such one.
+
+    Heun calls its denoiser twice a step. Consistency models add new noise between steps.
+    """
+    if solver == "heun" or parametrisation.consistency:
+        return denoiser
+    return follow(denoiser, parametrisation.input_at(levels[:-1]).float())

@@ -119,7 +119,7 @@ class Study:
         compiled: samples are drawn by torch.compile and CUDA graphs, on "cuda" alone.
         of_model: what a model's own function imports of this package, see `names_of_ours`.
     Raises:
-        UserError: the model's timestep input holds no timesteps, of which Q-Diff's calibration has bins.
+        UserError: the model's timestep input holds no timesteps. Q-Diff's calibration has bins of timesteps.
     """
 
     model: DiffusionModel

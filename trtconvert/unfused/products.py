@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtconvert.unfused.equations import axes_of, unnamed
+
 BADDBMM = {torch.baddbmm, Tensor.baddbmm}
 
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum, *BADDBMM}
 """Functions that multiply two tensors."""
-
-_FACTOR = r"([a-zA-Z]*)(\.\.\.)?([a-zA-Z]*)"
-_EQUATION = re.compile(f"{_FACTOR},{_FACTOR}->{_FACTOR}")
 
 
 @dataclass(frozen=True)
@@ -64,29 +62,13 @@ def product_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if len(args) != 2 or not all(isinstance(x, Tensor) and x.dim() >= 3 for x in args):
         return None
     a, b = args
-    batch = _unnamed(max(a.dim(), b.dim()) - 2)
+    batch = unnamed(max(a.dim(), b.dim()) - 2)
     of_a, of_b = (batch[len(batch) + 2 - x.dim() :] for x in (a, b))
     return Product((a, b), (f"{of_a}ic", f"{of_b}cj"), f"{batch}ij", float(alpha), added)
 
 
 def _of_einsum(equation: str, operands: Sequence[Any]) -> Product | None:
-    match = _EQUATION.fullmatch(re.sub(r"\s", "", equation))
-    if match is None or len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
+    if len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
         return None
-    parts, of, most = match.groups(), [], 0
-    for place, x in enumerate(operands):
-        before, dots, after = parts[3 * place : 3 * place + 3]
-        missing = x.dim() - len(before) - len(after)
-        if missing < 0 or (missing and not dots):
-            return None
-        of.append(before + _unnamed(missing) + after)
-        most = max(most, missing)
-    result = parts[6] + (_unnamed(most) if parts[7] else "") + parts[8]
-    if any(len(set(axes)) < len(axes) for axes in (*of, result)):
-        return None
-    return Product((operands[0], operands[1]), (of[0], of[1]), result)
-
-
-def _unnamed(count: int) -> str:
-    """Letters for axes that have none. They are aligned at the last, as torch aligns axes."""
-    return "".join(chr(0x100 + place) for place in reversed(range(count)))
+    axes = axes_of(equation, [x.dim() for x in operands])
+    return None if axes is None else Product((operands[0], operands[1]), axes[:2], axes[2])

@@ -7,13 +7,10 @@ letters.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_EQUATION = re.compile(r"([a-zA-Z.]*),([a-zA-Z.]*)->([a-zA-Z.]*)")
-_UNNAMED = 0x100
-"""Axes that an equation leaves to three dots are called by letters from there on, the last axis first."""
+from trtconvert.unfused.equations import axes_of
 
 
 @dataclass(frozen=True)
@@ -49,34 +46,9 @@ class LogitsFactors:
 
 
 def product_of(equation: str, ranks: Sequence[int]) -> Product | None:
-    """What an equation says; None where it has not two factors, takes a diagonal, or does not fit numbers of axes.
-
-    Nor of one that names no result: it sums what both factors have, samples and heads too.
-    """
-    match = _EQUATION.fullmatch(re.sub(r"\s", "", equation))
-    if match is None or len(ranks) != 2:
-        return None
-    factors = [_named(match[place], rank) for place, rank in zip((1, 2), ranks, strict=True)]
-    if None in factors:
-        return None
-    left, right = (str(factor) for factor in factors)
-    dots = max((_unnamed(left), _unnamed(right)), key=len)
-    result = match[3].replace("...", dots)
-    whole = all(len(set(axes)) == len(axes) for axes in (left, right, result))
-    return Product((left, right), result) if whole and "." not in result else None
-
-
-def _named(axes: str, rank: int) -> str | None:
-    """The axes of a factor with letters for those that dots stand for; None where it has another number of them."""
-    before, dots, after = axes.partition("...")
-    missing = rank - len(before) - len(after)
-    if "." in before + after or missing < 0 or (missing and not dots):
-        return None
-    return before + "".join(chr(_UNNAMED + place) for place in reversed(range(missing))) + after
-
-
-def _unnamed(axes: str) -> str:
-    return "".join(letter for letter in axes if ord(letter) >= _UNNAMED)
+    """What an equation says; None where `axes_of` does not read it."""
+    axes = axes_of(equation, ranks)
+    return None if axes is None else Product(axes[:2], axes[2])
 
 
 def logits_of(product: Product, axis: int) -> LogitsFactors | None:

@@ -34,8 +34,7 @@ from trtconvert.models.parametrisation import (
     Parametrisation,
     Schedule,
 )
-from trtconvert.models.samplers import draw, initial_noise, told_at
-from trtconvert.runtime.reuse import follow
+from trtconvert.models.samplers import draw, followed, initial_noise
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import begin
 
@@ -309,8 +308,7 @@ class GraphSampler:
     def _drawn(self, denoiser: Denoiser, seeds: Sequence[int], steps: int, solver: str) -> Tensor:
         begin(denoiser)
         levels, others = self.trained.levels(solver, steps), self.conditions.of(seeds)
-        if solver != "heun" and not self.trained.consistency:  # see `sample`
-            denoiser = follow(denoiser, told_at(self.trained, levels))
+        denoiser = followed(denoiser, self.trained, levels, solver)
 
         def predict(x: Tensor, timestep: Tensor) -> Tensor:
             return denoiser(**{self.sample: x, self.timestep: timestep, **others})
