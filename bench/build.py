@@ -2,9 +2,11 @@
 
     python bench/build.py
     python bench/build.py --models sd15 sdxl … [--work FOLDER] [--backend tensorrt|onnxruntime] [--json FILE]
+                          [--engine FIELD=VALUE …]
 
 With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
-the seconds of every stage, the most memory of the host and of the GPU, and what was found. Gates are set so wide that random
+the seconds of every stage, the most memory of the host and of the GPU, and what was found. `--engine attention=plugin
+layers=plugin` has one engine of the denoiser built, where `auto` builds and times several. Gates are set so wide that random
 weights pass them: their figures are printed, not asserted. A pipeline that lies in the folder is taken, and so are the stages in
 its cache: a build that did not end goes on.
 
@@ -98,7 +100,7 @@ def watched_gpu() -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def build_model(name: str, work: Path, backend: str) -> dict[str, Any]:
+def build_model(name: str, work: Path, engine: dict[str, str]) -> dict[str, Any]:
     """Build one pipeline: its stages' seconds, memory, and what the manifest says."""
     from published import PUBLISHED
 
@@ -109,7 +111,7 @@ def build_model(name: str, work: Path, backend: str) -> dict[str, Any]:
     for section, fields in OF_MODEL.get(name, {}).items():
         recipe[section] |= fields
     recipe["model"] = {"source": "diffusers", "weights": str(folder), "options": PUBLISHED[name].options}
-    recipe["engine"] = {"backend": backend}
+    recipe["engine"] = engine
     file = work / f"{name}.yaml"
     file.write_text(json.dumps(recipe))  # JSON is YAML
     command = [sys.executable, "-m", "trtconvert.cli", "--debug", "build", str(file), "-o", str(work / "out" / name)]
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trtconvert-bench-build")
     parser.add_argument("--backend", default="tensorrt")
+    parser.add_argument("--engine", nargs="+", default=[], metavar="FIELD=VALUE", help="of the recipe's engine section")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.models:
@@ -180,7 +183,8 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in given.models:
-        rows.append(build_model(name, given.work, given.backend))
+        engine = {"backend": given.backend} | dict(field.split("=", 1) for field in given.engine)
+        rows.append(build_model(name, given.work, engine))
         print(json.dumps(rows[-1]), flush=True)
         if given.json:
             given.json.write_text(json.dumps({"date": str(datetime.date.today()), "models": rows}, indent=1))

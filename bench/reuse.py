@@ -1,35 +1,54 @@
 """What leaving denoising steps out costs: schedules of `trtconvert.calib.reuse` beside uniform ones and as many plain steps.
 
     python bench/reuse.py [--model digits|emoji] [--steps N …] [--fewer FACTOR …] [--calibrated N] [--unseen N]
-                          [--device auto|cpu|cuda]
+                          [--device auto|cpu|cuda] [--int8]
 
 Schedules are chosen on some seeds and measured on others: PSNR of all unseen samples, and of the worst of them, against the same
 model with all steps computed. The fourth column has, for other numbers of steps, schedules that follow from what was measured at
-the first one. Prints a Markdown table with the date and the machine.
+the first one. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
+FP32 and all steps. Prints a Markdown table with the date and the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from machine import processor
+from rich.console import Console
 from torch import Tensor
 
 from trtconvert.bars import NoBar
+from trtconvert.cache import Cache
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.reuse import measure_trajectories, search_reuse
-from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.evaluate.metrics import psnr
+from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import on_device
 from trtconvert.models.digits import digits_model
 from trtconvert.models.emoji import emoji_model
+from trtconvert.models.identity import identity
+from trtconvert.models.int8_denoiser import int8_denoiser
+from trtconvert.models.placed import placed
+from trtconvert.models.placement import choose_place
+from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
 from trtconvert.reuse.schedule import Schedule, all_computed
 from trtconvert.runtime.reuse import Reusable
 from trtconvert.shipped import shipped_folder
+from trtconvert.stages.build import Build
+from trtconvert.stages.calibrate import calibrate_stage
+from trtconvert.stages.converted import int8_in_torch
+from trtconvert.stages.plan import plan_stage
+from trtconvert.stages.search import search_stage
 
 MODELS = {"digits": (digits_model, "digits-dit"), "emoji": (emoji_model, "emoji-dit")}
 FIRST_CALIBRATED, FIRST_UNSEEN = 500, 10_000
@@ -38,7 +57,7 @@ FIRST_CALIBRATED, FIRST_UNSEEN = 500, 10_000
 class Stated:
     """Steps that are stated, in the place of a `Reuse`."""
 
-    timestep_input, timestep_place = "timestep", 1
+    timestep_input, timestep_place, noise_input = "timestep", 1, None
 
     def __init__(self, computed: Sequence[bool]) -> None:
         self._computed = tuple(computed)
@@ -72,6 +91,44 @@ def loss(samples: Tensor, expected: Tensor) -> str:
     return f"{-10 * squared.mean().log10():.1f} ({-10 * squared.max().log10():.1f})"
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+        model: whose trajectories are measured; denoiser: draws the samples, in full precision or in INT8.
+        in_float32: draws samples in FP32, where `denoiser` is in INT8; else None.
+    """
+
+    model: DiffusionModel
+    denoiser: Denoiser
+    in_float32: Callable[[range, int], Tensor] | None
+
+
+def subject(name: str, device: str, int8: bool, work: Path) -> Subject:
+    """A shipped model; in INT8 by the first stages of `trtconvert build` with the shipped recipe."""
+    load, file = MODELS[name]
+    weights = shipped_folder() / f"{file}.safetensors"
+    if not int8:
+        model = on_device(load(weights), device)
+        return Subject(model, graphed(model, model.denoiser), None)
+    recipe = load_recipe(shipped_folder() / f"{file}.yaml")
+    section = recipe.compute.model_copy(update={"device": device})
+    report = Reporter(Console(stderr=True))
+    build = Build(
+        recipe, identity(recipe.model, recipe.loras), choose_place(section, recipe.model), Cache(work), report
+    )
+    calibrated = calibrate_stage(build)
+    planned = plan_stage(build, calibrated, search_stage(build, calibrated))
+    model = build.source.placed()
+    exact = placed(build.source.model(), dataclasses.replace(build.place, dtype="float32"))
+
+    def in_float32(seeds: range, steps: int) -> Tensor:
+        return exact.sample(graphed(exact, exact.denoiser), seeds, steps=steps, solver="ddim")
+
+    return Subject(model, int8_denoiser(model, *int8_in_torch(recipe, model, planned)), in_float32)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -81,20 +138,28 @@ def main() -> None:
     parser.add_argument("--calibrated", type=int, default=32, help="seeds that schedules are chosen on")
     parser.add_argument("--unseen", type=int, default=96, help="other seeds, that figures are of")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--int8", action="store_true", help="sample with the INT8 of the shipped recipe's plan")
     options = parser.parse_args()
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    load, weights = MODELS[options.model]
-    model: DiffusionModel = on_device(load(shipped_folder() / f"{weights}.safetensors"), device)
-    where = torch.cuda.get_device_name() if device == "cuda" else processor()
+    with tempfile.TemporaryDirectory() as work:
+        of = subject(options.model, device, options.int8, Path(work))
+        measure(options, of, torch.cuda.get_device_name() if device == "cuda" else processor())
+
+
+def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
+    """Print the table."""
+    model, denoiser = of.model, of.denoiser
     calibrated = range(FIRST_CALIBRATED, FIRST_CALIBRATED + options.calibrated)
     unseen = range(FIRST_UNSEEN, FIRST_UNSEEN + options.unseen)
+    kind = "INT8" if of.in_float32 else "full precision"
     print(
-        f"{options.model}, DDIM, schedules of {len(calibrated)} seeds, {len(unseen)} others, {where}, {datetime.date.today()}\n"
+        f"{options.model} in {kind}, DDIM, schedules of {len(calibrated)} seeds, {len(unseen)} others, {where}, "
+        f"{datetime.date.today()}\n"
     )
-    print("| steps | computed | schedule | of the first steps' calibration | uniform | as many plain steps |")
-    print("| ---: | ---: | --- | --- | --- | --- |")
+    print("| steps | computed | schedule | of the first steps' calibration | uniform | as many plain steps | to FP32 |")
+    print("| ---: | ---: | --- | --- | --- | --- | --- |")
 
-    def drawn(denoiser, seeds: range, steps: int) -> Tensor:
+    def drawn(denoiser: Denoiser, seeds: range, steps: int) -> Tensor:
         return model.sample(denoiser, seeds, steps=steps, solver="ddim")
 
     budget = [Measure("psnr", psnr, True, 0.0)]
@@ -103,24 +168,30 @@ def main() -> None:
         began = time.monotonic()
         measured, full = measure_trajectories(model, calibrated, steps, NoBar())
         took = time.monotonic() - began
-        expected = drawn(model.denoiser, unseen, steps)
+        expected = drawn(denoiser, unseen, steps)
+        in_float32 = of.in_float32(unseen, steps) if of.in_float32 else None
+        if in_float32 is not None:
+            print(f"| {steps} | {steps} (1.00×) | – | – | – | – | {loss(expected, in_float32)} |", flush=True)
         for factor in options.fewer:
-            found = search_reuse(model, model.denoiser, measured, full, calibrated, steps, budget, 1 / factor, NoBar())[
-                -1
-            ]
+            found = search_reuse(model, denoiser, measured, full, calibrated, steps, budget, 1 / factor, NoBar())[-1]
             if found.reuse is None:
                 continue
             count = found.schedule.count
-            own = loss(drawn(Reusable(model.denoiser, found.reuse), unseen, steps), expected)
+            left_out = drawn(Reusable(denoiser, found.reuse), unseen, steps)
             other = "–"
             if factor in first:
-                counted = Counted(model.denoiser)
+                counted = Counted(denoiser)
                 other = loss(drawn(Reusable(counted, first[factor]), unseen, steps), expected)
                 other += f" with {counted.calls}"
             first.setdefault(factor, found.reuse)
-            even = loss(drawn(Reusable(model.denoiser, Stated(uniform(steps, count))), unseen, steps), expected)
-            plain = loss(drawn(model.denoiser, unseen, count), expected)
-            print(f"| {steps} | {count} ({steps / count:.2f}×) | {own} | {other} | {even} | {plain} |", flush=True)
+            even = loss(drawn(Reusable(denoiser, Stated(uniform(steps, count))), unseen, steps), expected)
+            plain = loss(drawn(denoiser, unseen, count), expected)
+            exact = loss(left_out, in_float32) if in_float32 is not None else "–"
+            print(
+                f"| {steps} | {count} ({steps / count:.2f}×) | {loss(left_out, expected)} | {other} | {even} | {plain} | "
+                f"{exact} |",
+                flush=True,
+            )
         print(f"<!-- {steps} steps: trajectories measured in {took:.0f} s -->", flush=True)
 
 

@@ -66,13 +66,13 @@ def test_one_step_of_one_sample_is_timed_and_told_once(monkeypatch):
             denoiser(torch.zeros(len(seeds), 1), torch.zeros(len(seeds)))
         return torch.zeros(len(seeds), 1)
 
-    timed = forecasts._Timed(sampler, told.append)
+    timed = forecasts._Timed(sampler, Place("cpu", "float32", ""), told.append)
     denoiser = denoising(monkeypatch, 6.0)
     for _ in range(2):
         timed(denoiser, [1, 2, 3], steps=8)
     assert told == [pytest.approx(2.0)]
     sampler.batch = 1  # it draws one sample after the other
-    forecasts._Timed(sampler, told.append)(denoiser, [1, 2, 3], steps=8)
+    forecasts._Timed(sampler, Place("cpu", "float32", ""), told.append)(denoiser, [1, 2, 3], steps=8)
     assert told[1] == pytest.approx(6.0)
 
 

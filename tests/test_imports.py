@@ -42,6 +42,7 @@ LAYERS: tuple[set[str], ...] = (
         "locks",
         "manifest_checks",
         "noise_input",
+        "noted",
         "progress",
         "provenance",
         "recipe",

@@ -30,8 +30,9 @@ FIXED_PLANS = 6
 LEAST_SECONDS = 60.0
 """A build that takes less says nothing of its time."""
 
-_FIRST, _LAST = 1, 3
-"""The calls of a drawing between whose ends is timed: the first one of all sets up kernels."""
+_TIMED = {"cpu": (1, 3), "cuda": (5, 9)}
+"""The calls of a drawing between whose ends is timed, by device: the first one of all sets up kernels, and on a GPU the first few
+are recorded in CUDA graphs."""
 
 
 def forecast(recipe: Recipe, device: str, choices: int, step: float) -> dict[str, float]:
@@ -84,7 +85,7 @@ def with_forecast(
             "engines come on top"
         )
 
-    return replace(model, sample=_Timed(model.sample, tell))
+    return replace(model, sample=_Timed(model.sample, place, tell))
 
 
 def _words(seconds: float) -> str:
@@ -110,21 +111,31 @@ def _memory(place: Place) -> str:
 class _Timed(WatchedSampler):
     """A sampler that tells, once, the seconds of a denoising step of one sample."""
 
-    def __init__(self, sampler: Sampler, tell: Callable[[float], None]) -> None:
+    def __init__(self, sampler: Sampler, place: Place, tell: Callable[[float], None]) -> None:
         super().__init__(sampler)
-        self._tell, self._told = tell, False
+        self._place, self._tell, self._told = place, tell, False
 
     def __call__(self, denoiser: Denoiser, seeds: Sequence[int], *, steps: int, **named: Any) -> Tensor:
         if self._told:
             return self._sampler(denoiser, seeds, steps=steps, **named)
-        chunks, ends = self.chunks(len(seeds)), list[float]()
+        chunks, count, began = self.chunks(len(seeds)), 0, 0.0
+        first, last = _TIMED[self._place.device]
 
         def called() -> None:
-            if self._told:
-                return
-            ends.append(time.perf_counter())
-            if len(ends) > _LAST:
+            nonlocal count, began
+            if not self._told and count == first:
+                began = self._now()
+            if not self._told and count == last:
                 self._told = True
-                self._tell((ends[_LAST] - ends[_FIRST]) / (_LAST - _FIRST) * chunks / len(seeds))
+                self._tell((self._now() - began) / (last - first) * chunks / len(seeds))
+            count += 1
 
         return self._sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, **named)
+
+    def _now(self) -> float:
+        """The time at which the calls so far have ended."""
+        if self._place.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()

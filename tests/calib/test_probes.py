@@ -86,7 +86,8 @@ def test_the_output_is_the_models_own(call):
     assert all(error.shape == (6,) and bool((error > 0).all()) for error in errors)
 
 
-def test_samples_in_chunks_are_those_together(call):
+def test_samples_in_chunks_are_those_together(call, monkeypatch):
+    monkeypatch.setattr(probes, "MOST_PROBES", 64)
     model, every, inputs = call
     exact = intercepted(model, lambda one: one.exact())
     together = Probes(model, every, draws=4096)

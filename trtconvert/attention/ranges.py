@@ -16,6 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
+from trtconvert.noted import Notes
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -99,12 +100,14 @@ class RangeObserver:
     Args:
         sites: to observe.
         timestep_max, bins: see `timestep_bin`.
+
+    Attributes:
+        notes: of the calls since the last `finish`.
     """
 
     def __init__(self, sites: Collection[str], timestep_max: float, bins: int) -> None:
         self._sites, self._timestep_max, self._bins = frozenset(sites), timestep_max, bins
-        self._calls: dict[str, list[tuple[int, _Extremes]]] = {}
-        self._count = 0
+        self.notes: Notes[_Extremes] = Notes()
 
     def __call__(self, call: SiteCall) -> Tensor:
         if call.name in self._sites:
@@ -115,8 +118,7 @@ class RangeObserver:
             if call.folds > 1:  # of places there are thousands
                 reduced = {name: _of_samples(x, name, call.folds) for name, x in reduced.items()}
             extremes = _Extremes(call.timestep[:: call.folds], call.folds * call.k.shape[2], reduced)
-            self._calls.setdefault(call.name, []).append((self._count, extremes))
-            self._count += 1
+            self.notes.add(call.name, extremes)
         return call.exact()
 
     def finish(self) -> dict[str, Rows]:
@@ -125,10 +127,9 @@ class RangeObserver:
         Raises:
             UserError: NaN or Inf at a site; the message names the first.
         """
-        calls, self._calls, self._count = self._calls, {}, 0
         found: dict[str, Rows] = {}
         damaged: list[tuple[int, UserError]] = []
-        for site, seen in calls.items():
+        for site, seen in self.notes.take().items():
             reduced = {
                 name: torch.cat([extremes.reduced[name] for _, extremes in seen]).cpu().float()
                 for name in seen[0][1].reduced

@@ -44,6 +44,7 @@ from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
 from trtconvert.interception import Hooks
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
+from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.drawings import with_progress
 from trtconvert.models.placed import Place
@@ -191,6 +192,9 @@ def calibrate(
         return output
 
     observed = intercepted(model, observe if sparse else observer, layer_observer if layers else None)
+    exact = intercepted(model, lambda call: call.exact())
+    if not sparse and not modulated:  # which remember calls on the host
+        observed = graphed(model, observed, notes=(observer.notes, layer_observer.notes), proof=exact)
     # What an earlier run left out is met again, and refused, by one that leaves nothing out.
     finished = shards.batches() if skip_bad else shards.whole_batches()
     for index, batch in _own_share(data, finished, ranks, bar):
@@ -205,7 +209,7 @@ def calibrate(
         means = ranks.broadcast(offsets(shards, section.bins) if ranks.rank == 0 else {})
         heads = {site.name: site.heads for site in sites}
         counter = HistogramObserver(means, heads, model.timestep_max)
-        counting, counted = intercepted(model, counter), []
+        counting, counted = graphed(model, intercepted(model, counter), proof=exact), []
         for index, batch in _own_share(data, shards.counted(), ranks, bar):
             _run(batch, counting)
             counted.append(index)
@@ -360,7 +364,8 @@ def _coverage(
     part = _covered(section)
     observer = CoverageObserver(tables, model.timestep_max)
     ranges = InputRanges(model, section.bins)
-    observed = ranges.around(intercepted(model, observer))
+    exact = intercepted(model, lambda call: call.exact())
+    observed = ranges.around(graphed(model, intercepted(model, observer), proof=exact))
     for batch in open_data(model, part, BadSamples(skip=True)).batches:
         _run(batch, observed)
         bar.step()

@@ -68,13 +68,13 @@ class CoverageObserver:
     """
 
     def __init__(self, tables: Mapping[str, Mapping[str, Tensor]], timestep_max: float) -> None:
-        self._tables, self._timestep_max = tables, timestep_max
+        self._tables, self._timestep_max = dict(tables), timestep_max
         self._counts: dict[str, dict[str, Histogram]] = {}
 
     def __call__(self, call: SiteCall) -> Tensor:
         if call.name in self._tables:
             device = call.q.device
-            table = {name: x.to(device) for name, x in self._tables[call.name].items()}
+            table = self._tables[call.name] = {name: x.to(device) for name, x in self._tables[call.name].items()}
             bins, kv_heads = table["k_scale"].shape
             heads = {"q": call.q.shape[1], "k": kv_heads, "v": kv_heads}
             index = timestep_bin(call.timestep, self._timestep_max, bins).to(device)

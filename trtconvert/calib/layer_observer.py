@@ -16,6 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
 from trtconvert.linear.sites import LayerCall
+from trtconvert.noted import Notes
 
 ROWS = 2
 """Whole rows that are kept of each call and timestep bin."""
@@ -95,9 +96,9 @@ class LayerObserver:
     ) -> None:
         self._layers, self._timestep_max, self._bins, self._rows = frozenset(layers), timestep_max, bins, rows
         self._changes, self._direction = frozenset(changes), 1 if falls else -1
-        self._calls: dict[str, list[tuple[int, _Seen]]] = {}
+        self.notes: Notes[_Seen] = Notes()
+        self._turns: dict[str, Tensor] = {}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}  # timesteps, and what was read at them
-        self._count = 0
 
     def __call__(self, call: LayerCall) -> Tensor:
         if call.name in self._layers:
@@ -115,12 +116,14 @@ class LayerObserver:
 
     def _add(self, name: str, timestep: Tensor, x: Tensor) -> None:
         """Note what is read, [B, rows, K]."""
-        calls = self._calls.setdefault(name, [])
         count = x.shape[1]
-        places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + len(calls) * _STRIDE) % count
+        if name not in self._turns or self._turns[name].device != x.device:
+            self._turns[name] = torch.zeros((), dtype=torch.int64, device=x.device)
+        turn = self._turns[name]  # on the device, so that a call which a CUDA graph repeats takes other rows
+        places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + turn * _STRIDE) % count
+        turn += 1
         sample = x.index_select(1, places).float()
-        calls.append((self._count, _Seen(timestep, count, x.amin(1).float(), x.amax(1).float(), sample)))
-        self._count += 1
+        self.notes.add(name, _Seen(timestep, count, x.amin(1).float(), x.amax(1).float(), sample))
 
     def finish(self) -> dict[str, LayerRows]:
         """The entries of all calls since the last `finish`; of layers that were called.
@@ -128,11 +131,12 @@ class LayerObserver:
         Raises:
             UserError: NaN or Inf at the input of a layer; the message names the first.
         """
-        calls, self._calls, self._count = self._calls, {}, 0
         self._before.clear()
+        for turn in self._turns.values():
+            turn.zero_()
         found: dict[str, LayerRows] = {}
         damaged: list[tuple[int, UserError]] = []
-        for layer, seen in calls.items():
+        for layer, seen in self.notes.take().items():
             # In one transfer each: on a GPU every one waits.
             sizes = [len(one.timestep) for _, one in seen]
             lows, highs, samples, timesteps = (

@@ -40,8 +40,9 @@ from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
-from trtconvert.models.denoiser import intercepted
+from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.drawings import with_progress
+from trtconvert.models.int8_denoiser import int8_denoiser
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
@@ -165,7 +166,7 @@ def search(
         return with_bar.sample(denoiser, seeds, steps=section.steps, solver="ddim")
 
     with_bar = with_progress(model, bar)
-    full = drawn(model.denoiser)
+    full = drawn(graphed(model, model.denoiser))
     bar.step()
     measured: dict[tuple[Decision, ...], dict[str, float]] = {}
 
@@ -173,8 +174,7 @@ def search(
         key = (*plan.attention.values(), *plan.layers.values())
         if key not in measured:
             in_int8 = searched.int8.in_plan(plan.layers)
-            of_plan = intercepted(model, int8_sites(plan).handler(), in_int8.handler() if in_int8.tables else None)
-            measured[key] = figures(budget, drawn(of_plan), full)
+            measured[key] = figures(budget, drawn(int8_denoiser(model, int8_sites(plan), in_int8)), full)
             bar.step()
         else:
             bar.skip()

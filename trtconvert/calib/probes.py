@@ -19,10 +19,19 @@ from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.calib.candidates import Candidate
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.sites import LayerCall
+from trtconvert.models.cuda_graphs import Graphed
 from trtconvert.models.denoiser import intercepted
 
 MOST_PROBES = 8
 """Backward passes of one call at most."""
+
+_KEPT_ON_CPU = 2 * 2**30
+_KEPT_SHARE = 0.4
+"""Bytes on a CPU, and share of a GPU's free memory, up to which a call of several probes keeps what candidates change: computed
+once, and not for each probe."""
+
+_DRAWN = "trtconvert.drawn"
+"""The projections among the inputs of a recorded call."""
 
 
 @dataclass
@@ -32,10 +41,12 @@ class _Pass:
     Attributes:
         projections: [B] Jᵀ·r times δ of each candidate in the backward pass that is under way.
         anchor: makes every output that is watched part of the graph, also where it does not depend on the inputs.
+        room: bytes that what candidates change may still take.
     """
 
     samples: int
     anchor: Tensor
+    room: int
     projections: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, candidate: int, gradient: Tensor, delta: Tensor) -> None:
@@ -43,17 +54,24 @@ class _Pass:
         before = self.projections.get(candidate)
         self.projections[candidate] = products if before is None else before + products
 
+    def keeps(self, delta: Tensor) -> bool:
+        """Whether there is room to keep what a candidate changes; takes the room."""
+        if delta.nbytes > self.room:
+            return False
+        self.room -= delta.nbytes
+        return True
+
 
 class _Watched(torch.autograd.Function):
     """An operation's output as it is. In the backward pass its gradient meets what candidates change.
 
-    Inputs of the operation are saved as autograd saves tensors, so that they may be offloaded or computed again.
+    What candidates are computed from then is saved as autograd saves tensors, so that it may be offloaded or computed again.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, meet: Callable[..., None], *inputs: Tensor) -> Tensor:
-        ctx.meet = meet
-        ctx.save_for_backward(output, *inputs)
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, meet: Callable[..., None], *saved: Tensor) -> Tensor:
+        ctx.meet, ctx.count = meet, len(saved)
+        ctx.save_for_backward(*saved)
         return output.view_as(output)
 
     @staticmethod
@@ -61,11 +79,13 @@ class _Watched(torch.autograd.Function):
         (gradient,) = gradients
         with torch.no_grad():
             ctx.meet(gradient, *ctx.saved_tensors)
-        return gradient, None, None, *[None] * (len(ctx.saved_tensors) - 1)
+        return gradient, None, None, *[None] * ctx.count
 
 
 class Probes:
     """Measures all candidates of one model by probes.
+
+    On a GPU the calls are recorded in CUDA graphs, forward and backward passes together.
 
     Args:
         model: whose denoiser is differentiable in its activations.
@@ -80,8 +100,12 @@ class Probes:
             for name in candidate.unit.members:
                 self._of_name.setdefault(name, []).append(number)
         self._with_layers = any(candidate.unit.kind == "layer" for candidate in self._candidates)
+        self._stateful = any(candidate.choice.delta for candidate in self._candidates)
         self._chunk = 0  # rows that fit the device's memory, once a chunk did not
+        self._room: int | None = None
+        self._shapes: dict[int, torch.Size] = {}  # of the prediction, by rows
         self._generator = torch.Generator().manual_seed(0)
+        self._projected = self._of_chunk if self._stateful else Graphed(self._of_chunk)
 
     def errors(self, exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output for inputs by name, and each candidate's mean squared error, [B] FP32, estimated for every sample."""
@@ -89,46 +113,72 @@ class Probes:
         samples = given[spec.name].shape[0]
         by_sample = {s.name for s in self._model.inputs if s.shape and s.shape[0] == spec.shape[0]}
         by_sample &= {name for name, x in given.items() if x.dim() and x.shape[0] == samples}
+        probes = min(MOST_PROBES, max(1, round(self._draws / samples)))
         outputs, errors = [], []
-        stateful = any(candidate.choice.delta for candidate in self._candidates)
         start = 0
         while start < samples:
             # Candidates with caches see all samples in one call.
-            size = samples if stateful else min(self._chunk or samples, samples - start)
+            size = samples if self._stateful else min(self._chunk or samples, samples - start)
             part = {name: x[start : start + size] if name in by_sample else x for name, x in given.items()}
             try:
-                output, found = self._of_chunk(part, size, samples)
+                shape = self._shape(exact, part, size)
+                drawn = torch.randn(probes, *shape, generator=self._generator).to(part[spec.name].device)
+                output, found = self._projected(**part, **{_DRAWN: drawn})
             except torch.cuda.OutOfMemoryError:
-                if size == 1 or stateful:
+                if not self._take_less(size):
                     raise
-                self._chunk = max(1, size // 2)
-                torch.cuda.empty_cache()
                 continue
             outputs.append(output)
             errors.append(found)
             start += size
-        of_candidates = [torch.cat([part[number] for part in errors]) for number in range(len(self._candidates))]
-        return torch.cat(outputs), of_candidates
+        return torch.cat(outputs), [*torch.cat(errors, 1)]
 
-    def _of_chunk(self, given: Mapping[str, Tensor], samples: int, of: int) -> tuple[Tensor, list[Tensor]]:
-        device = given[self._model.inputs[0].name].device
-        here = _Pass(samples, torch.zeros((), device=device, requires_grad=True))
+    def _shape(self, exact: Denoiser, given: Mapping[str, Tensor], samples: int) -> torch.Size:
+        """Of the prediction for so many rows."""
+        if samples not in self._shapes:
+            known = next(iter(self._shapes.values()), None)
+            self._shapes[samples] = torch.Size([samples, *known[1:]]) if known else exact(**given).shape
+        return self._shapes[samples]
+
+    def _take_less(self, size: int) -> bool:
+        """After a call of so many rows that did not fit the GPU: keep less, or take fewer. False where nothing is left to do."""
+        torch.cuda.empty_cache()
+        if self._room:
+            self._room = 0
+            return True
+        if size == 1 or self._stateful:
+            return False
+        self._chunk = max(1, size // 2)
+        return True
+
+    def _most_kept(self, device: torch.device) -> int:
+        if self._room is None:
+            if device.type != "cuda":
+                self._room = _KEPT_ON_CPU
+            else:
+                idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+                self._room = int(_KEPT_SHARE * (torch.cuda.mem_get_info(device)[0] + idle))
+        return self._room
+
+    def _of_chunk(self, **given: Tensor) -> tuple[Tensor, Tensor]:
+        """The prediction of a call, and [candidates, B] the mean over its projections, [probes, *prediction]."""
+        drawn = given.pop(_DRAWN)
+        probes, samples, device = drawn.shape[0], drawn.shape[1], drawn.device
+        room = self._most_kept(device) if probes > 1 else 0
+        here = _Pass(samples, torch.zeros((), device=device, requires_grad=True), room)
         handler = self._watching(here)
         denoiser = intercepted(self._model, handler, handler if self._with_layers else None)
         with torch.enable_grad():
             output = denoiser(**given)
         squares = [torch.zeros(samples, device=device) for _ in self._candidates]
-        if not output.requires_grad:  # nothing that is watched leads to it
-            return output, squares
-        probes = min(MOST_PROBES, max(1, round(self._draws / of)))
-        for number in range(probes):
-            r = torch.randn(output.shape, generator=self._generator).to(output)
-            here.projections.clear()
-            torch.autograd.backward(output, r, retain_graph=number + 1 < probes, inputs=[here.anchor])
-            for candidate, projected in here.projections.items():
-                squares[candidate] += projected.square()
+        if output.requires_grad:  # else nothing that is watched leads to it
+            for number, r in enumerate(drawn):
+                here.projections.clear()
+                torch.autograd.backward(output, r.to(output), retain_graph=number + 1 < probes, inputs=[here.anchor])
+                for candidate, projected in here.projections.items():
+                    squares[candidate] = squares[candidate] + projected.square()
         each = output[0].numel() * probes
-        return output.detach(), [x / each for x in squares]
+        return output.detach(), torch.stack(squares) / each if squares else drawn.new_zeros(0, samples)
 
     def _watching(self, here: _Pass) -> Callable[[Any], Tensor]:
         """A handler that computes what the model does, and notes in backward passes what candidates change."""
@@ -138,23 +188,26 @@ class Probes:
             output = call.exact()
             if not numbers:
                 return output
-            # A candidate whose caches go on from call to call computes once, in the forward pass.
-            kept = {}
+            # A candidate whose caches go on from call to call computes once, in the forward pass; others do where there is room.
+            kept: dict[int, Tensor] = {}
             with torch.no_grad():
                 for number in numbers:
-                    if self._candidates[number].choice.delta:
+                    if self._candidates[number].choice.delta or here.keeps(output):
                         kept[number] = own_channels(self._candidates[number].output(call), output) - output
             inputs = (call.q, call.k, call.v) if isinstance(call, SiteCall) else (call.x,)
+            saved = (output, *inputs) if len(kept) < len(numbers) else ()
             bare = _without_tensors(call)
 
-            def meet(gradient: Tensor, output: Tensor, *inputs: Tensor) -> None:
-                given = _with_tensors(bare, inputs)
+            def meet(gradient: Tensor, *saved: Tensor) -> None:
                 for number in numbers:
-                    candidate = self._candidates[number]
-                    changed = kept[number] + output if number in kept else candidate.output(given)
+                    if number in kept:
+                        here.add(number, gradient, kept[number])
+                        continue
+                    output, *inputs = saved
+                    changed = self._candidates[number].output(_with_tensors(bare, inputs))
                     here.add(number, gradient, own_channels(changed, output) - output)
 
-            return _Watched.apply(output, here.anchor, meet, *inputs)  # pyright: ignore[reportReturnType]
+            return _Watched.apply(output, here.anchor, meet, *saved)  # pyright: ignore[reportReturnType]
 
         return handle
 

@@ -21,6 +21,7 @@ from trtconvert.calib.budget import Budget, figures, keeps_budget, squared_error
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
+from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import not_followed
 from trtconvert.models.drawings import with_progress
 from trtconvert.noise_input import place_of
@@ -80,8 +81,8 @@ def measure_trajectories(
     Raises:
         UserError: the sampler does not say its timesteps, see `trtconvert.runtime.follow`, or its steps are all computed.
     """
-    model = with_progress(model, bar)
-    watch = _Watch(model)
+    model, denoiser = with_progress(model, bar), graphed(model, model.denoiser)
+    watch = _Watch(model, denoiser)
     full = _drawn(model, watch, seeds, steps)
     found = watch.trajectories()
     bar.step()
@@ -94,7 +95,7 @@ def measure_trajectories(
             computed[step] = place % 3 == 2
         if not all(computed):
             stated = _Stated(model, expected, tuple(computed))
-            moved = _drawn(model, Reusable(model.denoiser, stated), seeds, steps)
+            moved = _drawn(model, Reusable(denoiser, stated), seeds, steps)
             if not stated.asked:
                 raise not_followed(model)
             squared = squared_error(moved, full)
@@ -205,11 +206,11 @@ class _Stated:
 
 
 class _Watch:
-    """The model's denoiser, whose predictions are looked at along each trajectory."""
+    """A denoiser of a model, whose predictions are looked at along each trajectory."""
 
-    def __init__(self, model: DiffusionModel) -> None:
-        self._model = model
-        self.guidance = guidance_of(model.denoiser)
+    def __init__(self, model: DiffusionModel, denoiser: Denoiser) -> None:
+        self._model, self._denoiser = model, denoiser
+        self.guidance = guidance_of(denoiser)
         self._calls: list[tuple[float, Tensor]] = []
         self._products: list[Tensor] = []
         self._timesteps: tuple[float, ...] = ()
@@ -217,7 +218,7 @@ class _Watch:
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         given = self._model.named(inputs, named)
-        prediction = self._model.denoiser(*inputs, **named)
+        prediction = self._denoiser(*inputs, **named)
         time = float(place_of(self._model.noise_input, given[self._model.timestep_input].flatten()[0].double()))
         if self._calls and self._goes_back(time):
             self._end()

@@ -20,8 +20,9 @@ from trtconvert.bars import NoBar, Steps
 from trtconvert.calib.candidates import Candidate, candidates_of
 from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
-from trtconvert.models.drawings import with_progress
+from trtconvert.models.drawings import WatchedSampler, with_progress
 from trtconvert.quant.decision import Choice, Unit
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 
@@ -95,21 +96,24 @@ def measure_sensitivity(
     """
     candidates = candidates_of(model, units, sites, layers, blocks or {})
     squared = torch.zeros(len(candidates), bins, dtype=torch.float64)
-    exact = intercepted(model, lambda call: call.exact())
+    exact = _Remembering(graphed(model, intercepted(model, lambda call: call.exact())), model)
     visits = torch.zeros(bins, dtype=torch.float64)
     by_probes = method == "probes" or (method == "auto" and len(candidates) > MOST_EXACT)
-    measure = (
-        Probes(model, candidates, draws=DRAWS * bins / steps).errors if by_probes else _one_at_a_time(model, candidates)
-    )
 
     bar = bar or NoBar()
     drawings = 1 + (PROBES_FORWARDS if by_probes else len(candidates))
     bar.more(drawings + bins)
+    if by_probes:
+        calls = steps * WatchedSampler(model.sample).chunks(len(seeds))
+        measure = Probes(model, candidates, draws=DRAWS * bins / calls).errors
+    else:
+        measure = _one_at_a_time(model, candidates)
 
     def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
         """The exact output; on the way, the errors of all single choices."""
         given = model.named(inputs, named)
-        output, errors = measure(exact, given)
+        output, errors = measure(exact.denoiser, given)
+        exact.remember(given, output)
         index = _bins_of(model, bins, given, len(output)).cpu()
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
         if errors:  # [candidates, B] in one transfer: nothing waits for single candidates
@@ -165,9 +169,45 @@ def _of_choices(units: Sequence[Unit], candidates: Sequence[Candidate], errors: 
     return found
 
 
+class _Remembering:
+    """The exact denoiser, which computes nothing twice of one drawing: drawings that are disturbed from some step on share the
+    steps before.
+
+    Args:
+        denoiser: of the model.
+    """
+
+    def __init__(self, denoiser: Denoiser, model: DiffusionModel) -> None:
+        self.denoiser, self._model = denoiser, model
+        self._calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._next = 0
+
+    def _noised(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What changes along a trajectory."""
+        return given[self._model.inputs[0].name], given[self._model.timestep_input]
+
+    def remember(self, given: Mapping[str, Tensor], output: Tensor) -> None:
+        """The next call of the drawing, and what it gave."""
+        x, timestep = self._noised(given)
+        self._calls.append((x.clone(), timestep.clone(), output.clone()))
+
+    def begin(self) -> None:
+        """The drawing begins once more."""
+        self._next = 0
+
+    def __call__(self, **given: Tensor) -> Tensor:
+        x, timestep = self._noised(given)
+        if self._next < len(self._calls):
+            before, before_timestep, output = self._calls[self._next]
+            self._next += 1
+            if torch.equal(timestep, before_timestep) and torch.equal(x, before):
+                return output.clone()
+        return self.denoiser(**given)
+
+
 def _gains(
     model: DiffusionModel,
-    exact: Denoiser,
+    exact: _Remembering,
     samples: Tensor,
     error: Tensor,
     visits: Tensor,
@@ -184,11 +224,13 @@ def _gains(
             generator = torch.Generator().manual_seed(index)
 
             def disturbed(*inputs: Tensor, index: int = index, std: float = variance**0.5, **named: Tensor) -> Tensor:
-                output = exact(*inputs, **named)
-                here = _bins_of(model, bins, model.named(inputs, named), len(output)) == index
+                given = model.named(inputs, named)
+                output = exact(**given)
+                here = _bins_of(model, bins, given, len(output)) == index
                 noise = torch.randn(output.shape, generator=generator) * std  # noqa: B023 (used within the iteration)
                 return output + noise.to(output) * here.to(output.device).view(-1, *[1] * (output.dim() - 1))
 
+            exact.begin()
             moved = model.sample(disturbed, seeds, steps=steps, solver="ddim")
             gain[index] = float((moved - samples).double().square().mean()) / variance
             bar.step()

@@ -21,6 +21,7 @@ from trtconvert.errors import GateError
 from trtconvert.evaluate.metrics import decibels
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.linear.sites import LayerCall
+from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.drawings import with_progress
 from trtconvert.noise_input import at_place, place_of
@@ -82,11 +83,14 @@ def output_sqnr(
         return exact
 
     steps = min(SITE_STEPS_PER_BIN * bins, len(model.sigmas))  # a short schedule has no more
+    denoiser: Denoiser = intercepted(model, attend, compute if layers.tables else None)
+    if not layers.change_scales:
+        exact = intercepted(model, lambda call: call.exact())
+        denoiser = graphed(model, denoiser, proof=exact)
     with torch.no_grad():
         for batch in batches_of(min(samples, SITE_SAMPLES), BATCH):
             seeds = [seed + i for i in batch]
             layers.reset_cache()
-            denoiser = intercepted(model, attend, compute if layers.tables else None)
             model.sample(denoiser, seeds, steps=steps, solver="ddim")
             bar.step()
     return of_sites.decibels(), of_layers.decibels()

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.sites import Handler, attention_hooks
-from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser
 from trtconvert.linear.sites import LayerHandler, layer_hooks
+from trtconvert.models.drawings import WatchedSampler
 from trtconvert.models.own_sampler import SamplerError
 from trtconvert.reuse.schedule import Schedule, all_computed, reuse_of
 from trtconvert.runtime.trajectory import begin
@@ -103,6 +104,17 @@ class _Moved:
         return self._denoiser(*there, **{name: x.to(self.device) for name, x in named.items()}).to(home)
 
 
+class _MovingSampler(WatchedSampler):
+    """A sampler, wherever it works, of denoisers on a device."""
+
+    def __init__(self, sampler: Sampler, device: torch.device) -> None:
+        super().__init__(sampler)
+        self._device = device
+
+    def __call__(self, denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
+        return self._sampler(_Moved(denoiser, self._device), seeds, **options)
+
+
 def require_device(name: str) -> None:
     """
     Raises:
@@ -129,11 +141,7 @@ def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
     if name == "cpu":
         return model
     device = torch.device("cuda", torch.cuda.current_device())
-
-    def sample(denoiser: Denoiser, seeds: Sequence[int], **options: Any) -> Tensor:
-        return model.sample(_Moved(denoiser, device), seeds, **options)
-
-    return replace(model, denoiser=model.denoiser.to(device), sample=sample)
+    return replace(model, denoiser=model.denoiser.to(device), sample=_MovingSampler(model.sample, device))
 
 
 def intercepted(

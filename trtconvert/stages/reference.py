@@ -26,6 +26,7 @@ def reference_stage(build: Build) -> Stage:
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.recorded_calls import CallRecorder
+        from trtconvert.models.cuda_graphs import graphed
         from trtconvert.models.placed import denoiser_in_float32
 
         source = build.source.placed()
@@ -33,7 +34,7 @@ def reference_stage(build: Build) -> Stage:
         batch = source.inputs[0].shape[0]
         rows = source.dims[batch][1] if isinstance(batch, str) else batch
         recorder = CallRecorder(source, bins, rows)
-        images = verify.draw(source, recorder.around(source.denoiser), section, bar)
+        images = verify.draw(source, recorder.around(graphed(source, source.denoiser)), section, bar)
         in_float32 = place.on_gpu and place.dtype != "float32"
         calls = recorder.calls(lambda: denoiser_in_float32(build.source.model()) if in_float32 else None)
         calls.save(folder / VERIFY)

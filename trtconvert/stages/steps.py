@@ -32,14 +32,14 @@ def steps_stage(build: Build, planned: Planned) -> Steps:
 
         from trtconvert.calib import reuse
         from trtconvert.evaluate.budget import load_budget
-        from trtconvert.models.denoiser import intercepted
+        from trtconvert.models.int8_denoiser import int8_denoiser
 
         source = build.source.placed()
         seeds = range(section.seed, section.seed + section.samples)
         bar.total(reuse.drawings(section.calibrated, section.computed == "auto"))
         measured, full = reuse.measure_trajectories(source, seeds, section.calibrated, bar)
         sites, layers = int8_in_torch(recipe, source, planned)
-        in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
+        in_int8 = int8_denoiser(source, sites, layers)
         share = None if isinstance(section.computed, str) else section.computed
         tried = reuse.search_reuse(
             source, in_int8, measured, full, seeds, section.calibrated, load_budget(recipe.plan), share, bar

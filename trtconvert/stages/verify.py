@@ -67,7 +67,7 @@ def verify_stage(
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.recorded_calls import RecordedCalls
-        from trtconvert.models.denoiser import intercepted
+        from trtconvert.models.int8_denoiser import int8_denoiser
         from trtconvert.runtime.batches import AnyBatch
         from trtconvert.runtime.bundles import engine_component
         from trtconvert.runtime.reuse import Reusable
@@ -85,7 +85,7 @@ def verify_stage(
         else:
             source = build.source.placed()
             sites, layers = int8_in_torch(recipe, source, planned)
-            in_int8 = intercepted(source, sites.handler(), layers.handler() if layers.tables else None)
+            in_int8 = int8_denoiser(source, sites, layers)
             reuse = steps.reuse(component)
             int8 = verify.draw(source, in_int8 if reuse is None else Reusable(in_int8, reuse), section, bar)
         bar.step()
