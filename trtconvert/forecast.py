@@ -18,10 +18,10 @@ from trtconvert.models.placed import Place
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
 
-OBSERVED = {"cpu": 1.0, "cuda": 3.0}
+OBSERVED = {"cpu": 1.0, "cuda": 1.5}
 """Calls in full precision that take as long as one whose ranges are observed, by device; docs/builds.md compares."""
 
-IN_INT8 = {"cpu": 3.0, "cuda": 1.7}
+IN_INT8 = {"cpu": 3.0, "cuda": 1.3}
 """Calls in full precision that take as long as one in INT8: on a CPU by the specification, on a GPU by the kernels in torch."""
 
 FIXED_PLANS = 6

@@ -192,9 +192,8 @@ def calibrate(
         return output
 
     observed = intercepted(model, observe if sparse else observer, layer_observer if layers else None)
-    exact = intercepted(model, lambda call: call.exact())
     if not sparse and not modulated:  # which remember calls on the host
-        observed = graphed(model, observed, notes=(observer.notes, layer_observer.notes), proof=exact)
+        observed = graphed(model, observed, notes=(observer.notes, layer_observer.notes), counts=True)
     # What an earlier run left out is met again, and refused, by one that leaves nothing out.
     finished = shards.batches() if skip_bad else shards.whole_batches()
     for index, batch in _own_share(data, finished, ranks, bar):
@@ -209,7 +208,7 @@ def calibrate(
         means = ranks.broadcast(offsets(shards, section.bins) if ranks.rank == 0 else {})
         heads = {site.name: site.heads for site in sites}
         counter = HistogramObserver(means, heads, model.timestep_max)
-        counting, counted = graphed(model, intercepted(model, counter), proof=exact), []
+        counting, counted = graphed(model, intercepted(model, counter), counts=True), []
         for index, batch in _own_share(data, shards.counted(), ranks, bar):
             _run(batch, counting)
             counted.append(index)
@@ -364,8 +363,7 @@ def _coverage(
     part = _covered(section)
     observer = CoverageObserver(tables, model.timestep_max)
     ranges = InputRanges(model, section.bins)
-    exact = intercepted(model, lambda call: call.exact())
-    observed = ranges.around(graphed(model, intercepted(model, observer), proof=exact))
+    observed = ranges.around(graphed(model, intercepted(model, observer), counts=True))
     for batch in open_data(model, part, BadSamples(skip=True)).batches:
         _run(batch, observed)
         bar.step()

@@ -139,35 +139,50 @@ class LayerObserver:
         for layer, seen in self.notes.take().items():
             # In one transfer each: on a GPU every one waits.
             sizes = [len(one.timestep) for _, one in seen]
-            lows, highs, samples, timesteps = (
-                torch.cat([getattr(one, name) for _, one in seen]).cpu().split(sizes)
-                for name in ("low", "high", "sample", "timestep")
+            timestep, low, high, sample = (
+                torch.cat([getattr(one, name) for _, one in seen]).cpu()
+                for name in ("timestep", "low", "high", "sample")
             )
-            entries = []
-            for (order, one), low, high, sample, timestep in zip(seen, lows, highs, samples, timesteps, strict=True):
-                finite = (low.isfinite() & high.isfinite()).all(1)
-                if not finite.all():
-                    damaged.append((order, _non_finite(layer, timestep[int((~finite).long().argmax())].item())))
-                    break
-                entries.append(self._entries(_Seen(timestep, one.rows, low, high, sample)))
-            else:
-                found[layer] = LayerRows.cat(entries)
+            finite = (low.isfinite() & high.isfinite()).all(1)
+            if not finite.all():
+                first = int((~finite).long().argmax())
+                call = int(torch.repeat_interleave(torch.arange(len(seen)), torch.tensor(sizes))[first])
+                damaged.append((seen[call][0], _non_finite(layer, timestep[first].item())))
+                continue
+            rows = [one.rows for _, one in seen]
+            found[layer] = self._entries(rows, sizes, timestep, low, high, sample)
         if damaged:
             raise min(damaged, key=lambda item: item[0])[1]
         return found
 
-    def _entries(self, seen: _Seen) -> LayerRows:
-        """One for each timestep bin of a call, whose tensors are on the CPU."""
-        index = timestep_bin(seen.timestep, self._timestep_max, self._bins)
-        bins, each = index.unique(), torch.arange(self._rows)
-        of_bins = [(index == b).nonzero().flatten() for b in bins]
+    def _entries(
+        self, rows: list[int], sizes: list[int], timestep: Tensor, low: Tensor, high: Tensor, sample: Tensor
+    ) -> LayerRows:
+        """An entry for each call and timestep bin.
+
+        Args:
+            rows: of each sample, by call; sizes: samples of each call.
+            timestep: [samples of all calls]; low, high: [samples, K]; sample: [samples, S, K]. On the CPU.
+        """
+        index = timestep_bin(timestep, self._timestep_max, self._bins)
+        call = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        groups, counts = (call * self._bins + index).unique(return_counts=True)
+        members = (call * self._bins + index).argsort(stable=True)
+        starts = counts.cumsum(0) - counts
+        # One row of each of several samples, as far as there are so many.
+        each = torch.arange(self._rows)
+        taken = members[starts[:, None] + each % counts[:, None]]
+        lowest, highest = (torch.empty(len(groups), x.shape[1]) for x in (low, high))
+        for count in counts.unique().tolist():
+            alike = counts == count
+            of_alike = members[starts[alike][:, None] + torch.arange(count)]
+            lowest[alike], highest[alike] = low[of_alike].amin(1), high[of_alike].amax(1)
         return LayerRows(
-            bin=bins,
-            rows=torch.tensor([seen.rows * len(members) for members in of_bins]),
-            low=torch.stack([seen.low[members].amin(0) for members in of_bins]),
-            high=torch.stack([seen.high[members].amax(0) for members in of_bins]),
-            # One row of each of several samples, as far as there are so many.
-            sample=torch.stack([seen.sample[members[each % len(members)], each] for members in of_bins]),
+            bin=groups % self._bins,
+            rows=torch.tensor(rows)[groups // self._bins] * counts,
+            low=lowest,
+            high=highest,
+            sample=sample[taken, each],
         )
 
 

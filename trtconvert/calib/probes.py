@@ -105,7 +105,8 @@ class Probes:
         self._room: int | None = None
         self._shapes: dict[int, torch.Size] = {}  # of the prediction, by rows
         self._generator = torch.Generator().manual_seed(0)
-        self._projected = self._of_chunk if self._stateful else Graphed(self._of_chunk)
+        on_gpu = next(model.denoiser.parameters()).is_cuda
+        self._projected = Graphed(self._of_chunk, model) if on_gpu and not self._stateful else self._of_chunk
 
     def errors(self, exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output for inputs by name, and each candidate's mean squared error, [B] FP32, estimated for every sample."""

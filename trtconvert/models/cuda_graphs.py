@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.guidance import guidance_of
+from trtconvert.models.denoiser import intercepted
 from trtconvert.noted import Notes
 
 CLOSE = 1e-3
@@ -29,86 +31,86 @@ _Inputs = dict[str, Tensor]
 
 
 def graphed(
-    model: DiffusionModel, denoiser: Denoiser, *, notes: Sequence[Notes[Any]] = (), proof: Denoiser | None = None
+    model: DiffusionModel, denoiser: Denoiser, *, notes: Sequence[Notes[Any]] = (), counts: bool = False
 ) -> Denoiser:
     """A denoiser that is recorded in CUDA graphs where the model is on a GPU; elsewhere the denoiser itself.
 
     Args:
         denoiser: see `Graphed`; called as the model's own. Without state that lies on the host: no caches of layers.
-        notes, proof: see `Graphed`.
+        notes, counts: see `Graphed`.
     """
     if next(model.denoiser.parameters()).device.type != "cuda":
         return denoiser
-    return Graphed(denoiser, [spec.name for spec in model.inputs], notes=notes, proof=proof)
+    return Graphed(denoiser, model, notes=notes, counts=counts)
 
 
 class Graphed:
-    """A function of tensors on the current GPU, recorded once for each set of shapes and types of its inputs.
+    """A function of a model's inputs on the current GPU, recorded once for each set of shapes and types of its inputs.
 
-    Of each set the first call is eager, which sets kernels up. The second one is eager too, and is watched: a function that makes
-    the host wait for the device, or copies from the host, is not recorded. The third call records. Before that graph is used it
-    repeats the first call, whose outputs are known: a function whose outputs follow from anything but its inputs is found so.
-    What cannot be recorded stays eager. Each graph has memory of its own, which is free when the graph is gone.
+    Of each set the first call is eager, which sets kernels up; the second one records. Beforehand the model's own denoiser is
+    called once and watched: where it makes the host wait for the device, or copies from the host, nothing is recorded. Before a
+    graph is used it repeats the first call, whose outputs are known: a function whose outputs follow from anything but its inputs
+    is found so. What cannot be recorded stays eager. Each graph has memory of its own, which is free when the graph is gone.
 
     Args:
-        function: takes tensors by name, or by position in the order of `names`; gives a tensor or a tuple of tensors, the
-            prediction first. Called without gradients of its outputs.
-        names: of inputs that are given by position.
+        function: takes tensors by name, or by position in the order of the model's inputs; gives a tensor or a tuple of tensors,
+            the prediction first. Called without gradients of its outputs. It computes the denoiser, beside what does not wait.
+        model: on a GPU.
         notes: of observers that the function runs; repeated calls add their entries.
-        proof: a function of the same inputs and outputs that is watched and repeated instead, where calls of `function` count:
-            what observers add up on the device must not be added twice.
+        counts: the function adds up what it sees on the device, and gives what the denoiser gives. Then the denoiser itself is
+            repeated in the place of the first call, which must not count twice.
     """
 
     def __init__(
-        self,
-        function: _Function,
-        names: Sequence[str] = (),
-        *,
-        notes: Sequence[Notes[Any]] = (),
-        proof: _Function | None = None,
+        self, function: _Function, model: DiffusionModel, *, notes: Sequence[Notes[Any]] = (), counts: bool = False
     ) -> None:
-        self._function, self._names, self._notes, self._proof = function, tuple(names), tuple(notes), proof
+        self._function, self._notes, self._counts = function, tuple(notes), counts
+        self._names, self._module = [spec.name for spec in model.inputs], model.denoiser
+        self._exact = intercepted(model, lambda call: call.exact())
+        self._calls: dict[_Key, _First | _Graph | None] = {}
         self.guidance = guidance_of(function)
-        self._calls: dict[tuple[Any, ...], _First | _Graph | None] = {}
 
     def __call__(self, *inputs: Tensor, **by_name: Tensor) -> Any:
         given = dict(zip(self._names, inputs, strict=False)) | by_name
-        if any(x.device.type != "cuda" for x in given.values()):
-            return self._function(**given)
-        key = tuple((name, x.shape, x.dtype, x.device) for name, x in sorted(given.items()))
+        key = _key(given)
         if key not in self._calls:
+            recordable = self._waits_for_nothing(given)
             outputs = self._function(**given)
-            self._calls[key] = _First(_copies(given), [x.detach().clone() for x in tree_leaves(outputs)])
+            kept = [x.detach().clone() for x in tree_leaves(outputs)]
+            self._calls[key] = _First(_copies(given), kept) if recordable else None
             return outputs
         known = self._calls[key]
         if isinstance(known, _First):
-            if not known.watched:
-                return self._watched(key, known, given)
             known = self._calls[key] = self._recorded(known, given)
         return self._function(**given) if known is None else known(given)
 
-    def _watched(self, key: tuple[Any, ...], first: _First, given: _Inputs) -> Any:
-        """The second call: does it wait for the device?"""
-        starts = [len(notes) for notes in self._notes]
-        try:
-            with _NoWaiting():
-                outputs = (self._proof or self._function)(**given)
-        except _Waits:
-            for notes, start in zip(self._notes, starts, strict=True):
-                notes.cut(start)
-            self._calls[key] = None
-            return self._function(**given)
-        first.watched = True
-        return outputs if self._proof is None else self._function(**given)
+    def _of_model(self, given: _Inputs) -> _Inputs:
+        return {name: given[name] for name in self._names if name in given}
+
+    def _waits_for_nothing(self, given: _Inputs) -> bool:
+        """Whether the model's denoiser can be recorded, as far as a call shows that is watched. Asked once of each module."""
+        if not _on_gpu(given):
+            return False
+        known, inputs = _watched.setdefault(self._module, {}), self._of_model(given)
+        key = _key(inputs)
+        if key not in known:
+            try:
+                with torch.no_grad(), _NoWaiting():
+                    self._exact(**inputs)
+                known[key] = True
+            except Exception:  # _Waits, or what a model raises only where it is watched
+                known[key] = False
+        return known[key]
 
     def _recorded(self, first: _First, given: _Inputs) -> _Graph | None:
         """The graph of a call; None where the function cannot be recorded, or the graph gives something else."""
         starts = [len(notes) for notes in self._notes]
         try:
-            proof = _Graph(self._proof or self._function, given, self._notes)
-            if not proof.gives(first):
-                return None
-            return proof if self._proof is None else _Graph(self._function, given, self._notes)
+            if self._counts:
+                of_denoiser = _Graph(self._exact, self._of_model(given), ())
+                return _Graph(self._function, given, self._notes) if of_denoiser.gives(first) else None
+            graph = _Graph(self._function, given, self._notes)
+            return graph if graph.gives(first) else None
         except (
             Exception
         ):  # a function that runs eagerly may raise anything here; the eager call that follows tells what is wrong
@@ -117,18 +119,26 @@ class Graphed:
             return None
 
 
+_Key = tuple[Any, ...]
+
+_watched: WeakKeyDictionary[nn.Module, dict[_Key, bool]] = WeakKeyDictionary()
+"""By module and inputs, whether a call that was watched waited for nothing."""
+
+
+def _on_gpu(given: Mapping[str, Tensor]) -> bool:
+    return all(x.is_cuda for x in given.values())
+
+
+def _key(given: Mapping[str, Tensor]) -> _Key:
+    return tuple((name, x.shape, x.dtype, x.device) for name, x in sorted(given.items()))
+
+
 @dataclass
 class _First:
-    """The first call of some shapes.
-
-    Attributes:
-        inputs, outputs: copies.
-        watched: whether a call was watched that waits for nothing.
-    """
+    """The first call of some shapes: copies of its inputs and outputs."""
 
     inputs: _Inputs
     outputs: list[Tensor]
-    watched: bool = False
 
 
 class _Graph:

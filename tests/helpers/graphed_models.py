@@ -1,0 +1,112 @@
+"""Models for what is recorded in CUDA graphs: one of a line, and digits with its calibration and its sensitivities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from support import REPOSITORY
+from torch import Tensor, nn
+
+from trtconvert.attention.modes import Mode
+from trtconvert.attention.reference import AttentionTables
+from trtconvert.bars import NoBar
+from trtconvert.calib.calibrate import Parts, calibrate, parts_to_convert
+from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.candidates import attention_units
+from trtconvert.calib.layer_plan import SearchedLayers
+from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
+from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.linear.modes import LayerMode
+from trtconvert.models.digits import digits_model
+from trtconvert.quant.forward import Int8Sites
+from trtconvert.recipe import Recipe, load_recipe
+
+BINS = 5
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `Graphed` asks of a model."""
+
+    denoiser: nn.Module
+    inputs: tuple[InputSpec, ...] = (
+        InputSpec("x", "float32", ("batch", 8)),
+        InputSpec("timestep", "float32", ("batch",)),
+    )
+    timestep_input: str = "timestep"
+    noise_input: None = None
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        return x * self.factor + timestep[:, None]
+
+
+def calls(count: int, rows: int = 3, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    """Samples and timesteps."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(rows, 8, generator=generator).to(device), torch.full((rows,), float(n), device=device))
+        for n in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """The digits model, and what is converted of it."""
+
+    recipe: Recipe
+    model: DiffusionModel
+    parts: Parts
+
+    @staticmethod
+    def load(place=lambda model: model) -> Digits:
+        recipe = load_recipe(REPOSITORY / "recipes/digits-dit.yaml")
+        recipe = recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"modes": "auto"})})
+        model = place(digits_model(REPOSITORY / "recipes/digits-dit.safetensors"))
+        return Digits(recipe, model, parts_to_convert(model, recipe.attention, recipe.layers))
+
+    def calibrated(self, folder: Path) -> Calibration:
+        section = self.recipe.calibration.model_copy(update={"samples": 6, "batch": 3, "steps": 6, "bins": BINS})
+        parts = self.parts
+        return calibrate(
+            self.model, section, "", parts.sites, folder, NoBar(), layers=parts.layers, of_layers=self.recipe.layers
+        )
+
+    def sensitivity(self, made: Calibration, steps: int = 5) -> Sensitivity:
+        """By probes."""
+        modes = {LayerMode.EXACT, LayerMode.STATIC}
+        layers = SearchedLayers.of(self.model, self.parts.layers, made, self.recipe.layers, modes, BINS)
+        exact = torch.zeros(BINS, dtype=torch.int32)
+        tables = {site.name: AttentionTables(**made.tables[site.name], modes=exact) for site in self.parts.sites}
+        device = next(self.model.denoiser.parameters()).device
+        sites = Int8Sites(tables, self.model.timestep_max, "dynamic", True).to(device)
+        units = [*attention_units(dict.fromkeys(sites.tables, "dynamic"), Mode), *layers.groups]
+        return measure_sensitivity(
+            self.model, units, sites, BINS, layers=layers.int8, seeds=range(2), steps=steps, method="probes"
+        )
+
+
+def assert_same_calibration(made: Calibration, expected: Calibration) -> None:
+    for name, tables in expected.tables.items():
+        for key, table in tables.items():
+            torch.testing.assert_close(made.tables[name][key], table, msg=f"{name} {key}")
+    for source, scales in expected.layers.items():
+        torch.testing.assert_close(made.layers[source].x_scale, scales.x_scale)
+    assert made.provenance == expected.provenance
+    for site, shares in expected.outliers.items():
+        for name, x in shares.items():
+            torch.testing.assert_close(made.outliers[site][name], x)
+
+
+def assert_same_sensitivity(found: Sensitivity, expected: Sensitivity, rtol: float) -> None:
+    known = expected.error.isfinite()
+    assert torch.equal(found.error.isfinite(), known)
+    torch.testing.assert_close(found.error[known], expected.error[known], rtol=rtol, atol=0)
+    torch.testing.assert_close(found.gain, expected.gain, rtol=0.1, atol=0)

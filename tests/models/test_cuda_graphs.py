@@ -1,0 +1,183 @@
+"""What is recorded in CUDA graphs computes what eager calls do.
+
+On a CPU a recording of torch.fx stands for the graph: like a graph, the recording repeats operations and runs no Python. Real graphs
+are in tests/gpu/test_cuda_graphs_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from graphed_models import Digits, Doubling, Model, assert_same_calibration, assert_same_sensitivity, calls
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from trtconvert.calib import calibrate as calibration
+from trtconvert.calib import probes, sensitivity
+from trtconvert.models import cuda_graphs
+from trtconvert.models.cuda_graphs import Graphed
+from trtconvert.noted import Notes
+
+
+class Recording:
+    """`_Graph` without a GPU."""
+
+    def __init__(self, function, given, notes) -> None:
+        self._notes, self._kept = notes, []
+        starts = [len(one) for one in notes]
+
+        def run(inputs):
+            outputs = function(**inputs)
+            self._entries = [one.cut(start) for one, start in zip(notes, starts, strict=True)]
+            tensors = [
+                x
+                for entries in self._entries
+                for _, entry in entries
+                for y in vars(entry).values()
+                for x in (y.values() if isinstance(y, dict) else [y])
+                if isinstance(x, Tensor)
+            ]
+            return outputs, tensors
+
+        copies = {name: x.clone() for name, x in given.items()}
+        self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
+        for node in self._graph.graph.nodes:
+            # Counters on the device are not moved while CUDA records; torch.fx moves them.
+            if node.target is torch.ops.aten.add_.Tensor and node.args[0].op == "get_attr":
+                getattr(self._graph, node.args[0].target).sub_(node.args[1])
+
+    def __call__(self, given):
+        outputs, tensors = self._graph({name: given[name] for name in given})
+        left = iter(tensors)
+
+        def taken(x):
+            if isinstance(x, dict):
+                return {name: taken(y) for name, y in x.items()}
+            return next(left) if isinstance(x, Tensor) else x
+
+        for notes, entries in zip(self._notes, self._entries, strict=True):
+            for name, entry in entries:
+                notes.add(name, type(entry)(**{key: taken(x) for key, x in vars(entry).items()}))
+        return outputs
+
+    def gives(self, first) -> bool:
+        outputs, _ = self._graph(first.inputs)
+        got = outputs if isinstance(outputs, Tensor) else outputs[0]
+        return bool((got - first.outputs[0]).norm() <= cuda_graphs.CLOSE * first.outputs[0].norm())
+
+
+@pytest.fixture(autouse=True)
+def recordings(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_Graph", Recording)
+    monkeypatch.setattr(cuda_graphs, "_on_gpu", lambda given: True)
+
+
+def test_the_function_runs_twice_and_its_calls_are_right():
+    runs = []
+
+    def function(x: Tensor, timestep: Tensor) -> Tensor:
+        runs.append(len(runs))
+        return x.sin() + timestep[:, None]
+
+    graphed = Graphed(function, Model(Doubling()))
+    for x, timestep in calls(6):
+        torch.testing.assert_close(graphed(x, timestep=timestep), x.sin() + timestep[:, None])
+    assert len(runs) == 2
+
+
+def test_other_shapes_are_recorded_by_themselves():
+    graphed = Graphed(Doubling(), Model(Doubling()))
+    for rows in (3, 2, 3, 2, 3, 2):
+        ((x, timestep),) = calls(1, rows)
+        assert torch.equal(graphed(x, timestep), 2 * x + timestep[:, None])
+
+
+def test_what_follows_from_the_number_of_calls_stays_eager():
+    count = 0
+
+    def function(x: Tensor, timestep: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    graphed = Graphed(function, Model(Doubling()))
+    for x, timestep in calls(6):
+        assert torch.equal(graphed(x, timestep), x * count)
+    assert count == 7
+
+
+def test_what_cannot_be_recorded_stays_eager(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graphs, "_Graph", refuse)
+    graphed = Graphed(Doubling(), Model(Doubling()))
+    for x, timestep in calls(4):
+        assert torch.equal(graphed(x, timestep), 2 * x + timestep[:, None])
+
+
+@dataclass(frozen=True)
+class Entry:
+    x: Tensor
+    of: dict[str, Tensor]
+
+
+def test_notes_are_those_of_eager_calls():
+    notes: Notes[Entry] = Notes()
+    model = Model(Doubling())
+
+    def function(x: Tensor, timestep: Tensor) -> Tensor:
+        low = x.amin(0)
+        notes.add("a", Entry(low, {"high": x.amax(0), "low": low}))
+        return model.denoiser(x, timestep)
+
+    graphed, given = Graphed(function, model, notes=(notes,), counts=True), calls(6)
+    for x, timestep in given:
+        graphed(x, timestep)
+    found = notes.take()["a"]
+    assert [place for place, _ in found] == [*range(6)]
+    for (x, _), (_, entry) in zip(given, found, strict=True):
+        assert torch.equal(entry.x, x.amin(0)) and torch.equal(entry.of["high"], x.amax(0))
+
+
+def test_copies_of_entries_share_what_the_entries_share():
+    notes: Notes[Entry] = Notes()
+    x = torch.ones(2)
+    notes.add("a", Entry(x, {"same": x}))
+    entries = notes.cut(0)
+    notes.add_copies(entries)
+    ((_, copy),) = notes.take()["a"]
+    assert copy.x is copy.of["same"] and copy.x is not x and torch.equal(copy.x, x)
+
+
+def always(model, denoiser, **named):
+    return Graphed(denoiser, model, **named)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return Digits.load()
+
+
+def test_a_calibration_is_that_of_eager_calls(digits, tmp_path, monkeypatch):
+    expected = digits.calibrated(tmp_path / "eager")
+    monkeypatch.setattr(calibration, "graphed", always)
+    assert_same_calibration(digits.calibrated(tmp_path / "graphs"), expected)
+
+
+def test_sensitivities_are_those_of_eager_calls(digits, tmp_path, monkeypatch):
+    made = digits.calibrated(tmp_path)
+    expected = digits.sensitivity(made)
+    monkeypatch.setattr(sensitivity, "graphed", always)
+    assert_same_sensitivity(digits.sensitivity(made), expected, rtol=1e-3)
+
+
+def test_probes_keep_what_candidates_change_only_where_there_is_room(digits, tmp_path, monkeypatch):
+    made, errors = digits.calibrated(tmp_path), []
+    for room in (0, 2**20, 2**31):
+        monkeypatch.setattr(probes, "_KEPT_ON_CPU", room)
+        errors.append(digits.sensitivity(made).error.nan_to_num())
+    torch.testing.assert_close(errors[1], errors[0])
+    torch.testing.assert_close(errors[2], errors[0])
