@@ -47,7 +47,7 @@ from trtconvert.shipped import shipped_folder
 from trtconvert.stages.build import Build
 from trtconvert.stages.calibrate import calibrate_stage
 from trtconvert.stages.converted import int8_in_torch
-from trtconvert.stages.plan import plan_stage
+from trtconvert.stages.plan import plan_stages
 from trtconvert.stages.search import search_stage
 
 MODELS = {"digits": (digits_model, "digits-dit"), "emoji": (emoji_model, "emoji-dit")}
@@ -119,7 +119,7 @@ def subject(name: str, device: str, int8: bool, work: Path) -> Subject:
         recipe, identity(recipe.model, recipe.loras), choose_place(section, recipe.model), Cache(work), report
     )
     calibrated = calibrate_stage(build)
-    planned = plan_stage(build, calibrated, search_stage(build, calibrated))
+    planned = plan_stages(build, calibrated, search_stage(build, calibrated))[0]
     model = build.source.placed()
     exact = placed(build.source.model(), dataclasses.replace(build.place, dtype="float32"))
 

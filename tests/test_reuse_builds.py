@@ -10,6 +10,7 @@ from support import run, tiny_recipe
 
 from trtconvert import models, runtime
 from trtconvert.bundle import read_manifest
+from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.reuse import Following
 
@@ -88,6 +89,36 @@ def test_a_budget_that_allows_nothing_is_told(tmp_path):
     assert not result.exit_code, result.output
     assert "all denoising steps are computed" in " ".join(result.output.split())
     assert read_manifest(tmp_path / "bundle").components["denoiser"].reuse is None
+
+
+def test_plan_and_steps_are_chosen_together(tmp_path, monkeypatch):
+    def several(frontier):
+        kept = [point for point in frontier.points if point.keeps_budget and point.allowed]
+        return [frontier.choose(None), *kept[1:3]]
+
+    monkeypatch.setattr(Frontier, "rivals", several)
+    result = built(
+        tmp_path,
+        attention={"modes": "auto"},
+        plan={"samples": 2, "steps": 4, "min_psnr": 24},
+        steps=STEPS | {"computed": "auto"},
+        verify={"samples": 2, "steps": 8, "min_psnr": 0},
+    )
+    assert not result.exit_code, result.output
+    manifest = read_manifest(tmp_path / "bundle")
+    record = manifest.components["denoiser"].reuse
+    frontier = read_frontier(tmp_path / "bundle/frontier.json")
+    names = [plan.name for plan in record.tried]
+    assert names and names == [point.name for point in several(frontier) if point.name in names]
+    best = max(record.tried, key=lambda plan: plan.speed_of_all)
+    assert best.name == frontier.chosen and best.computed == len(record.computed)
+    assert best.speed_of_all == pytest.approx(best.speed * record.steps / best.computed)
+    point = next(point for point in frontier.points if point.name == frontier.chosen)
+    assert {site.name: site.modes for site in manifest.components["denoiser"].sites} == point.modes
+    told = " ".join(run("inspect", tmp_path / "bundle").output.split())
+    assert f"tried: {best.name}" in told
+    page = run("report", tmp_path / "bundle", "-o", tmp_path / "report.html")
+    assert not page.exit_code and "chosen together" in (tmp_path / "report.html").read_text()
 
 
 def test_changes_from_step_to_step_need_all_steps(tmp_path):

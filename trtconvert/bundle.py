@@ -335,6 +335,21 @@ class GuidanceRecord(_Record):
         return frozenset({self.scale, *self.negative.values()})
 
 
+class TriedPlan(_Record):
+    """A plan that denoising steps were left out with.
+
+    Attributes:
+        name: of the plan.
+        speed: time of attention and layers without INT8 over the plan's, of one step.
+        computed: steps that are computed; speed_of_all: `speed` times all steps over those.
+    """
+
+    name: str
+    speed: float
+    computed: _Count
+    speed_of_all: float
+
+
 class ReuseRecord(_Record):
     """Steps that a denoiser leaves out, see `trtconvert.reuse`.
 
@@ -343,6 +358,7 @@ class ReuseRecord(_Record):
         objective, limit: of the schedules that the runtime makes.
         steps, computed: how many there were where it was searched, and which of them are computed; samples: it was sampled on.
         psnr, psnr_worst: dB of these samples against full precision with all steps; psnr_all: with all steps, in INT8 as well.
+        tried: plans of the search that steps were left out with; empty where there was one plan, and in bundles of before.
     """
 
     file: _Inside
@@ -354,6 +370,7 @@ class ReuseRecord(_Record):
     psnr: float
     psnr_worst: float
     psnr_all: float
+    tried: list[TriedPlan] = Field(default_factory=list)
 
 
 class ComponentRecord(_Record):

@@ -49,7 +49,7 @@ from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.errors import errors_stage
 from trtconvert.stages.export import export_stage
 from trtconvert.stages.gates import check_gates
-from trtconvert.stages.plan import plan_stage
+from trtconvert.stages.plan import plan_stages
 from trtconvert.stages.reference import reference_stage
 from trtconvert.stages.results import Planned, Steps
 from trtconvert.stages.search import search_stage
@@ -163,8 +163,8 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
     others = component_stages(build)
     calibrated = calibrate_stage(build)
     searched = search_stage(build, calibrated)
-    planned = plan_stage(build, calibrated, searched)
-    steps = steps_stage(build, planned)
+    steps = steps_stage(build, plan_stages(build, calibrated, searched))
+    planned = steps.planned
     reference = reference_stage(build)
     errors = errors_stage(build, planned) if build.place.on_gpu else None
     build.source.leave_gpu()  # which engines are built on and timed

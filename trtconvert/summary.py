@@ -125,6 +125,11 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
             _row(table, "steps", kept)
             lost = f"{reuse.psnr:.1f} dB over {reuse.samples} samples, {reuse.psnr_all:.1f} dB with all steps computed"
             _row(table, "", f"{lost}; worst {reuse.psnr_worst:.1f} dB")
+            for plan in reuse.tried:
+                times = (
+                    f"{plan.speed:.2f}× a step, {plan.speed_of_all:.2f}× with {plan.computed} of {reuse.steps} steps"
+                )
+                _row(table, "", f"tried: {plan.name}: {times}")
     _row(table, "calibration", _calibration(read_provenance(folder / manifest.calibration)))
     quality = manifest.quality
     db, site, index = quality.worst_site()

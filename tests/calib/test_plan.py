@@ -19,7 +19,7 @@ from trtconvert.calib.budget import Measure, limits
 from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
-from trtconvert.calib.frontier import Frontier, read_frontier
+from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.plan import search_plan, site_scalings
@@ -477,3 +477,25 @@ def test_feature_distance_is_that_of_unit_vectors():
     assert feature_distance(x, 5 * x) == 0
     assert feature_distance(x, -x) == pytest.approx(4)
     assert feature_distance(x, x.flip(1)) == pytest.approx(2)
+
+
+def test_rivals_of_the_fastest_plan_leave_some_of_the_budget_to_steps():
+    def point(name, speed, psnr, **named):
+        return PlanPoint(
+            name=name, speed=speed, figures={"psnr": psnr}, keeps_budget=psnr >= 30, int8_values=1.0, modes={"a": [1]}, **named
+        )  # fmt: skip
+
+    points = [
+        point("misses", 2.5, 29),
+        point("compared", 2.2, 50, allowed=False),
+        point("fastest", 2.0, 31),
+        point("slower", 1.9, 32),
+        point("half", 1.8, 33.1),
+        point("tenth", 1.5, 41),
+        point("exact", 1.0, 99),
+    ]
+    frontier = Frontier(gpu="", date="", limits={"psnr": 30.0}, points=points)
+    assert [rival.name for rival in frontier.rivals()] == ["fastest", "half", "tenth"]
+    assert [rival.name for rival in frontier.model_copy(update={"limits": {"ssim": 0.9}}).rivals()] == ["fastest"]
+    exact = frontier.model_copy(update={"points": points[-1:]})
+    assert [rival.name for rival in exact.rivals()] == ["exact"]

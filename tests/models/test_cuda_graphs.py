@@ -1,7 +1,7 @@
 """What is recorded in CUDA graphs computes what eager calls do.
 
-On a CPU a recording of torch.fx stands for the graph: like a graph, the recording repeats operations and runs no Python. Real graphs
-are in tests/gpu/test_cuda_graphs_on_gpu.py.
+On a CPU a recording of torch.fx stands for the graph: like a graph, the recording repeats operations and runs no Python. Real
+graphs are in tests/gpu/test_cuda_graphs_on_gpu.py.
 """
 
 from __future__ import annotations

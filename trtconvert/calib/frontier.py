@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -126,6 +127,21 @@ class Frontier(_Record):
             got=figures,
             remedy="correct plan.point, or the limits in the plan section",
         )
+
+    def rivals(self) -> list[PlanPoint]:
+        """The plan that `choose` takes, and plans that may be faster than it once denoising steps are left out too: slower ones,
+        the fastest of those whose samples have a half, and a tenth, of the squared error that the budget allows."""
+        found = [self.choose(None)]
+        if (least := self.limits.get("psnr")) is not None:
+            for share in _SHARES_OF_ERROR:
+                enough = least - 10 * math.log10(share)
+                kept = (p for p in self.points if p.keeps_budget and p.allowed and p.psnr >= enough)
+                if (point := next(kept, None)) is not None and point not in found:
+                    found.append(point)
+        return found
+
+
+_SHARES_OF_ERROR = (0.5, 0.1)
 
 
 def read_frontier(path: Path) -> Frontier:

@@ -2,8 +2,8 @@
 
 The trajectories are drawn in full precision with all steps. How errors grow by noise level is measured by leaving steps out in
 one part of the trajectory after the other. Then, for a number of computed steps, the best schedules by several objectives are
-sampled, with the arithmetic that the plan gives the model, and the one whose worst sample is nearest to full precision stands
-for them. The fewest computed steps that keep the budget are found by bisection.
+sampled, with the arithmetic that the plan gives the model. The one is taken whose worst sample is nearest to what the same
+arithmetic draws with all steps. The fewest computed steps that keep the budget are found by bisection.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ class Found:
         schedule: of the calibrated number of steps.
         figures: of the samples, of the budget.
         worst: mean squared error of the worst sample.
+        added: likewise, against the samples of the same denoiser with all steps computed.
     """
 
     reuse: Reuse | None
     schedule: Schedule
     figures: dict[str, float]
     worst: float
+    added: float
 
     @property
     def psnr_worst(self) -> float:
@@ -63,9 +65,10 @@ class Found:
         return -10 * math.log10(max(self.worst, 1e-12))
 
 
-def drawings(steps: int, searched: bool) -> int:
-    """About how often `measure_trajectories` and `search_reuse` draw all samples."""
-    return 2 + PARTS + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
+def drawings(steps: int, searched: bool, plans: int = 1) -> int:
+    """About how often `measure_trajectories`, and `search_reuse` for each of some plans, draw all samples."""
+    of_plan = 1 + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
+    return 1 + PARTS + of_plan * plans
 
 
 @torch.no_grad()
@@ -119,6 +122,7 @@ def search_reuse(
     budget: Budget,
     share: float | None,
     bar: Steps,
+    most: int | None = None,
 ) -> list[Found]:
     """Sample schedules. The last one is the one that was looked for.
 
@@ -127,15 +131,20 @@ def search_reuse(
         measured: see `measure_trajectories`; full: samples of the same seeds and steps in full precision.
         share: of the steps that may be computed; None for the fewest that keep the budget.
         bar: told of each sampling, a step.
+        most: steps that may be computed, where more are of no use; all but one by default.
     Returns:
         All computed first; then what was tried; where none keeps the budget the last one computes all.
     """
     model, timesteps = with_progress(model, bar), next(iter(measured.values())).timesteps
 
-    def sampled(reuse: Reuse | None, schedule: Schedule) -> Found:
+    def drawn(reuse: Reuse | None) -> Tensor:
         samples = _drawn(model, denoiser if reuse is None else Reusable(denoiser, reuse), seeds, steps)
         bar.step()
-        return Found(reuse, schedule, figures(budget, samples, full), float(squared_error(samples, full).max()))
+        return samples
+
+    def found_of(samples: Tensor, reuse: Reuse | None, schedule: Schedule) -> Found:
+        worst, added = (float(squared_error(samples, other).max()) for other in (full, of_all_steps))
+        return Found(reuse, schedule, figures(budget, samples, full), worst, added)
 
     def best_of(count: int) -> Found | None:
         """Of as many computed steps."""
@@ -152,20 +161,23 @@ def search_reuse(
                     model.timestep_place,
                     model.noise_input,
                 )
-                tried[schedule.computed] = sampled(reuse, schedule)
-        return min(tried.values(), key=lambda found: found.worst, default=None)
+                tried[schedule.computed] = found_of(drawn(reuse), reuse, schedule)
+        # What INT8 changes is the same for all of them, and may be much more than the steps that are left out.
+        return min(tried.values(), key=lambda found: found.added, default=None)
 
     schedules = {
         (gain, objective): best_schedules(measured[gain], timesteps, objective)
         for gain, objective in product(measured, OBJECTIVES)
     }
     counts = sorted({count for by_count in schedules.values() for count in by_count})
-    every = sampled(None, all_computed(len(timesteps)))
+    of_all_steps = drawn(None)
+    every = found_of(of_all_steps, None, all_computed(len(timesteps)))
     tried = [every]
     if share is not None:
         count = max((n for n in counts if n <= share * len(timesteps)), default=counts[0])
         return [every, best_of(count) or every]
-    low, high, chosen = 0, len(counts) - 1, every  # that of all steps is the last one
+    counts = [count for count in counts if count <= (len(timesteps) - 1 if most is None else most)]
+    low, high, chosen = 0, len(counts), every
     while low < high:
         middle = (low + high) // 2
         found = best_of(counts[middle])

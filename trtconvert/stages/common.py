@@ -20,7 +20,7 @@ PLAN, FRONTIER, SCALINGS = "plan.json", "frontier.json", "scalings.json"
 ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
 FULL, VERIFY = "full.safetensors", "verify.safetensors"
-REUSE, REUSE_RECORD = "reuse.safetensors", "reuse.json"
+REUSE, REUSE_RECORD, CHOSEN_PLAN = "reuse.safetensors", "reuse.json", "chosen.json"
 
 Engines = list[tuple[EngineRecord, Stage]]
 """The engines of a component, each with the stage that left it."""

@@ -19,8 +19,25 @@ if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 
-def plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None) -> Planned:
-    """Give each site, layer and timestep bin its mode. Leaves the plan, and the frontier where it was searched."""
+def plan_stages(build: Build, calibrated: Calibrated, searched: Stage | None) -> list[Planned]:
+    """Give each site, layer and timestep bin its mode. The stage leaves the plan, and the frontier where it was searched.
+
+    Returns:
+        One plan; where steps are left out as the budget allows, and the plan was searched, that plan and its rivals, see
+        `Frontier.rivals`.
+    """
+    recipe = build.recipe
+    names = [recipe.plan.point]
+    if searched is not None and recipe.steps.computed == "auto" and recipe.plan.point is None:
+        names += [point.name for point in read_frontier(searched.folder / FRONTIER).rivals()[1:]]
+    return [_plan_stage(build, calibrated, searched, name) for name in names]
+
+
+def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, point: str | None) -> Planned:
+    """
+    Args:
+        point: name of the search's plan; None for the fastest that keeps the budget.
+    """
     recipe = build.recipe
     reads: dict[str, Any] = {
         "calibration": calibrated.stage.key,
@@ -28,12 +45,12 @@ def plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None) -> 
         "layers": recipe.layers.model_dump(mode="json"),
     }
     if searched is not None:
-        reads |= {"search": searched.key, "point": recipe.plan.point}
+        reads |= {"search": searched.key, "point": point}
     elif recipe.attention.scaling == "auto" or recipe.sparse_shares:
         reads |= {"kernel_cost": kernel_cost_hash(recipe.plan)} | build.guidance_reads()
 
     def make(folder: Path, bar: Bar) -> None:
-        plan = _stated(build, calibrated) if searched is None else _found(searched, recipe.plan.point, folder)
+        plan = _stated(build, calibrated) if searched is None else _found(searched, point, folder)
         (folder / PLAN).write_text(json.dumps(asdict(plan), indent=1))
 
     return Planned(build.stage("plan", reads, make), calibrated)
@@ -50,7 +67,9 @@ def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
     chosen = frontier.model_copy(update={"chosen": point.name})
     (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
     scalings = json.loads((searched.folder / SCALINGS).read_text())
-    return Plan(point.modes, point.layers, scalings, point.sparse, {}, point.modulated)
+    return Plan(
+        point.modes, point.layers, scalings, point.sparse, {}, point.modulated, name=point.name, speed=point.speed
+    )
 
 
 def _stated(build: Build, calibrated: Calibrated) -> Plan:

@@ -1,29 +1,43 @@
-"""The stage that chooses which denoising steps are computed."""
+"""The stage that chooses which denoising steps are computed, and the plan together with them."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtconvert.bundle import ReuseRecord
+from trtconvert.bundle import ReuseRecord, TriedPlan
 from trtconvert.calib.identity import search_reads
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import REUSE, REUSE_RECORD
+from trtconvert.stages.common import CHOSEN_PLAN, REUSE, REUSE_RECORD
 from trtconvert.stages.converted import int8_in_torch
 from trtconvert.stages.results import Planned, Steps
 
 if TYPE_CHECKING:
+    from trtconvert.calib.reuse import Found
     from trtconvert.progress import Bar
 
 
-def steps_stage(build: Build, planned: Planned) -> Steps:
-    """Choose which denoising steps are computed. Leaves what was measured of trajectories, and the record of the choice; neither
-    where no step can be left out."""
+def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
+    """Choose which denoising steps are computed, and of several plans the fastest one together with its steps.
+
+    Leaves the number of that plan, what was measured of trajectories, and the record of the choice; the number alone where no
+    step can be left out.
+
+    Args:
+        plans: fastest first. Times of plans are those of attention and layers.
+    """
     recipe = build.recipe
     section = recipe.steps
     if section.computed == "all":
-        return Steps()
-    reads: dict[str, Any] = planned.reads() | {"steps": section.model_dump(mode="json")}
+        return Steps(plans)
+    reads: dict[str, Any] = {
+        "calibration": plans[0].calibrated.stage.key,
+        "plans": [planned.stage.key for planned in plans],
+        "steps": section.model_dump(mode="json"),
+    }
     if section.computed == "auto":  # a stated share is kept whatever the budget
         reads["budget"] = search_reads(recipe.plan)
 
@@ -34,34 +48,46 @@ def steps_stage(build: Build, planned: Planned) -> Steps:
         from trtconvert.evaluate.budget import load_budget
         from trtconvert.models.int8_denoiser import int8_denoiser
 
-        source = build.source.placed()
+        source, steps = build.source.placed(), section.calibrated
         seeds = range(section.seed, section.seed + section.samples)
-        bar.total(reuse.drawings(section.calibrated, section.computed == "auto"))
-        measured, full = reuse.measure_trajectories(source, seeds, section.calibrated, bar)
-        sites, layers = int8_in_torch(recipe, source, planned)
-        in_int8 = int8_denoiser(source, sites, layers)
-        share = None if isinstance(section.computed, str) else section.computed
-        tried = reuse.search_reuse(
-            source, in_int8, measured, full, seeds, section.calibrated, load_budget(recipe.plan), share, bar
-        )
-        every, chosen = tried[0], tried[-1]
-        if chosen.reuse is None:
+        bar.total(reuse.drawings(steps, section.computed == "auto", len(plans)))
+        measured, full = reuse.measure_trajectories(source, seeds, steps, bar)
+        share, budget = None if isinstance(section.computed, str) else section.computed, load_budget(recipe.plan)
+        best, number, chosen, tried = 0.0, 0, list["Found"](), list[TriedPlan]()
+        for index, planned in enumerate(plans):
+            # More steps than these would make the plan slower than the best so far.
+            most = math.ceil(steps * planned.plan.speed / best) - 1 if best else None
+            if most is not None and most < 1:
+                continue
+            denoiser = int8_denoiser(source, *int8_in_torch(recipe, source, planned))
+            found = reuse.search_reuse(source, denoiser, measured, full, seeds, steps, budget, share, bar, most)
+            count = found[-1].schedule.count
+            of_all = planned.plan.speed * steps / count
+            tried.append(
+                TriedPlan(name=planned.plan.name, speed=planned.plan.speed, computed=count, speed_of_all=of_all)
+            )
+            if of_all > best:
+                best, number, chosen = of_all, index, found
+        (folder / CHOSEN_PLAN).write_text(json.dumps(number))
+        every, last = chosen[0], chosen[-1]
+        if last.reuse is None:
             return
-        save_file(chosen.reuse.found.tensors(), folder / REUSE)
+        save_file(last.reuse.found.tensors(), folder / REUSE)
         record = ReuseRecord(
             file=REUSE,
-            objective=chosen.reuse.objective,
-            limit=chosen.reuse.limit,
-            steps=len(chosen.schedule.computed),
-            computed=[step for step, now in enumerate(chosen.schedule.computed) if now],
+            objective=last.reuse.objective,
+            limit=last.reuse.limit,
+            steps=len(last.schedule.computed),
+            computed=[step for step, now in enumerate(last.schedule.computed) if now],
             samples=section.samples,
-            psnr=chosen.figures["psnr"],
-            psnr_worst=chosen.psnr_worst,
+            psnr=last.figures["psnr"],
+            psnr_worst=last.psnr_worst,
             psnr_all=every.figures["psnr"],
+            tried=tried if len(plans) > 1 else [],
         )
         (folder / REUSE_RECORD).write_text(record.model_dump_json(indent=1))
 
-    steps = Steps(build.stage("steps", reads, make))
+    steps = Steps(plans, build.stage("steps", reads, make))
     if steps.record is None:
         build.report.notice(
             "all denoising steps are computed: with any of them left out the samples miss the budget of the section plan; "
