@@ -7,7 +7,7 @@ seeds, PSNR against full precision. Then layers alone, on rows of full-precision
 ‖y − y_exact‖ / ‖y_exact‖, the mean and the largest of the layers, with the equalisation that recipes have by default and with
 what papers propose for outliers: a rotation of the input channels (a normalised Hadamard matrix, as QuaRot) in its place, and a
 16-bit branch of low rank beside the INT8 product (the largest singular values of the equalised weight, as SVDQuant). Weights are
-INT8 per output channel throughout. What each costs beside the product is said in docs/layers.md. Prints Markdown tables with the
+INT8 per output channel throughout. docs/design/layers.md says what each costs beside the product. Prints Markdown tables with the
 date and the machine; nothing is asserted.
 """
 

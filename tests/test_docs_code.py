@@ -92,7 +92,7 @@ def before(page: str, part: str) -> Callable[[Callable[[Place], Names]], Callabl
     return noted
 
 
-@before("README.md", "FluxPipeline.from_pretrained")
+@before("quickstart.md", "FluxPipeline.from_pretrained")
 def saved_pipeline(place: Place) -> Names:
     flux = place.request.getfixturevalue("flux_build")
     place.put("my-pipeline", flux.pipeline)
@@ -113,11 +113,17 @@ def pipeline_and_bundles(place: Place) -> Names:
     return {"pipe": diffusers.FluxPipeline.from_pretrained("my-pipeline", transformer=None)}
 
 
+@before("README.md", "optimize(pipe")
 @before("converting.md", "optimize(pipe")
 def another_pipeline(place: Place) -> Names:
     import tiny_pipelines
 
     return {"pipe": tiny_pipelines.with_text("stable_diffusion")}
+
+
+@before("components.md", ".pipeline()")
+def bundle_of_a_whole_pipeline(place: Place) -> Names:
+    return saved_pipeline(place)
 
 
 @before("converting.md", "denoiser(x, timestep, label)")
@@ -193,7 +199,7 @@ def pipeline_with_attention(place: Place) -> Names:
     return {"pipe": pipe}
 
 
-@before("pytorch.md", 'init_process_group("nccl")')
+@before("sequence-parallel.md", 'init_process_group("nccl")')
 def one_process(place: Place) -> Names:
     """Which talks to itself as CPUs do."""
     start = dist.init_process_group
@@ -233,7 +239,7 @@ def after(page: str) -> Callable[[Callable[[Names, str], None]], Callable[[Names
     return noted
 
 
-@after("README.md")
+@after("quickstart.md")
 def drawn_by_the_bundle(found: Names, printed: str) -> None:
     from PIL import Image
 
@@ -241,10 +247,15 @@ def drawn_by_the_bundle(found: Names, printed: str) -> None:
     assert Image.open("bicycle.png").size == (32, 32)
 
 
+@after("components.md")
+def draws_by_itself(found: Names, printed: str) -> None:
+    assert found["pipe"]("a red bicycle").images[0].size == (32, 32)
+
+
 @after("converting.md")
-def whole_pipeline_and_denoiser(found: Names, printed: str) -> None:
+def in_the_pipeline_and_by_itself(found: Names, printed: str) -> None:
     pipe, prediction = found["pipe"], found["prediction"]
-    assert pipe("a red bicycle").images[0].size == (32, 32)
+    assert isinstance(pipe.transformer, DiffusersDenoiser)
     assert prediction.shape == (2, 1, 8, 8) and prediction.isfinite().all()
 
 
@@ -254,6 +265,10 @@ def draws_by_its_sampler(found: Names, printed: str) -> None:
     images = model.sample(model.denoiser, [1, 2], steps=2, solver="ddim")
     assert images.shape == (2, 3, 16, 16) and images.isfinite().all()
     assert found["labels_of"](["4", ""])["label"].tolist() == [4, 0]
+
+
+@after("sigma.md")
+def follows_sigma(found: Names, printed: str) -> None:
     seen: list[float] = []
 
     def half(x: Tensor, sigma: Tensor) -> Tensor:
@@ -276,13 +291,31 @@ def modulated_in_half_precision(found: Names, printed: str) -> None:
 @after("pytorch.md")
 def attention_in_int8(found: Names, printed: str) -> None:
     assert "8 attention modules compute in INT8, 0 do not" in printed
+
+
+@after("attention-module.md")
+def a_module_that_is_kept(found: Names, printed: str) -> None:
     cond, uncond = found["output_cond"], found["output_uncond"]
     torch.testing.assert_close(found["guided"], uncond + 7.5 * (cond - uncond), rtol=1e-2, atol=1e-2)
-    assert found["kept_mask"].float().mean() == pytest.approx(0.8, abs=0.01)
-    assert found["output"].shape == (1, 24, 128, 128)
     loaded = Int8Attention(8, 64)
     loaded.load_state_dict(torch.load("attention.pt"))
     assert loaded.calibrated
+    assert found["Q"].grad is not None
+
+
+@after("windows.md")
+def keys_are_dropped(found: Names, printed: str) -> None:
+    assert found["kept_mask"].float().mean() == pytest.approx(0.8, abs=0.01)
+
+
+@after("sequence-parallel.md")
+def tokens_of_this_process(found: Names, printed: str) -> None:
+    assert found["output"].shape == (1, 24, 128, 128)
+
+
+@after("int4.md")
+def emulated(found: Names, printed: str) -> None:
+    assert found["output"].shape == found["Q"].shape
 
 
 @after("reuse.md")
@@ -321,6 +354,10 @@ class NeedsGpu:
 
 
 NEED_GPU = {
+    ("README.md", "optimize(pipe"): NeedsGpu(
+        "the GPU that it builds an engine for; tests/models/test_optimize.py converts for a CPU",
+        "there is nothing here to build an engine with",
+    ),
     ("converting.md", "optimize(pipe"): NeedsGpu(
         "the GPU that it builds an engine for; tests/models/test_optimize.py converts for a CPU",
         "there is nothing here to build an engine with",

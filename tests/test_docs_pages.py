@@ -1,43 +1,164 @@
-"""Pages of the documentation that are made of other files."""
+"""Pages of the documentation that are made of other files, and what the pages keep to."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import re
+import sys
 
+import click
 import pytest
+from documented import PAGES
+from ruamel.yaml import YAML
 from support import REPOSITORY
 
+from trtconvert.cli import main
+
 pytest.importorskip("mkdocs")
-_SPEC = importlib.util.spec_from_file_location("docs_pages", REPOSITORY / "tools" / "docs_pages.py")
-assert _SPEC is not None and _SPEC.loader is not None
-docs_pages = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(docs_pages)
+sys.path.insert(0, str(REPOSITORY / "tools"))
+import docs_pages
+import figures_page
+
+DOCS = REPOSITORY / "docs"
 
 
-@pytest.mark.parametrize("page", docs_pages.MEASURED)
-def test_a_model_has_its_own_rows_and_no_others(page):
-    title, name = docs_pages.MEASURED[page]
-    text = docs_pages.model_page(page)
-    assert text.startswith(f"# {title}: measurements\n")
-    others = [other for _, other in docs_pages.MEASURED.values() if not name.startswith(other)]
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert any(row.strip("| *").startswith(name) for row in rows)
-    assert [row for row in rows if row.strip("| *").startswith(tuple(others))] == []
-    assert f"measured-{page}.md" in (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
+# Figures --------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_below_that_leave_out_the_name_belong_to_the_one_above():
+def test_the_page_of_figures_is_made_of_the_results():
+    assert (DOCS / "figures.md").read_text(encoding="utf-8") == figures_page.page(), "python tools/figures_page.py"
+
+
+@pytest.mark.parametrize("path", sorted(figures_page.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_is_on_the_page_as_it_was_measured(path):
+    result = json.loads(path.read_text(encoding="utf-8"))
+    text = (DOCS / "figures.md").read_text(encoding="utf-8")
+    section = text.partition(f'<a id="{path.stem}"></a>')[2].partition("<a id=")[0]
+    assert f"### {result['what']}\n" in section
     rows = [
-        "| model | engine | ms |", "| --- | --- | --- |", "| Flux, small | a | 1 |", "| | b | 2 |", "| the same, large | a | 3 |",
-        "| Wan | a | 4 |", "| | b | 5 |",
-    ]  # fmt: skip
-    assert docs_pages._rows_of("Flux", rows) == rows[2:5]
-    assert docs_pages._rows_of("Wan", rows) == rows[5:]
-    assert docs_pages._rows_of("model", rows) == rows[2:]
+        [cell.strip(" *") for cell in line.strip("|").split(" | ")] for line in section.splitlines() if line[:1] == "|"
+    ]
+    assert [cell.replace("\\|", "|") for cell in rows[0]] == result["columns"]
+    assert rows[2:] == result["rows"]
+    for name in ("date", "card", "versions", "script"):
+        assert result[name] in section or (result[name] == figures_page.NOT_STATED and name in section.splitlines()[3])
 
 
-def test_a_table_keeps_the_paragraph_that_says_how_it_was_measured():
-    code = "```\n| no | table |\n\n| a | b |\n```"
-    page = f"# Page\n\nOne H100,\n2026.\n\n{code}\n\n| a | b |\n| --- | --- |\n| Flux | 1 |\n\n## Next\n\nText.\n"
-    (table,) = docs_pages._tables(page)
-    assert table.heading == "Page" and table.before == ["One H100,", "2026."] and table.rows[2] == "| Flux | 1 |"
+def test_a_result_that_names_what_it_has_not_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures_page, "RESULTS", tmp_path)
+    path = next((REPOSITORY / "bench" / "results").glob("peers-flux.json"))
+    good = json.loads(path.read_text(encoding="utf-8"))
+    for change, problem in (
+        ({"ours": ["nobody"]}, "'nobody' is no column and no row"),
+        ({"card": ""}, "the field card is empty"),
+        ({"rows": [["one cell"]], "ours": [], "peers": []}, "a row of 1 cells"),
+        ({"speed": 1}, "unknown fields"),
+    ):
+        (tmp_path / "one.json").write_text(json.dumps(good | change), encoding="utf-8")
+        with pytest.raises(ValueError, match=problem):
+            figures_page.results()
+
+
+def test_each_plot_has_its_place_on_the_page():
+    pytest.importorskip("matplotlib")
+    plots = figures_page.plots()
+    shown = figures_page.with_plots((DOCS / "figures.md").read_text(encoding="utf-8"))
+    assert re.findall(r"\(plots/([\w-]+)\.svg\)", shown) == [r.name for r in figures_page.results() if r.name in plots]
+    assert plots and all(plot.startswith(b"<?xml") and b"</svg>" in plot for plot in plots.values())
+
+
+@pytest.mark.parametrize(
+    ("cell", "found"),
+    [
+        ("1,022", 1022.0),
+        ("47.7 ± 0.0", 47.7),
+        ("11.95 to 12.31 ms", 12.31),
+        ("20.14 (19.97, 20.48)", 20.14),
+        ("not run", None),
+    ],
+)
+def test_a_bar_is_as_long_as_the_first_number_or_the_end_of_a_range(cell, found):
+    assert figures_page.number(cell) == found
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page():
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    measured = {
+        row[0]: row for row in json.loads((figures_page.RESULTS / "peers-pixart.json").read_text("utf-8"))["rows"]
+    }
+    said = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in readme.splitlines()
+        if line.startswith("| ")
+    ]
+    times = {row[0]: row[1] for row in said if len(row) == 3 and re.fullmatch(r"[\d.]+( to [\d.]+)?", row[1])}
+    ours = sorted(float(row[1]) for name, row in measured.items() if name.startswith("ours"))
+    assert times.pop("trtconvert**, INT8 attention and layers, by precision mode") == f"{ours[0]:.2f} to {ours[-1]:.2f}"
+    assert sorted(times.values()) == sorted(
+        measured[name][1]
+        for name in (
+            "torch.compile, torchao's FP8", "TensorRT, Model Optimizer's FP8", "torch.compile, FP16", "TensorRT FP16",
+            "TensorRT, Model Optimizer's INT8, SmoothQuant",
+        )
+    )  # fmt: skip
+
+
+# Reference ------------------------------------------------------------------------------------------------------------
+
+
+def commands(group: click.Group, name: str = "trtconvert") -> dict[str, click.Command]:
+    found = dict[str, click.Command]()
+    for key, command in group.commands.items():
+        found |= commands(command, f"{name} {key}") if isinstance(command, click.Group) else {f"{name} {key}": command}
+    return found
+
+
+def test_the_reference_has_every_command_with_its_options():
+    sections = re.split(r"^## ", docs_pages.command_reference(), flags=re.MULTILINE)[1:]
+    by_name = {section.partition("`\n")[0].strip("`"): section for section in sections}
+    for name, command in commands(main).items():
+        (section,) = [
+            text
+            for shown, text in by_name.items()
+            if shown == name or (shown.startswith(f"{name} ") and not shown[len(name) + 1].islower())
+        ]
+        options = {
+            option
+            for p in command.params
+            if isinstance(p, click.Option)
+            for option in p.opts
+            if option.startswith("--")
+        }
+        assert {option for option in options if f"`{option}`" not in section} == set(), name
+
+
+# Guides ---------------------------------------------------------------------------------------------------------------
+
+
+def navigation(entries: list[object]) -> list[str]:
+    found = list[str]()
+    for entry in entries:
+        for inner in entry.values() if isinstance(entry, dict) else [entry]:
+            found += navigation(inner) if isinstance(inner, list) else [str(inner)]
+    return found
+
+
+def nav_of(part: str) -> list[str]:
+    text = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = YAML(typ="safe", pure=True).load(text)["nav"]
+    (found,) = [entry[part] for entry in nav if part in entry]
+    return navigation(found if isinstance(found, list) else [found])
+
+
+@pytest.mark.parametrize("page", [*nav_of("Guides"), *nav_of("Quick start")])
+def test_a_guide_is_short(page):
+    assert len((DOCS / page).read_text(encoding="utf-8").split()) <= 600
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if p.parent.name != "design" and p.name not in ("figures.md", "builds.md")],
+    ids=lambda p: p.name,
+)
+def test_dates_are_on_the_page_of_figures_and_in_design(page):
+    assert re.findall(r"\b20\d\d-\d\d-\d\d\b", page.read_text(encoding="utf-8")) == []

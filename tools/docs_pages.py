@@ -1,12 +1,13 @@
 """Pages of the documentation that are made of other files, for MkDocs (`hooks` in mkdocs.yml).
 
-The README becomes the first page, the READMEs of the plugins become pages of kernels, and every field of a recipe a line of the
-recipe reference. What the tables of measurements say of a model is gathered on a page of the model. Links are those of the
-repository: what is no page is shown as its path.
+The README becomes the first page, the READMEs of the plugins become pages of kernels, every field of a recipe a line of the
+recipe reference, and every command and option a line of the reference of commands. The page of figures gets its plots. Links
+are those of the repository: what is no page is shown as its path.
 """
 
 from __future__ import annotations
 
+import inspect
 import posixpath
 import re
 import types
@@ -14,6 +15,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import click
+import figures_page
 from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -29,18 +32,8 @@ PAGES = {
     for path in ROOT.glob("plugins/*/README.md")
 }
 """What lies elsewhere in the repository, and the page that it becomes."""
-MEASURED = {
-    "flux": ("Flux.1", "Flux"),
-    "pixart-sigma": ("PixArt-Σ", "PixArt"),
-    "sd3": ("Stable Diffusion 3", "SD 3"),
-    "sd15": ("Stable Diffusion 1.5", "SD 1.5"),
-    "sdxl": ("SDXL", "SDXL"),
-    "wan21": ("Wan 2.1", "Wan"),
-    "kandinsky5": ("Kandinsky 5", "Kandinsky 5"),
-}
-"""Models with pages of their own: the page, its title, and how tables call the model."""
-MEASUREMENTS = ("figures.md", "steps.md", "layers.md", "scales.md", "weights.md")
-"""The pages whose tables have figures of models."""
+ALONE = ("index.md", "quickstart.md", "concepts.md", "figures.md")
+"""Parts of one page, which have the width of their list of pages too."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _SOURCES = {page: source for source, page in PAGES.items()}
 
@@ -50,14 +43,19 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "recipe.md", content=recipe_reference()))
-    for page in MEASURED:
-        files.append(File.generated(config, f"measured-{page}.md", content=model_page(page)))
+    files.append(File.generated(config, "commands.md", content=command_reference()))
+    for name, plot in figures_page.plots().items():
+        files.append(File.generated(config, f"plots/{name}.svg", content=plot))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links as they are in the repository become links between pages."""
     here = page.file.src_uri
+    if here in ALONE:
+        page.meta["hide"] = ["navigation"]
+    if here == "figures.md":
+        markdown = figures_page.with_plots(markdown)
     return _LINK.sub(lambda link: _linked(link, here, files), markdown)
 
 
@@ -75,61 +73,6 @@ def _linked(link: re.Match[str], here: str, files: Files) -> str:
         return text if text.startswith("`") else f"{text} (`{place}`)"
     relative = posixpath.relpath(wanted, posixpath.dirname(here) or ".")
     return f"{picture}[{text}]({relative}{hash_}{anchor})"
-
-
-def model_page(page: str) -> str:
-    """What tables say of a model, in Markdown: the rows about it, under what the table's page says before them."""
-    title, name = MEASURED[page]
-    lines = [
-        f"# {title}: measurements",
-        "",
-        "Gathered from the pages that say how all this was measured, and of what.",
-        "",
-    ]
-    for source in MEASUREMENTS:
-        text = (ROOT / "docs" / source).read_text(encoding="utf-8")
-        for table in _tables(text):
-            if rows := _rows_of(name, table.rows):
-                lines += [f"## [{table.heading}]({source})", "", *table.before, "", *table.rows[:2], *rows, ""]
-    return "\n".join(lines)
-
-
-class _Table(typing.NamedTuple):
-    """A table of a page: its lines, the heading that it stands under, and the paragraph before it."""
-
-    rows: list[str]
-    heading: str
-    before: list[str]
-
-
-def _tables(text: str) -> typing.Iterator[_Table]:
-    heading, paragraph = "", list[str]()
-    for block in re.split(r"\n{2,}", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
-        lines = block.strip().splitlines()
-        if lines and lines[0].startswith("#"):
-            heading, paragraph = lines[0].lstrip("# "), []
-            lines = lines[1:]
-        if len(lines) > 2 and lines[0].startswith("|"):
-            yield _Table(lines, heading, paragraph)
-        elif lines:
-            paragraph = lines
-
-
-def _rows_of(name: str, rows: list[str]) -> list[str]:
-    """The rows about a model, with those below that leave out its name; all where the table's head has it."""
-    of_model, found = _first_cell(rows[0]).startswith(name), list[str]()
-    whole = of_model
-    for row in rows[2:]:
-        cell = _first_cell(row)
-        if cell and not cell.startswith("the same"):
-            of_model = whole or cell.startswith(name)
-        if of_model:
-            found.append(row)
-    return found
-
-
-def _first_cell(row: str) -> str:
-    return row.strip("|").partition("|")[0].strip(" *")
 
 
 def recipe_reference() -> str:
@@ -200,3 +143,56 @@ def _default(field: FieldInfo) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def command_reference() -> str:
+    """Every command with its arguments and options, in Markdown."""
+    from trtconvert.cli import main
+
+    lines = [
+        "# Commands", "",
+        "Every command with its options, as `trtconvert COMMAND --help` has them.",
+        "[From programs](automation.md) describes `--json`, `--quiet` and exit codes.", "",
+    ]  # fmt: skip
+    return "\n".join([*lines, *_commands(main, "trtconvert")]) + "\n"
+
+
+def _commands(group: click.Group, name: str) -> list[str]:
+    lines = list[str]()
+    for key, command in group.commands.items():
+        shown = f"{name} {key}"
+        if isinstance(command, click.Group):
+            lines += _commands(command, shown)
+            continue
+        arguments = [p.make_metavar(click.Context(command)) for p in command.params if isinstance(p, click.Argument)]
+        lines += [f"## `{' '.join([shown, *arguments])}`", "", inspect.cleandoc(command.help or ""), ""]
+        options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        for_programs = [f"`{name}`" for name in ("--quiet", "--json") if any(name in o.opts for o in options)]
+        options = [o for o in options if not {"--quiet", "--json"} & {*o.opts}]
+        if for_programs:
+            lines += [f"Also {' and '.join(for_programs)}.", ""]
+        if options:
+            lines += ["| option | value | default | |", "| --- | --- | --- | --- |", *map(_option, options), ""]
+    return lines
+
+
+def _option(option: click.Option) -> str:
+    names = ", ".join(f"`{name}`" for name in (*reversed(option.opts), *option.secondary_opts))
+    value = "" if option.is_flag else f"`{option.metavar}`" if option.metavar else _kind(option.type)
+    return f"| {names} | {_cell(value)} | {_cell(_default_of(option))} | {_cell(option.help or '')} |"
+
+
+def _kind(kind: click.ParamType) -> str:
+    if isinstance(kind, click.Choice):
+        return ", ".join(f"`{choice}`" for choice in kind.choices)
+    return f"`{kind.name.partition(' ')[0].upper()}`"
+
+
+def _default_of(option: click.Option) -> str:
+    if option.required:
+        return "required"
+    if isinstance(option.show_default, str):
+        return option.show_default
+    default = option.get_default(click.Context(click.Command("trtconvert")), call=False)
+    shown = isinstance(default, str | int | float) and not isinstance(default, bool)
+    return f"`{default}`" if shown else ""

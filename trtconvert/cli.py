@@ -1065,7 +1065,7 @@ def export_triton_command(
     max_steps: int,
     force: bool,
 ) -> None:
-    """Write BUNDLE into a model repository for NVIDIA Triton Inference Server. See docs/serving.md."""
+    """Write BUNDLE into a model repository for NVIDIA Triton Inference Server. See docs/triton.md."""
     from trtconvert.serving.triton import Settings, export_triton
 
     _at_most("--steps", steps, "--max-steps", max_steps)

@@ -447,7 +447,7 @@ def _decibels(shards: ShardSet, full: ShardSet) -> float | None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of `docs/modiff.md`."""
+    """A table of `docs/figures.md`."""
 
     def shown(x: float | None, digits: int = 2) -> str:
         return "" if x is None else f"{x:.{digits}f}"
