@@ -94,19 +94,14 @@ class Probes:
     """
 
     def __init__(self, model: DiffusionModel, candidates: Sequence[Candidate], draws: float) -> None:
-        self._model, self._candidates, self._draws = model, candidates, draws
-        self._of_name: dict[str, list[int]] = {}
-        for number, candidate in enumerate(self._candidates):
-            for name in candidate.unit.members:
-                self._of_name.setdefault(name, []).append(number)
-        self._with_layers = any(candidate.unit.kind == "layer" for candidate in self._candidates)
-        self._stateful = any(candidate.choice.delta for candidate in self._candidates)
+        self._model, self._draws = model, draws
+        self._stateful = any(candidate.choice.delta for candidate in candidates)
         self._chunk = 0  # rows that fit the device's memory, once a chunk did not
-        self._room: int | None = None
         self._shapes: dict[int, torch.Size] = {}  # of the prediction, by rows
         self._generator = torch.Generator().manual_seed(0)
+        self._projection = _Projection(model, candidates)
         on_gpu = next(model.denoiser.parameters()).is_cuda
-        self._projected = Graphed(self._of_chunk, model) if on_gpu and not self._stateful else self._of_chunk
+        self._projected = Graphed(self._projection, model) if on_gpu and not self._stateful else self._projection
 
     def errors(self, exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output for inputs by name, and each candidate's mean squared error, [B] FP32, estimated for every sample."""
@@ -144,24 +139,44 @@ class Probes:
     def _take_less(self, size: int) -> bool:
         """After a call of so many rows that did not fit the GPU: keep less, or take fewer. False where nothing is left to do."""
         torch.cuda.empty_cache()
-        if self._room:
-            self._room = 0
+        if self._projection.room:
+            self._projection.room = 0
             return True
         if size == 1 or self._stateful:
             return False
         self._chunk = max(1, size // 2)
         return True
 
+
+class _Projection:
+    """Projects what candidates change.
+
+    Args:
+        model, candidates: see `Probes`.
+
+    Attributes:
+        room: bytes up to which a call of several probes keeps what candidates change; None before the first one.
+    """
+
+    def __init__(self, model: DiffusionModel, candidates: Sequence[Candidate]) -> None:
+        self._model, self._candidates = model, candidates
+        self._of_name: dict[str, list[int]] = {}
+        for number, candidate in enumerate(candidates):
+            for name in candidate.unit.members:
+                self._of_name.setdefault(name, []).append(number)
+        self._with_layers = any(candidate.unit.kind == "layer" for candidate in candidates)
+        self.room: int | None = None
+
     def _most_kept(self, device: torch.device) -> int:
-        if self._room is None:
+        if self.room is None:
             if device.type != "cuda":
-                self._room = _KEPT_ON_CPU
+                self.room = _KEPT_ON_CPU
             else:
                 idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-                self._room = int(_KEPT_SHARE * (torch.cuda.mem_get_info(device)[0] + idle))
-        return self._room
+                self.room = int(_KEPT_SHARE * (torch.cuda.mem_get_info(device)[0] + idle))
+        return self.room
 
-    def _of_chunk(self, **given: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, **given: Tensor) -> tuple[Tensor, Tensor]:
         """The prediction of a call, and [candidates, B] the mean over its projections, [probes, *prediction]."""
         drawn = given.pop(_DRAWN)
         probes, samples, device = drawn.shape[0], drawn.shape[1], drawn.device

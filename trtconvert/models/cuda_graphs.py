@@ -98,7 +98,7 @@ class Graphed:
                 with torch.no_grad(), _NoWaiting():
                     self._exact(**inputs)
                 known[key] = True
-            except Exception:  # _Waits, or what a model raises only where it is watched
+            except Exception:  # `_Waits`, or what a model raises only where it is watched
                 known[key] = False
         return known[key]
 
@@ -111,9 +111,8 @@ class Graphed:
                 return _Graph(self._function, given, self._notes) if of_denoiser.gives(first) else None
             graph = _Graph(self._function, given, self._notes)
             return graph if graph.gives(first) else None
-        except (
-            Exception
-        ):  # a function that runs eagerly may raise anything here; the eager call that follows tells what is wrong
+        except Exception:
+            # A function that runs eagerly may raise anything here. The eager call that follows tells what is wrong.
             for notes, start in zip(self._notes, starts, strict=True):
                 notes.cut(start)
             return None
