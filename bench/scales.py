@@ -27,10 +27,10 @@ from trtconvert.attention.modes import Mode
 from trtconvert.bars import NoBar
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
 from trtconvert.evaluate import metrics
-from trtconvert.evaluate.verify import psnr, site_sqnr
+from trtconvert.evaluate.verify import SITE_SAMPLES, output_sqnr, psnr
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
-from trtconvert.quant.forward import Int8Sites
+from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import AttentionSection, CalibrationSection
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +67,7 @@ def main() -> None:
         return torch.cat([model.sample(denoiser, held, steps=options.steps, solver="ddim") for held in seeds])
 
     full = draw(model.denoiser)
+    none = Int8Layers({}, model.timestep_max)
     tables: dict[int, Mapping[str, Mapping[str, Tensor]]] = {}
     found: dict[tuple[Mode, int], Figures] = {}
     for bins in (1, options.bins):
@@ -78,7 +79,7 @@ def main() -> None:
             modes = {site.name: torch.full((bins,), int(mode), dtype=torch.int32) for site in sites}
             int8 = Int8Sites(calibration.with_modes(modes), model.timestep_max, "calibrated", True)
             # With one bin or ten, SQNR is taken over the same ten parts of the schedule.
-            by_site = site_sqnr(model, int8, options.bins, FIRST_SEED, lambda: None)
+            by_site, _ = output_sqnr(model, int8, none, options.bins, FIRST_SEED, SITE_SAMPLES, NoBar())
             sqnr = statistics.mean(db for row in by_site.values() for db in row if db is not None)
             images = draw(intercepted(model, int8.handler()))
             found[mode, bins] = Figures(metrics.psnr(images, full), psnr(images, full), sqnr)

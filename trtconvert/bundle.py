@@ -289,7 +289,9 @@ class DiffusersRecord(_Record):
         parameters: names of the method's parameters, in order; "**kwargs" where it takes any keyword.
         arguments: what the pipeline passes, by parameter. {"tensor": NAME} is an input of the signature (with "dtype", the
             type that the model wants where the signature has another), {"dict": …} and {"list": …} hold such values, and
-            {"value": X} is a constant that the exported model has taken in.
+            {"value": X} is a constant that the exported model has taken in. {"rows": NAME} is a list with a tensor for each
+            sample, of one size, which the input holds one behind the other; with "least" they have different lengths, and are
+            padded to the longest, and at least so many rows, and the input NAME.mask tells which rows are given.
         timestep_factor: of a denoiser, whose timestep is so many times the signature's.
         timestep_sizes: of a denoiser that takes a timestep for each token or frame of a sample: of these, beside the batch. The
             signature has one for a sample.

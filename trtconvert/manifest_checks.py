@@ -213,6 +213,10 @@ def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: set[str]) -> Iterat
         match node:
             case {"tensor": str(tensor), **rest} if rest.keys() <= {"dtype"}:
                 tensors.add(tensor)
+            case {"rows": str(tensor), **rest} if not rest:
+                tensors.add(tensor)
+            case {"rows": str(tensor), "least": int(least), **rest} if not rest and least >= 0:
+                tensors |= {tensor, f"{tensor}.mask"}
             case {"dict": dict(inner), **rest} if not rest:
                 yield from _of_nodes(here, inner, tensors)
             case {"list": list(inner), **rest} if not rest:

@@ -35,6 +35,8 @@ that are saved without text encoders get embeddings that are noise, seeded by th
 - Those that pad to a length of their own (77 of CLIP) draw prompts as they are, and take embeddings (`prompt_embeds`) of any
   length in the range, as tools for long prompts make them: `tokens: [77, 77, 231]`.
 - Those that do not pad (Qwen-Image) need a range. Its prompts are checked against it before anything is calibrated.
+- Those that pass a list with each prompt's own tokens (Z-Image) need a number or a range: the bundle's denoiser pads shorter
+  prompts and masks what it has added.
 
 A number instead of a range is the length that prompts are padded to. A prompt or embeddings outside of the range are refused,
 with what to change.

@@ -505,11 +505,17 @@ def errors_beside(denoiser: DiffusersDenoiser, reference: Any) -> list[float]:
         ours = forward(*args, **kwargs)
         args, kwargs = tree_map(given, (args, kwargs))
         with torch.no_grad():
-            errors.append(relative_error(ours[0], reference(*args, **kwargs)[0].to(ours[0].device)))
+            theirs = reference(*args, **kwargs)[0]
+        errors.append(relative_error(_joined(ours[0]), _joined(theirs).to(_joined(ours[0]).device)))
         return ours
 
     denoiser.forward = called
     return errors
+
+
+def _joined(prediction: Tensor | list[Tensor]) -> Tensor:
+    """Predictions of models that give a list of them, as one tensor."""
+    return torch.stack(prediction) if isinstance(prediction, list) else prediction
 
 
 def picture(path: Path, seed: int) -> Path:

@@ -76,7 +76,7 @@ def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
         load_pipeline(tmp_path / "pipeline"),
         sampler.record.component,
         8,
-        ("a bird",),
+        ("a fox",),
         sampler.caller.arguments,
         sampler.caller.images,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -56,7 +57,11 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
             there = torch.empty(x.shape, dtype=dtype)
             return nn.Parameter(there, False) if isinstance(x, nn.Parameter) else there
 
-        denoiser = copy.deepcopy(model.denoiser, {id(x): empty(x) for x in weights})
+        without_numbers = {id(x): empty(x) for x in weights}
+        with (
+            unset_fake_temporarily()
+        ):  # tensors that are neither, as Lumina's tables of rotations, are copied as they are
+            denoiser = copy.deepcopy(model.denoiser, without_numbers)
         of_type = {
             name: torch.empty(
                 x.shape, dtype=dtype if x.is_floating_point() and name != model.timestep_input else x.dtype

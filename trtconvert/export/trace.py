@@ -42,6 +42,7 @@ from trtconvert.export.nodes.layers import (
     table_names,
 )
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
+from trtconvert.export.passes.autocast_regions import inline_regions_without_autocast
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.fake_tensors import without_tracebacks
@@ -335,7 +336,14 @@ def _with_complex_as_pairs(
 ) -> ExportedProgram | None:
     """What computes with complex numbers, which the ONNX exporter mostly cannot, in pairs of real ones; None for others."""
     try:
-        captured = torch.export.export(module, values, dynamic_shapes=(shapes,), strict=False)
+        captured = torch.export.export(
+            module,
+            values,
+            dynamic_shapes=(shapes,),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,  # as the exporter does: not to fix halves of sizes
+        )
+        inline_regions_without_autocast(captured)
         return captured if complex_as_pairs(captured) else None
     except Exception:  # what torch.export raises is not documented; the exporter has told of it already
         return None

@@ -45,7 +45,7 @@ from trtconvert.models.saved import DENOISERS
 from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
 from trtconvert.noise_input import NoiseInput
 from trtconvert.reuse.schedule import Scheduler, reuse_of
-from trtconvert.runtime.arguments import parameters_of, put_together
+from trtconvert.runtime.arguments import parameters_of, put_together, with_least_rows
 from trtconvert.runtime.diffusers import DiffusersDenoiser, NotConverted, follow_scheduler, is_of_samples
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import apart, begin
@@ -115,7 +115,7 @@ def diffusers_model(
         config=plain_config(model.config),  # type: ignore[arg-type]  # a diffusers model has one
         output="",
         parameters=parameters_of(model.forward),
-        arguments=inputs.structure,
+        arguments=with_least_rows(inputs.structure, inputs.least_rows),
         timestep_factor=1.0,
         timestep_sizes=timestep_sizes,
         attributes=plain_attributes(model),
@@ -133,6 +133,7 @@ def diffusers_model(
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
     steps = _steps(flat, inputs.dims, specs, named, shape)
     refuse_between_steps(steps, inputs.dims, lengthened, flat.record.model)
+    _refuse_largest(flat, inputs.dims, specs, named)
     flat.record = _with_counted_parts(caller, flat.record, timestep, sizes)
     seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
     if schedule.noise_input is None and max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
@@ -550,6 +551,28 @@ def _steps(
         return [*log.operations, ("output", tuple(shape) == shape_of(output, sizes))]
 
     return steps_of(run, dims)
+
+
+def _refuse_largest(
+    flat: FlatDenoiser,
+    dims: Mapping[str, tuple[int, int, int]],
+    specs: Mapping[str, InputSpec],
+    named: Mapping[str, Tensor],
+) -> None:
+    """
+    Raises:
+        UserError: the model does not take the largest sizes, as where it has no positions for them. Nothing is computed.
+    """
+    if all(low == high for name, (low, _, high) in dims.items() if not name.startswith("batch")):
+        return
+    largest = {name: high for name, (_, _, high) in dims.items()}
+    tensors = {name: resized(x, specs[name], largest) for name, x in named.items()}
+    shapes_of(
+        lambda tensors: flat.call(tensors, return_dict=True),
+        tensors,
+        flat.record.model,
+        "give model.options.height, width, frames and tokens smaller numbers",
+    )
 
 
 def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:

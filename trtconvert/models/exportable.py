@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtconvert.models.prompt_masks import mask_prompts
+
 
 def make_exportable(model: nn.Module) -> None:
-    """Put these forms into the model in the place of its own parts."""
+    """Put these forms into the model in the place of its own parts, and the form of `prompt_masks` in that of its forward."""
+    mask_prompts(model)
     for module in model.modules():
         if (forward := _FORWARDS.get(type(module).__name__)) is not None:
             module.forward = MethodType(forward, module)
@@ -37,6 +40,22 @@ def _chroma_modulation_inputs(self: Any, timestep: Tensor) -> Tensor:
     of_places = self.mod_proj[None].to(of_samples)
     samples, places = of_samples.shape[0], of_places.shape[1]
     return torch.cat([of_samples.expand(-1, places, -1), of_places.expand(samples, -1, -1)], dim=-1)
+
+
+def _in_type_of_weights(self: Any, *features: Tensor | None, **named: Tensor | None) -> Tensor:
+    """A projection of features, some of which come in the type of the timestep: FP32, whatever the model is in.
+
+    Args:
+        features, named: [B, …], in any type.
+    Returns:
+        What the projection's own forward gives, in the type of its weights.
+    """
+    dtype = self.linear_1.weight.dtype
+
+    def cast(x: Tensor | None) -> Tensor | None:
+        return x if x is None else x.to(dtype)
+
+    return type(self).forward(self, *map(cast, features), **{name: cast(x) for name, x in named.items()})
 
 
 def _mochi_attention(
@@ -86,6 +105,8 @@ def _mochi_attention(
 
 _FORWARDS: Mapping[str, Callable[..., Any]] = {
     "ChromaCombinedTimestepTextProjEmbeddings": _chroma_modulation_inputs,
+    "TimestepEmbedding": _in_type_of_weights,
+    "PixArtAlphaTextProjection": _in_type_of_weights,
 }
 
 _PROCESSORS: Mapping[str, Callable[..., Any]] = {"MochiAttnProcessor2_0": _mochi_attention}

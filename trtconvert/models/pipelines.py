@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, kind_and_first_line
 from trtconvert.fake_tensors import shapes_alone
+from trtconvert.models.prompt_masks import takes_rows
 from trtconvert.models.size_steps import refuse_rounded
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
@@ -71,8 +72,8 @@ _EMBEDDINGS: dict[str, tuple[tuple[str, ...], str | None]] = {
 """Embeddings that pipelines take in the place of prompts, by argument: what models call their width in their configuration, of
 which the first that is there is it, and their number of tokens, where it is the model's own; None for one vector a sample."""
 
-TIMESTEPS = ("timestep", "timesteps")
-"""What denoisers call their timestep; HiDream's calls it by the second."""
+TIMESTEPS = ("timestep", "timesteps", "t")
+"""What denoisers call their timestep; HiDream's calls it by the second, Z-Image's by the third."""
 
 TOKENS = "tokens"
 """The size of calls that says how many tokens prompts have, and the dimension that follows it."""
@@ -421,13 +422,18 @@ class PipelineCaller:
         for name in _EMBEDDINGS:
             if name in self.parameters and (shape := self._embedding_shape(name, config, tokens)):
                 drawn = [torch.randn(shape, dtype=torch.float32, generator=_apart(seed)) for seed in seeds]
-                made[name] = embeddings = torch.stack(drawn)
+                made[name] = torch.stack(drawn)
                 if f"negative_{name}" in self.parameters:
-                    made[f"negative_{name}"] = torch.zeros_like(embeddings)
+                    made[f"negative_{name}"] = torch.zeros_like(made[name])
                 made |= self._masks(name, len(seeds), shape[0], config)
         if "negative_prompt" in self.parameters:
             made["negative_prompt"] = None  # some pipelines have a default, and take one of the two
-        return {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
+        on_device = {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
+        return {name: list(x) if x is not None and self._listed(name) else x for name, x in on_device.items()}
+
+    def _listed(self, name: str) -> bool:
+        """Whether an argument is declared as a list. Pipelines that join lists of two halves would add up their tensors."""
+        return str(self.signature[name].annotation).startswith(("list[", "typing.List["))
 
     def _embedding_shape(self, name: str, config: Mapping[str, Any], number: int) -> tuple[int, ...]:
         """Of one sample's embeddings, (tokens, width) or (width,); none where the model takes no such ones.
@@ -542,20 +548,35 @@ class PipelineCaller:
     ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
         """What the pipeline passes to its denoiser at first: the structure, and the tensors in it."""
         arguments = self.first_call(range(sizes["batch"]), sizes, captions=captions)
-        model = type(getattr(self.pipe, self.component)).__name__
+        for name in TIMESTEPS:
+            if isinstance(arguments.get(name), (int, float)):
+                arguments[name] = torch.tensor(arguments[name])
+        return self.taken_apart(arguments, sizes.get(TOKENS, self.tokens) or 0)
+
+    def taken_apart(
+        self, arguments: Mapping[str, Any], least: int = 0
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+        """The structure of the arguments of the denoiser, and the tensors in them.
+
+        Args:
+            least: see `take_apart`, where the denoiser takes lists.
+        Raises:
+            UserError: it takes its samples as a list, and nothing here gives it tensors instead.
+        """
+        model = getattr(self.pipe, self.component)
         first, samples = next(iter(arguments.items()))
-        if not isinstance(samples, Tensor):
+        if isinstance(samples, Tensor):
+            return take_apart(arguments)
+        listed = isinstance(samples, list) and all(isinstance(x, Tensor) for x in samples)
+        if not listed or not takes_rows(model):
             raise UserError(
-                f"{model} takes its samples as a list, each with sizes of its own",
+                f"{type(model).__name__} takes its samples as a list, each with sizes of its own",
                 expected="one tensor of all samples, which an engine takes",
                 got=f"'{first}', {type(samples).__name__} of {len(samples) if isinstance(samples, (list, tuple)) else 1}",
                 remedy=f"keep the pipeline's own {self.component}, or convert it through a function of your own, model.source: "
                 "package.module:function, whose module takes one tensor and makes the list",
             )
-        for name in TIMESTEPS:
-            if isinstance(arguments.get(name), (int, float)):
-                arguments[name] = torch.tensor(arguments[name])
-        return take_apart(arguments)
+        return take_apart(arguments, least)
 
     def until_called(
         self, seeds: Sequence[int], sizes: Mapping[str, int], captions: Sequence[str] | None = None
@@ -643,12 +664,16 @@ class Called(BaseException):
 
 @contextmanager
 def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Another method in the place of a model's own."""
+    """Another method in the place of a model's own, or of what already stands in its place."""
+    before = vars(model).get(method)
     setattr(model, method, by)
     try:
         yield
     finally:
-        delattr(model, method)
+        if before is None:
+            delattr(model, method)
+        else:
+            setattr(model, method, before)
 
 
 Observe = Callable[[Mapping[str, int]], tuple[dict[str, dict[str, Any]], dict[str, Tensor]]]
@@ -677,6 +702,12 @@ class Observed:
     def example(self) -> dict[str, Tensor]:
         """The tensors of a call at the opt sizes."""
         return self.calls[0]
+
+    @property
+    def least_rows(self) -> dict[str, int]:
+        """The smallest second size of each tensor."""
+        second = {name: shape[1] for name, shape in self.shapes.items() if len(shape) > 1}
+        return {name: size if isinstance(size, int) else self.dims[size][0] for name, size in second.items()}
 
     def dimension(self, sizes: Sequence[int]) -> int | str | None:
         """What a dimension with these sizes in the calls is: a constant, a symbol, or a line through one; None where neither."""

@@ -128,7 +128,7 @@ def _other_than_a_range(caller: PipelineCaller) -> str:
 def _natural(caller: PipelineCaller, sizes: Mapping[str, int], text: str) -> Shapes:
     """Shapes of what the denoiser gets for a prompt at first."""
     arguments = caller.first_call([0] * sizes["batch"], sizes, captions=[text] * sizes["batch"])
-    return dict(_shapes(take_apart(arguments)[1]))
+    return dict(_shapes(caller.taken_apart(arguments)[1]))
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,39 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trtconvert.errors import UserError
 
 Structure = Mapping[str, dict[str, Any]]
 """By parameter, what it holds."""
+
+MASK = ".mask"
+"""What follows the name of padded rows in the name of the mask that tells which of them are given."""
+
+
+class PaddedRows(NamedTuple):
+    """Tensors of different lengths, one for each sample, as tensors for all.
+
+    Attributes:
+        rows: [B, N, …], zeros behind those of each sample; mask: [B, N], whether they are the sample's own.
+    """
+
+    rows: Tensor
+    mask: Tensor
+
+
+def padded_rows(tensors: Sequence[Tensor], least: int = 0) -> PaddedRows:
+    """Tensors [n, …], padded to as many rows as the longest has, and at least so many."""
+    rows = pad_sequence(list(tensors), batch_first=True)
+    if rows.shape[1] < least:
+        rows = torch.cat([rows, rows.new_zeros(rows.shape[0], least - rows.shape[1], *rows.shape[2:])], dim=1)
+    lengths = torch.tensor([len(x) for x in tensors], device=rows.device)
+    return PaddedRows(rows, torch.arange(rows.shape[1], device=rows.device) < lengths[:, None])
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -34,13 +58,35 @@ def flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
     return arguments
 
 
-def take_apart(arguments: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+def take_apart(
+    arguments: Mapping[str, Any], least: int | None = None
+) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """The structure of a call's arguments, and the tensors in them: `a.b` is entry b of argument a.
 
+    Args:
+        least: of a model that takes lists with an entry for each sample, how many rows prompts are padded to at least: the first
+            argument is then one tensor of all samples, and other lists of as many tensors are `PaddedRows`. None where lists are
+            what they are.
     Raises:
-        UserError: an argument holds something that is neither a tensor, a number, text, None, nor a collection of those.
+        UserError: an argument holds something that is neither a tensor, a number, text, None, nor a collection of those; or
+            samples of a list have different sizes.
     """
     tensors: dict[str, Tensor] = {}
+    first = next(iter(arguments), "")
+
+    def rows(name: str, value: Sequence[Tensor], least: int) -> dict[str, Any]:
+        if name != first:
+            tensors[name], tensors[name + MASK] = padded_rows(value, least)
+            return {"rows": name, "least": 0}  # what engines take at least is known when all calls have been seen
+        if len({x.shape for x in value}) > 1:
+            raise UserError(
+                f"the pipeline passes samples of different sizes to its model in one call, in '{name}'",
+                expected="samples of one size, which an engine takes as one tensor",
+                got=", ".join(str(list(x.shape)) for x in value),
+                remedy="call the pipeline for one size at a time",
+            )
+        tensors[name] = torch.stack(list(value))
+        return {"rows": name}
 
     def node(name: str, value: Any) -> dict[str, Any]:
         if isinstance(value, Tensor):
@@ -60,16 +106,41 @@ def take_apart(arguments: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]],
             remedy="call the pipeline without what sets it, in model.options.call",
         )
 
-    return {name: node(name, value) for name, value in arguments.items()}, tensors
+    structure = {
+        name: node(name, value)
+        if least is None or not _tensors_of_samples(value, len(arguments[first]))
+        else rows(name, value, least)
+        for name, value in arguments.items()
+    }
+    return structure, tensors
+
+
+def _tensors_of_samples(value: Any, samples: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == samples and all(isinstance(x, Tensor) for x in value)
+
+
+def with_least_rows(structure: Structure, least: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """A structure whose padded rows are at least so many, by name."""
+    return {
+        name: node | {"least": least[node["rows"]]} if "least" in node else node for name, node in structure.items()
+    }
+
+
+def is_list_of_samples(structure: Structure) -> bool:
+    """Whether a denoiser takes its samples as a list, and so gives its predictions."""
+    return "rows" in next(iter(structure.values()), {})
 
 
 def put_together(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments of a structure with given tensors in it."""
+    """The arguments of a structure with given tensors in it; lists with an entry for each sample as tensors or `PaddedRows`."""
 
     def value(node: dict[str, Any]) -> Any:
         if "tensor" in node:
             x = tensors[node["tensor"]]
             return x.to(getattr(torch, node["dtype"])) if "dtype" in node else x
+        if "rows" in node:
+            x = tensors[node["rows"]]
+            return PaddedRows(x, tensors[node["rows"] + MASK].bool()) if "least" in node else x
         if "dict" in node:
             return {key: value(item) for key, item in node["dict"].items()}
         if "list" in node:
@@ -96,6 +167,15 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
             if not isinstance(value, Tensor):
                 raise _different(name, "a tensor", value)
             found[node["tensor"]] = value
+        elif "rows" in node:
+            if not isinstance(value, Sequence) or not value or not all(isinstance(x, Tensor) for x in value):
+                raise _different(name, "a list with a tensor for each sample", value)
+            if "least" in node:
+                found[node["rows"]], found[node["rows"] + MASK] = padded_rows(value, node["least"])
+            elif len({x.shape for x in value}) > 1:
+                raise _different(name, "tensors of one size", [list(x.shape) for x in value])
+            else:
+                found[node["rows"]] = torch.stack(list(value))
         elif "dict" in node:
             given = value if isinstance(value, Mapping) else {}
             if not isinstance(value, Mapping) and value is not None:

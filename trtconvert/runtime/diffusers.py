@@ -23,7 +23,7 @@ from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.guidance import guidance_of
 from trtconvert.reuse.schedule import reuse_of
-from trtconvert.runtime.arguments import flat_arguments, tensors_of
+from trtconvert.runtime.arguments import flat_arguments, is_list_of_samples, tensors_of
 from trtconvert.runtime.halves import Halves, Prediction
 from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.reuse import PipelineSteps
@@ -288,6 +288,7 @@ class _Denoising:
         self._denoiser, self._record, self._timestep = denoiser, record, timestep_input
         self._of_samples = frozenset(of_samples) - {timestep_input}
         self._output = _output_class(record)
+        self._lists = is_list_of_samples(record.arguments)
         guidance = guidance_of(denoiser)
         self._halves = (
             None
@@ -360,7 +361,8 @@ class _Denoising:
             output = self._halves.prediction(_as_engines_take(named), sample, passed)
         else:
             output = self._prediction(self._in_context(), _as_engines_take(named)).to(sample)
-        return self._output(sample=output) if return_dict else (output,)
+        given = list(output.unbind()) if self._lists else output
+        return self._output(sample=given) if return_dict else (given,)
 
 
 class DiffusersTextEncoder(_DropIn):

@@ -1,7 +1,7 @@
 """What mends torch's export, one pass a file: each rewrites a model in place and counts what it changed.
 
 `trace` runs the two lists in their order, with the exporter's own optimisation between them. Ahead of both, and only where the
-exporter refuses a model, `complex_pairs` rewrites torch's program.
+exporter refuses a model, `autocast_regions` and `complex_pairs` rewrite torch's program.
 """
 
 from __future__ import annotations

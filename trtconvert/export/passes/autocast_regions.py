@@ -1,0 +1,46 @@
+"""Regions in which a model switches autocast off, as part of the program around them.
+
+Models compute rotations in such regions (Z-Image), for trainings under autocast. torch.export makes a function of each, which
+hides what it computes from passes. Without autocast around it, a region computes what it would anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._higher_order_ops.wrap import wrap_with_autocast
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+
+_ENABLED, _BODY = 2, 4
+"""Where the operator's arguments have whether autocast is on, and the function; the function's own are behind."""
+
+
+def inline_regions_without_autocast(program: ExportedProgram) -> int:
+    """Put the nodes of each region into the program's graph, in place. Regions with autocast stay.
+
+    Returns:
+        How many regions there were.
+    """
+    graph, module = program.graph_module.graph, program.graph_module
+    regions = [node for node in graph.nodes if node.target is wrap_with_autocast and not node.args[_ENABLED]]
+    for region in regions:
+        body: Any = region.args[_BODY]
+        _inline(graph, region, getattr(module, body.target))
+        graph.erase_node(region)
+        if not body.users:
+            graph.erase_node(body)
+    graph.lint()
+    module.recompile()
+    return len(regions)
+
+
+def _inline(graph: Graph, region: Node, body: GraphModule) -> None:
+    given = [node for node in body.graph.nodes if node.op == "placeholder"]
+    known: dict[Node, Any] = dict(zip(given, region.args[_BODY + 1 :], strict=True))
+    with graph.inserting_before(region):
+        results: Any = graph.graph_copy(body.graph, known)
+    for user in list(region.users):  # each takes one of the results
+        _, index = user.args
+        user.replace_all_uses_with(results[index])
+        graph.erase_node(user)
