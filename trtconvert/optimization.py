@@ -24,7 +24,7 @@ _SECTIONS: dict[str, dict[str, Any]] = {
     "attention": {"modes": "precision"},
     "layers": {"modes": "static"},
     "calibration": {"samples": 8, "batch": 4, "steps": 10, "bins": 10},
-    "verify": {"samples": 2, "steps": 4, "min_psnr": 20.0},
+    "verify": {"samples": 2, "steps": 4, "on_gpu": {"samples": 16, "steps": 10}, "min_psnr": 20.0},
 }
 """What is asked of a conversion unless the caller says otherwise."""
 
@@ -141,6 +141,9 @@ def _merged(
                 remedy="leave them out: the pipeline is the model, and `device` says where it runs",
             )
         sections[name] = sections.get(name, {}) | dict(fields)
+    asked = recipe.get("verify", {})
+    if asked.keys() & {"samples", "steps"} and "on_gpu" not in asked:  # what the caller says counts on a GPU too
+        del sections["verify"]["on_gpu"]
     return sections
 
 

@@ -25,6 +25,7 @@ from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import settled, whole_folder
 from trtconvert.models.identity import identity
+from trtconvert.models.placed import Place
 from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
@@ -103,6 +104,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     recipe = recipe.model_copy(update={"model": with_dtype(recipe.model)})
     backend, reason = choose_backend(recipe.engine.backend)
     place = choose_place(recipe.compute, recipe.model)
+    recipe = _on_place(recipe, place)
     tell_place(place, "calibration, search and verification compute", report)
     weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)
@@ -207,6 +209,15 @@ def refuse_foreign(output: Path) -> None:
             got=got,
             remedy="give another folder with -o",
         ) from error
+
+
+def _on_place(recipe: Recipe, place: Place) -> Recipe:
+    """The recipe with what it asks for where the build computes."""
+    more = recipe.verify.on_gpu
+    if not place.on_gpu or more is None:
+        return recipe
+    drawn = {"samples": more.samples, "steps": more.steps}
+    return recipe.model_copy(update={"verify": recipe.verify.model_copy(update=drawn)})
 
 
 def _refuse_missing_packages(recipe: Recipe) -> None:

@@ -519,11 +519,22 @@ class EngineSection(_Section):
         return self.profiles or [self.shapes]
 
 
+class VerifyOnGpu(_Section):
+    """What the gates draw where the build computes on a GPU."""
+
+    samples: Count = Field(default=16, description="Seeds, in the place of verify.samples.")
+    steps: Count = Field(default=20, description="Denoising steps, in the place of verify.steps.")
+
+
 class VerifySection(_Section):
     """The gates: a build whose images or outputs miss one of them fails."""
 
     samples: Count = Field(default=64, description="Seeds sampled by the full-precision and by the INT8 model.")
     steps: Count = Field(default=50, description="Denoising steps.")
+    on_gpu: VerifyOnGpu | None = Field(
+        default=None,
+        description="Other samples and steps where the build computes on a GPU, which draws more in less time.",
+    )
     sampler: Literal["ddim", "heun", "euler"] = Field(
         default="ddim", description="How the samples are drawn; `ddim` with a pipeline stands for its own scheduler."
     )

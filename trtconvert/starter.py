@@ -486,6 +486,8 @@ def _quality(
         "verify:",
         f"  samples: {drawn} # drawn in full precision and in INT8, and compared",
         f"  steps: {verified}",
+        f"  on_gpu: {{samples: {4 if long_sequences else 16}, steps: {few_count if few else 20}}} "
+        "# in their place, where the build computes on a GPU",
         "  min_psnr: 20 # dB; a build that misses it fails",
     ]
     return lines
