@@ -27,6 +27,9 @@ IN_INT8 = {"cpu": 3.0, "cuda": 1.3}
 FIXED_PLANS = 6
 """Plans without a search that are sampled beside those of the search, about."""
 
+MOST_PLANS = 3
+"""Plans that the choice of steps tries at most, see `Frontier.rivals`."""
+
 LEAST_SECONDS = 60.0
 """A build that takes less says nothing of its time."""
 
@@ -57,7 +60,9 @@ def forecast(recipe: Recipe, device: str, choices: int, step: float) -> dict[str
     if recipe.steps.computed != "all":
         from trtconvert.calib.reuse import drawings
 
-        drawn = drawings(recipe.steps.calibrated, recipe.steps.computed == "auto")
+        free = recipe.steps.computed == "auto"
+        plans = MOST_PLANS if free and recipe.attention.modes == "auto" and plan.point is None else 1
+        drawn = drawings(recipe.steps.calibrated, free, plans)
         steps["the choice of steps"] = recipe.steps.samples * recipe.steps.calibrated * drawn * in_int8
     steps["verification"] = (1 + in_int8) * verify.samples * verify.steps
     return {name: count * step for name, count in steps.items()}
