@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import Page, chromium
 from support import WEIGHTS, Built, finish, start, tiny_recipe
 from tiny_layers import WITH_CONV
 
@@ -26,6 +27,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory):
+    """A page of a browser."""
+    executable = chromium()
+    if executable is None:
+        pytest.skip("needs Chromium, and there is none (Debian: apt-get install chromium)")
+    page = Page(executable, tmp_path_factory.mktemp("profile"))
+    yield page
+    page.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Page, chromium
 from support import REPOSITORY
 
 pytest.importorskip("material")
@@ -37,32 +35,20 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Page]:
-    executable = chromium()
-    if executable is None:
-        pytest.skip("needs Chromium, and there is none (Debian: apt-get install chromium)")
-    page = Page(executable, tmp_path_factory.mktemp("profile"))
-    yield page
-    page.close()
-
-
-def test_no_page_is_clipped_and_none_asks_the_network(site, browser):
+def test_no_page_is_clipped_and_none_asks_the_network(site, page):
     pages = [path for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
     assert len(pages) > 50
     problems = list[str]()
     for path in pages:
-        browser.open(path, 1400)
-        problems += [
-            f"{path.name}: {found}" for found in (browser.evaluate(_CLIPPED), browser.evaluate(_BROKEN)) if found
-        ]
+        page.open(path, 1400)
+        problems += [f"{path.name}: {found}" for found in (page.evaluate(_CLIPPED), page.evaluate(_BROKEN)) if found]
         inside = (site.as_uri(), "data:")
-        problems += [f"{path.name}: asks {url}" for url in browser.requests() if not url.startswith(inside)]
+        problems += [f"{path.name}: asks {url}" for url in page.requests() if not url.startswith(inside)]
     assert problems == []
 
 
 @pytest.mark.parametrize("served", [False, True], ids=["from a folder", "over HTTP"])
-def test_the_search_finds(site, browser, served):
+def test_the_search_finds(site, page, served):
     if served:
         handler = functools.partial(_Quiet, directory=str(site))
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -71,9 +57,9 @@ def test_the_search_finds(site, browser, served):
     else:
         server, start = None, site.as_uri()
     try:
-        browser.call("Page.navigate", url=f"{start}/index.html?q=set_loras")
+        page.call("Page.navigate", url=f"{start}/index.html?q=set_loras")
         deadline = time.monotonic() + 30
-        while not (found := str(browser.evaluate(_FOUND) or "")) and time.monotonic() < deadline:
+        while not (found := str(page.evaluate(_FOUND) or "")) and time.monotonic() < deadline:
             time.sleep(0.2)
     finally:
         if server is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trtconvert.calib.calibrate import Parts
+from trtconvert.calib.frontier import MOST_RIVALS
 from trtconvert.calib.plan import BISECTIONS, FRONTIER_DB
 from trtconvert.calib.sensitivity import MOST_EXACT, PROBES_FORWARDS
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
@@ -26,9 +27,6 @@ IN_INT8 = {"cpu": 3.0, "cuda": 1.3}
 
 FIXED_PLANS = 6
 """Plans without a search that are sampled beside those of the search, about."""
-
-MOST_PLANS = 3
-"""Plans that the choice of steps tries at most, see `Frontier.rivals`."""
 
 LEAST_SECONDS = 60.0
 """A build that takes less says nothing of its time."""
@@ -60,9 +58,8 @@ def forecast(recipe: Recipe, device: str, choices: int, step: float) -> dict[str
     if recipe.steps.computed != "all":
         from trtconvert.calib.reuse import drawings
 
-        free = recipe.steps.computed == "auto"
-        plans = MOST_PLANS if free and recipe.attention.modes == "auto" and plan.point is None else 1
-        drawn = drawings(recipe.steps.calibrated, free, plans)
+        plans = MOST_RIVALS if recipe.plan_follows_steps else 1
+        drawn = drawings(recipe.steps.calibrated, recipe.steps.computed == "auto", plans)
         steps["the choice of steps"] = recipe.steps.samples * recipe.steps.calibrated * drawn * in_int8
     steps["verification"] = (1 + in_int8) * verify.samples * verify.steps
     return {name: count * step for name, count in steps.items()}

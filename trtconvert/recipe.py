@@ -672,6 +672,11 @@ class Recipe(_Section):
             return tuple(self.plan.sparse_candidates) if sparse == "auto" else ()
         return (sparse,)
 
+    @property
+    def plan_follows_steps(self) -> bool:
+        """Whether the plan is chosen together with the denoising steps that are computed."""
+        return self.steps.computed == "auto" and self.attention.modes == "auto" and self.plan.point is None
+
     @model_validator(mode="after")
     def _changes_can_be_seen(self) -> Recipe:
         """What changes from step to step needs steps in order, and layers that the engine computes in INT8."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from graphed_models import Digits, Doubling, Model, assert_same_calibration, assert_same_sensitivity, calls
+from graphed_models import Digits, Doubling, Model, Noting, assert_same_calibration, assert_same_sensitivity, calls
 from torch import Tensor, nn
 
 from trtconvert.calib import calibrate as calibration
 from trtconvert.calib import probes, sensitivity
 from trtconvert.models.cuda_graphs import Graphed
 from trtconvert.models.placed import Place, placed
-from trtconvert.noted import Notes
 
 pytestmark = pytest.mark.gpu
 
@@ -116,34 +113,23 @@ def test_what_fails_while_it_is_recorded_stays_eager_and_random_numbers_go_on():
     assert len(runs) == 2
 
 
-@dataclass(frozen=True)
-class Entry:
-    x: Tensor
-    of: dict[str, Tensor]
-
-
 def test_notes_and_counts_are_those_of_eager_calls():
-    notes: Notes[Entry] = Notes()
     model, counted = Model(Doubling().cuda()), torch.zeros(8, device="cuda")
+    noting, given = Noting(model.denoiser), calls(6, device="cuda")
 
     def function(x: Tensor, timestep: Tensor) -> Tensor:
-        low = x.amin(0)
-        notes.add("a", Entry(low, {"high": x.amax(0), "low": low}))
         counted.add_((x > 0).sum(0))
-        return model.denoiser(x, timestep)
+        return noting(x, timestep)
 
-    graphed, given = Graphed(function, model, notes=(notes,), counts=True), calls(6, device="cuda")
+    graphed = Graphed(function, model, notes=(noting.notes,), counts=True)
     for x, timestep in given:
         graphed(x, timestep)
-    found = notes.take()["a"]
-    assert [place for place, _ in found] == [*range(6)]
-    for (x, _), (_, entry) in zip(given, found, strict=True):
-        assert torch.equal(entry.x, x.amin(0)) and torch.equal(entry.of["high"], x.amax(0))
+    noting.assert_noted(given)
     assert torch.equal(counted, torch.stack([(x > 0).sum(0) for x, _ in given]).sum(0).float())
 
 
-def eager(model, denoiser, **_):
-    return denoiser
+def eager(model, function, **_):
+    return function
 
 
 @pytest.fixture(scope="module")
@@ -169,5 +155,5 @@ def test_sensitivities_are_those_of_eager_calls(digits, tmp_path, monkeypatch):
     found = digits.sensitivity(made, steps=20)
     assert recorded and all(graph is not None for graph in recorded)
     monkeypatch.setattr(sensitivity, "graphed", eager)
-    monkeypatch.setattr(probes, "Graphed", lambda function, _: function)
+    monkeypatch.setattr(probes, "graphed", eager)
     assert_same_sensitivity(found, digits.sensitivity(made, steps=20), rtol=0.05)

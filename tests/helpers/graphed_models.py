@@ -20,6 +20,7 @@ from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.linear.modes import LayerMode
 from trtconvert.models.digits import digits_model
+from trtconvert.noted import Notes
 from trtconvert.quant.forward import Int8Sites
 from trtconvert.recipe import Recipe, load_recipe
 
@@ -46,6 +47,34 @@ class Doubling(nn.Module):
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         return x * self.factor + timestep[:, None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a call of `Noting` notes: a tensor, and others by name, one of them the same."""
+
+    x: Tensor
+    of: dict[str, Tensor]
+
+
+class Noting:
+    """A denoiser that notes the extremes of its samples."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        self.notes: Notes[Entry] = Notes()
+        self._denoiser = denoiser
+
+    def __call__(self, x: Tensor, timestep: Tensor) -> Tensor:
+        low = x.amin(0)
+        self.notes.add("a", Entry(low, {"high": x.amax(0), "low": low}))
+        return self._denoiser(x, timestep)
+
+    def assert_noted(self, given: list[tuple[Tensor, Tensor]]) -> None:
+        """The notes are those of these calls."""
+        found = self.notes.take()["a"]
+        assert [place for place, _ in found] == [*range(len(given))]
+        for (x, _), (_, entry) in zip(given, found, strict=True):
+            assert torch.equal(entry.x, x.amin(0)) and torch.equal(entry.of["high"], x.amax(0))
 
 
 def calls(count: int, rows: int = 3, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:

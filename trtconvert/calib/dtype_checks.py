@@ -60,7 +60,7 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
         without_numbers = {id(x): empty(x) for x in weights}
         with (
             unset_fake_temporarily()
-        ):  # tensors that are neither, as Lumina's tables of rotations, are copied as they are
+        ):  # other tensors, such as Lumina's tables of rotations, are copied with their numbers
             denoiser = copy.deepcopy(model.denoiser, without_numbers)
         of_type = {
             name: torch.empty(

@@ -143,6 +143,9 @@ class Frontier(_Record):
 
 _SHARES_OF_ERROR = (0.5, 0.1)
 
+MOST_RIVALS = 1 + len(_SHARES_OF_ERROR)
+"""Of `Frontier.rivals`, at most."""
+
 
 def read_frontier(path: Path) -> Frontier:
     """

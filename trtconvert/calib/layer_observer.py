@@ -166,8 +166,9 @@ class LayerObserver:
         """
         index = timestep_bin(timestep, self._timestep_max, self._bins)
         call = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        groups, counts = (call * self._bins + index).unique(return_counts=True)
-        members = (call * self._bins + index).argsort(stable=True)
+        group = call * self._bins + index
+        groups, counts = group.unique(return_counts=True)
+        members = group.argsort(stable=True)
         starts = counts.cumsum(0) - counts
         # One row of each of several samples, as far as there are so many.
         each = torch.arange(self._rows)

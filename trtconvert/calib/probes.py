@@ -19,7 +19,7 @@ from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.calib.candidates import Candidate
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.sites import LayerCall
-from trtconvert.models.cuda_graphs import Graphed
+from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
 
 MOST_PROBES = 8
@@ -100,8 +100,7 @@ class Probes:
         self._shapes: dict[int, torch.Size] = {}  # of the prediction, by rows
         self._generator = torch.Generator().manual_seed(0)
         self._projection = _Projection(model, candidates)
-        on_gpu = next(model.denoiser.parameters()).is_cuda
-        self._projected = Graphed(self._projection, model) if on_gpu and not self._stateful else self._projection
+        self._projected: Callable[..., Any] = self._projection if self._stateful else graphed(model, self._projection)
 
     def errors(self, exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The output for inputs by name, and each candidate's mean squared error, [B] FP32, estimated for every sample."""

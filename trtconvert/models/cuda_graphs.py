@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import intercepted
 from trtconvert.noted import Notes
@@ -31,17 +31,18 @@ _Inputs = dict[str, Tensor]
 
 
 def graphed(
-    model: DiffusionModel, denoiser: Denoiser, *, notes: Sequence[Notes[Any]] = (), counts: bool = False
-) -> Denoiser:
-    """A denoiser that is recorded in CUDA graphs where the model is on a GPU; elsewhere the denoiser itself.
+    model: DiffusionModel, function: Callable[..., Any], *, notes: Sequence[Notes[Any]] = (), counts: bool = False
+) -> Callable[..., Any]:
+    """A denoiser, or another function of a model's inputs, that is recorded in CUDA graphs where the model is on a GPU; elsewhere
+    the function itself.
 
     Args:
-        denoiser: see `Graphed`; called as the model's own. Without state that lies on the host: no caches of layers.
+        function: see `Graphed`. Without state that lies on the host: no caches of layers.
         notes, counts: see `Graphed`.
     """
     if next(model.denoiser.parameters()).device.type != "cuda":
-        return denoiser
-    return Graphed(denoiser, model, notes=notes, counts=counts)
+        return function
+    return Graphed(function, model, notes=notes, counts=counts)
 
 
 class Graphed:
@@ -76,8 +77,7 @@ class Graphed:
         if key not in self._calls:
             recordable = self._waits_for_nothing(given)
             outputs = self._function(**given)
-            kept = [x.detach().clone() for x in tree_leaves(outputs)]
-            self._calls[key] = _First(_copies(given), kept) if recordable else None
+            self._calls[key] = _First(_copies(given), _prediction(outputs).clone()) if recordable else None
             return outputs
         known = self._calls[key]
         if isinstance(known, _First):
@@ -104,7 +104,6 @@ class Graphed:
 
     def _recorded(self, first: _First, given: _Inputs) -> _Graph | None:
         """The graph of a call; None where the function cannot be recorded, or the graph gives something else."""
-        starts = [len(notes) for notes in self._notes]
         try:
             if self._counts:
                 of_denoiser = _Graph(self._exact, self._of_model(given), ())
@@ -113,8 +112,6 @@ class Graphed:
             return graph if graph.gives(first) else None
         except Exception:
             # A function that runs eagerly may raise anything here. The eager call that follows tells what is wrong.
-            for notes, start in zip(self._notes, starts, strict=True):
-                notes.cut(start)
             return None
 
 
@@ -134,10 +131,10 @@ def _key(given: Mapping[str, Tensor]) -> _Key:
 
 @dataclass
 class _First:
-    """The first call of some shapes: copies of its inputs and outputs."""
+    """The first call of some shapes: copies of its inputs and of its prediction."""
 
     inputs: _Inputs
-    outputs: list[Tensor]
+    prediction: Tensor
 
 
 class _Graph:
@@ -146,9 +143,11 @@ class _Graph:
     def __init__(self, function: _Function, given: _Inputs, notes: Sequence[Notes[Any]]) -> None:
         self._inputs, self._graph = _copies(given), torch.cuda.CUDAGraph()
         starts = [len(one) for one in notes]
-        with _unharmed(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._outputs = function(**self._inputs)
-        self._noted = [(one, one.cut(start)) for one, start in zip(notes, starts, strict=True)]
+        try:
+            with _unharmed(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._outputs = function(**self._inputs)
+        finally:
+            self._noted = [(one, one.cut(start)) for one, start in zip(notes, starts, strict=True)]
 
     def __call__(self, given: Mapping[str, Tensor]) -> Any:
         self._repeat(given)
@@ -165,9 +164,13 @@ class _Graph:
     def gives(self, first: _First) -> bool:
         """Whether the graph gives the prediction of the first call for its inputs."""
         self._repeat(first.inputs)
-        got, expected = tree_leaves(self._outputs)[0].double(), first.outputs[0].double()
+        got, expected = _prediction(self._outputs).double(), first.prediction.double()
         error = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
         return math.isfinite(error) and error <= CLOSE
+
+
+def _prediction(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 
 def _copies(given: Mapping[str, Tensor]) -> _Inputs:

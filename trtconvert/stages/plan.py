@@ -26,9 +26,8 @@ def plan_stages(build: Build, calibrated: Calibrated, searched: Stage | None) ->
         One plan; where steps are left out as the budget allows, and the plan was searched, that plan and its rivals, see
         `Frontier.rivals`.
     """
-    recipe = build.recipe
-    names = [recipe.plan.point]
-    if searched is not None and recipe.steps.computed == "auto" and recipe.plan.point is None:
+    names = [build.recipe.plan.point]
+    if searched is not None and build.recipe.plan_follows_steps:
         names += [point.name for point in read_frontier(searched.folder / FRONTIER).rivals()[1:]]
     return [_plan_stage(build, calibrated, searched, name) for name in names]
 
