@@ -287,8 +287,8 @@ def traced_blocks(module: nn.Module, width: int = 64, dtype: torch.dtype = torch
     return traced(model, dtype)
 
 
-def traced(model: DiffusionModel, dtype: torch.dtype = torch.float32) -> ir.Model:
-    """A model with an INT8 node at every site, with tables of its own data."""
+def traced(model: DiffusionModel, dtype: torch.dtype = torch.float32, like: DiffusionModel | None = None) -> ir.Model:
+    """A model with an INT8 node at every site, with tables of its own data, or of those of another model like it."""
     from trtconvert.attention.modes import Mode
     from trtconvert.attention.reference import tables_from_data
     from trtconvert.export.trace import SiteOptions, trace
@@ -300,7 +300,8 @@ def traced(model: DiffusionModel, dtype: torch.dtype = torch.float32) -> ir.Mode
         return call.exact()
 
     with torch.no_grad():
-        intercepted(model, handler)(**model.example(0, {name: size for name, (_, size, _) in model.dims.items()}))
+        sizes = {name: size for name, (_, size, _) in model.dims.items()}
+        intercepted(like or model, handler)(**model.example(0, sizes))
     return trace(model, tables, SiteOptions(1000.0, "calibrated", True), dims=model.dims, dtype=dtype)
 
 

@@ -1,56 +1,91 @@
-"""The type of engines where a recipe does not say it: that in which a pipeline's denoiser was saved."""
+"""Denoisers that are loaded in the type of their files."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from safetensors.torch import save_file
+from collections import Counter
+from typing import Any
 
-from trtconvert.models.saved import with_dtype
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import PixArtTransformer2DModel
+from tiny_models import traced
+
+from trtconvert import models
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.models.loading import load_pipeline
+from trtconvert.models.placed import _copied
 from trtconvert.recipe import ModelSection
 
 
-def saved(folder, name="transformer/diffusion_pytorch_model.safetensors", dtype=torch.bfloat16, norms=torch.float32):
-    """A file of weights, most of them of one type."""
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"weight": torch.zeros(64, 64, dtype=dtype), "norm.weight": torch.zeros(64, dtype=norms)}, path)
-    return folder
+@pytest.fixture(scope="module", params=["flux", "wan"])
+def stored(request, tmp_path_factory) -> ModelSection:
+    """A pipeline in BF16."""
+    folder = tmp_path_factory.mktemp(request.param)
+    getattr(tiny_pipelines, request.param)().to(torch.bfloat16).save_pretrained(folder)
+    return ModelSection(
+        source="diffusers", weights=folder, dtype="bfloat16", options={"height": 64, "width": 64, "batch": [1, 1, 2]}
+    )
 
 
-def dtype_of(folder, source="diffusers", **fields):
-    return with_dtype(ModelSection(source=source, weights=folder, **fields)).dtype
+def types(model: DiffusionModel) -> set[torch.dtype]:
+    return {x.dtype for x in model.denoiser.parameters()}
 
 
-@pytest.mark.parametrize("component", ["transformer", "unet"])
-@pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [
-        (torch.bfloat16, "bfloat16"),
-        (torch.float16, "float16"),
-        (torch.float32, "float32"),
-        (torch.float8_e4m3fn, "float32"),
-    ],
-)
-def test_it_is_that_of_most_weights_of_the_denoiser(tmp_path, component, stored, dtype):
-    saved(tmp_path, "text_encoder/model.safetensors", torch.float16)
-    assert dtype_of(saved(tmp_path, f"{component}/diffusion_pytorch_model.safetensors", stored)) == dtype
+def test_weights_are_as_stored_where_it_is_asked_for_and_float32_otherwise(stored):
+    kept = {torch.float32} if "Wan" in models.load(stored).name else set()  # as diffusers has it
+    assert types(models.load(stored, as_stored=True)) == {torch.bfloat16} | kept
+    assert types(models.load(stored)) == {torch.float32}
 
 
-def test_variants_and_second_denoisers_and_single_files_have_their_own(tmp_path):
-    saved(tmp_path, dtype=torch.float32)
-    saved(tmp_path, "transformer/diffusion_pytorch_model.fp16.safetensors", torch.float16)
-    saved(tmp_path, "transformer_2/diffusion_pytorch_model-00001-of-00002.safetensors", torch.bfloat16)
-    assert dtype_of(tmp_path) == "float32"
-    assert dtype_of(tmp_path, options={"variant": "fp16"}) == "float16"
-    assert dtype_of(tmp_path, options={"denoiser": "transformer_2"}) == "bfloat16"
-    assert dtype_of(tmp_path / "transformer" / "diffusion_pytorch_model.fp16.safetensors") == "float16"
+def test_weights_of_another_type_than_the_recipe_has_are_float32(stored):
+    other = stored.model_copy(update={"dtype": "float16"})
+    assert types(models.load(other, as_stored=True)) == {torch.float32}
 
 
-def test_what_the_recipe_says_stands_and_other_models_are_float32(tmp_path):
-    saved(tmp_path)
-    assert dtype_of(tmp_path, dtype="float16") == "float16"
-    assert dtype_of(tmp_path, source="package.module:function") == "float32"
-    assert dtype_of(tmp_path / "nowhere") == "float32"
-    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"damaged")
-    assert dtype_of(tmp_path) == "float32"
+def test_what_is_exported_and_what_is_copied_in_float32_are_those_of_a_model_in_float32(stored):
+    narrow, wide = models.load(stored, as_stored=True), models.load(stored)
+    ours, theirs = (traced(model, torch.bfloat16, like=wide).graph.initializers for model in (narrow, wide))
+    assert {name: x.const_value.tobytes() for name, x in ours.items()} == {
+        name: x.const_value.tobytes() for name, x in theirs.items()
+    }
+    copied = _copied(narrow.denoiser, torch.device("cpu"), torch.float32)
+    inputs = narrow.example(0, {name: opt for name, (_, opt, _) in narrow.dims.items()})
+    with torch.no_grad():
+        torch.testing.assert_close(copied(**inputs), wide.denoiser(**inputs), rtol=0, atol=0)
+
+
+def test_tables_of_positions_are_computed_in_float32(tmp_path):
+    tiny_pipelines.pixart().to(torch.bfloat16).save_pretrained(tmp_path)
+    denoiser = load_pipeline(tmp_path).transformer
+    exact: Any = PixArtTransformer2DModel.from_config(denoiser.config)
+    assert denoiser.dtype == torch.bfloat16
+    assert torch.equal(denoiser.pos_embed.pos_embed, exact.pos_embed.pos_embed)
+    assert not torch.equal(exact.pos_embed.pos_embed, exact.pos_embed.pos_embed.bfloat16().float())
+
+
+def test_weights_of_several_types_are_loaded_in_float32(tmp_path):
+    pipe: Any = tiny_pipelines.pixart()
+    pipe.transformer.to(torch.bfloat16)
+    pipe.transformer.scale_shift_table.data = pipe.transformer.scale_shift_table.data.float()
+    pipe.save_pretrained(tmp_path)
+    assert load_pipeline(tmp_path).transformer.dtype == torch.float32
+
+
+def test_text_encoders_compute_each_prompt_once(tmp_path, monkeypatch):
+    calls = Counter[bytes]()
+    pipe = tiny_pipelines.with_text("stable_diffusion")
+    pipe.save_pretrained(tmp_path)
+    kind = type(pipe.text_encoder)
+    forward = kind.forward
+
+    def counting(self, input_ids, *args, **kwargs):
+        calls[input_ids.numpy().tobytes()] += 1
+        return forward(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", counting)
+    models.load(
+        ModelSection(source="diffusers", weights=tmp_path, options={"height": 64, "width": 64, "batch": [1, 1, 2]})
+    )
+    assert calls
+    assert set(calls.values()) == {1}

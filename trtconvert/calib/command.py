@@ -53,7 +53,7 @@ def calibrate_recipe(
     with alone:
         with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
             ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
-            model = models.load(recipe.model, recipe.loras)
+            model = models.load(with_dtype(recipe.model), recipe.loras, as_stored=place.on_gpu)
             if recipe.engine.guidance == "fused":
                 fused_form(model)  # which refuses models that cannot
             model = placed(model, place)

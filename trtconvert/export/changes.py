@@ -12,6 +12,7 @@ from trtconvert.diffusion_model import DiffusionModel, InputSpec, require_one_si
 from trtconvert.export.nodes.changes import CONV, LARGEST, LINEAR, QUANTISE
 from trtconvert.export.nodes.common import DOMAIN, VERSION
 from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA
+from trtconvert.fake_tensors import in_float32_shapes, shapes_alone
 from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.changes import Steps, cache_dtype, scales_of, steps_of
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks
@@ -70,8 +71,9 @@ def caches_of(
         return output
 
     names = [spec.name for spec in model.inputs]
-    example = {name: x.to(next(model.denoiser.parameters()).device) for name, x in model.example(0, sizes).items()}
-    with torch.no_grad():
+    example = model.example(0, sizes)
+    with torch.no_grad(), in_float32_shapes(model.denoiser), shapes_alone() as mode:
+        example = {name: mode.from_tensor(x) for name, x in example.items()}
         InterceptedDenoiser(model.denoiser, names, model.timestep_input, layer_hooks(seen))(**example)
     return [InputSpec(LAST, "float32", (batch,)), *found.values()]
 

@@ -63,9 +63,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def load(section: ModelSection, loras: Sequence[LoraSection] = ()) -> DiffusionModel:
-    """The model that a recipe names, its weights checked, and with its LoRAs in them.
+def load(section: ModelSection, loras: Sequence[LoraSection] = (), *, as_stored: bool = False) -> DiffusionModel:
+    """The model that a recipe names, its weights checked, and with its LoRAs in them. It computes in FP32.
 
+    Args:
+        as_stored: leave the weights of the denoiser in the 16-bit type of the recipe, where its files have that: such a model is
+            copied to a GPU, or exported, and takes no memory for a second copy. It does not compute on FP32 inputs as it is.
     Raises:
         UserError: unknown source, missing or unfit weights, NaN or Inf among them, or a LoRA that does not fit them.
     """
@@ -81,11 +84,19 @@ def load(section: ModelSection, loras: Sequence[LoraSection] = ()) -> DiffusionM
         model = _load(section)
     finally:  # of code that the model comes with, and the type of all that is drawn and made from here on
         torch.set_default_dtype(default)
+    if section.source in (DIFFUSERS, _FUNCTIONS[DIFFUSERS]) and not (as_stored and _is_of(model, section.dtype)):
+        model.denoiser.float()
     if loras:
         from trtconvert.models.lora import merge_loras
 
         merge_loras(model, loras)
     return model
+
+
+def _is_of(model: DiffusionModel, dtype: str) -> bool:
+    """Whether the denoiser's weights are of a type, or of FP32."""
+    types = {str(x.dtype).removeprefix("torch.") for x in model.denoiser.state_dict().values() if x.is_floating_point()}
+    return types <= {"float32", dtype}
 
 
 def _load(section: ModelSection) -> DiffusionModel:

@@ -91,6 +91,10 @@ class PipelineComponents:
                 got=name,
                 remedy="correct components in the recipe, or save the pipeline with it",
             )
+        with self.caller.encoding_once():
+            return self._observed(name)
+
+    def _observed(self, name: str) -> ModelComponent:
         if name == DECODER:
             return self._component(name, self.caller.pipe.vae, "decode", self._observe_rows(self._decoded))
         if name == ENCODER:

@@ -16,6 +16,7 @@ from trtconvert.attention.schedules import scheduler_sigmas
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec, resized
 from trtconvert.errors import UserError
+from trtconvert.fake_tensors import in_float32_shapes
 from trtconvert.guidance import FusedGuidance, guidance_of
 from trtconvert.images import read_picture
 from trtconvert.interception import first_tensor
@@ -42,7 +43,7 @@ from trtconvert.models.pipelines import (
 from trtconvert.models.probes import first_inputs, first_timesteps
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import DENOISERS
-from trtconvert.models.size_steps import OperationLog, refuse_between_steps, steps_of
+from trtconvert.models.size_steps import OperationLog, Range, refuse_between_steps, steps_of
 from trtconvert.noise_input import NoiseInput
 from trtconvert.reuse.schedule import Scheduler, reuse_of
 from trtconvert.runtime.arguments import parameters_of, put_together, with_least_rows
@@ -99,6 +100,17 @@ def diffusers_model(
     )
     wanted = {"batch": BATCH if batch is None else batch, "height": height, "width": width, "frames": frames}
     ranges = {name: size_range(name, size) for name, size in wanted.items() if size is not None}
+    with in_float32_shapes(getattr(pipe, component).requires_grad_(False)), caller.encoding_once():
+        return _observed(caller, length, ranges)
+
+
+def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Range]) -> DiffusionModel:
+    """What a pipeline passes to its denoiser, as a model.
+
+    Args:
+        length: of prompts, see `tokens` of `diffusers_model`; ranges: of the other sizes.
+    """
+    pipe, component = caller.pipe, caller.component
     refuse_unknown(caller, ranges)
     sizes = {name: opt for name, (_, opt, _) in ranges.items()}
     varied = settled_lengths(caller, length, sizes)

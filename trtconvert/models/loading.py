@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trtconvert.documents import safetensors_header
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
 from trtconvert.models.saved import DENOISERS, INDEX, pipeline_folder, refuse_unfit_config
 from trtconvert.runtime.libraries import current_name
@@ -86,7 +87,10 @@ def load_pipeline(
     variant: str | None = None,
     ignore: Sequence[str] = (),
 ) -> Any:
-    """A pipeline in FP32, with or without its text encoders. Nothing is downloaded, and no code in files of weights is executed.
+    """A pipeline, with or without its text encoders. Nothing is downloaded, and no code in files of weights is executed.
+
+    Its models are in FP32. The denoiser keeps the 16-bit type of its files where all of its weights have one, so that a large
+    denoiser lies in memory once.
 
     Args: see `Weights`; weights is its place.
     Raises:
@@ -134,8 +138,8 @@ def load_pipeline(
                     remedy=f"pip install {package[1]}",
                 ) from error
             raise _not_loaded(f"the pipeline in {folder}", error) from error
-    for part in loaded.components.values():
-        if isinstance(part, nn.Module) and part.dtype != torch.float32:
+    for name, part in loaded.components.items():
+        if isinstance(part, nn.Module) and part.dtype != torch.float32 and name != _denoiser_of(index, asked):
             part.to(torch.float32)
     return loaded
 
@@ -293,9 +297,15 @@ def _models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str,
     _refuse_unknown_variant(folder, asked.variant, places)
     stored = {path: stored_weights(path, asked.variant) for path in places}
     for name, parts in rest.items():
-        loaded = [_loaded(kind, path, stored[path], f"{name} in {folder}", asked) for kind, path in parts]
+        as_stored = name == _denoiser_of(index, asked)
+        loaded = [_loaded(kind, path, stored[path], f"{name} in {folder}", asked, as_stored) for kind, path in parts]
         models[name] = kinds[name](loaded) if parts[0][0] is not kinds[name] else loaded[0]
     return models
+
+
+def _denoiser_of(index: Mapping[str, Any], asked: Weights) -> str | None:
+    """The name of the model that is converted; None where the pipeline has none, which is told later."""
+    return next((name for name in ([asked.denoiser] if asked.denoiser else DENOISERS) if name in index), None)
 
 
 def _refuse_unknown_variant(folder: Path, variant: str | None, places: Iterable[Path]) -> None:
@@ -344,11 +354,14 @@ def _of_diffusers(kind: Any) -> bool:
     return hasattr(kind, "load_config")
 
 
-def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, asked: Weights) -> nn.Module:
-    """A model with the weights of its folder.
+def _loaded(
+    kind: Any, folder: Path, stored: StoredWeights | None, title: str, asked: Weights, as_stored: bool
+) -> nn.Module:
+    """A model with the weights of its folder, in FP32.
 
     Args:
         title: of the model, for messages.
+        as_stored: leave the weights in the 16-bit type of their files, where there is one, and on the disk until they are read.
     Raises:
         UserError: see `load_pipeline`.
     """
@@ -376,6 +389,7 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
             state = read_tensors(stored.files)
             refuse_missing_scales(stored.files)
             return _model_of(kind, folder, state, title, asked.ignore)
+        dtype = _type_of_files(kind, stored) if as_stored else None
         # Both libraries take safetensors first, wherever the variant is.
         model, told = kind.from_pretrained(
             folder,
@@ -383,10 +397,10 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
             output_loading_info=True,
             variant=stored.variant,
             use_safetensors=stored.safetensors,
-            **(
-                {} if _of_diffusers(kind) else {"dtype": torch.float32}
-            ),  # diffusers' default, and not that of transformers
+            **_asking_for(kind, dtype or torch.float32),
         )
+        if dtype is not None:
+            _buffers_of_float32(model, kind, folder)
     except TrtconvertError:
         raise
     except _FAILURES as error:
@@ -394,6 +408,41 @@ def _loaded(kind: Any, folder: Path, stored: StoredWeights | None, title: str, a
         raise _not_loaded(title, error) from error
     _refuse_others(kind, title, told["missing_keys"], told["unexpected_keys"], asked.ignore)
     return model
+
+
+def _asking_for(kind: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What `from_pretrained` takes for a type. FP32 is what diffusers does unless it is told, and makes a copy where it is."""
+    if not _of_diffusers(kind):
+        return {"dtype": dtype}
+    return {} if dtype == torch.float32 else {"torch_dtype": dtype}
+
+
+def _type_of_files(kind: Any, stored: StoredWeights) -> torch.dtype | None:
+    """The 16-bit type of all floating-point weights in files, but for those that diffusers keeps in FP32; None where there is no
+    such type, or the files do not say it beforehand."""
+    if not (stored.safetensors and _of_diffusers(kind)):
+        return None
+    kept = set(getattr(kind, "_keep_in_fp32_modules", None) or ())
+    types = set[str]()
+    for file in stored.files:
+        for name, entry in safetensors_header(file).items():
+            if name != "__metadata__" and not kept & {*name.split(".")}:
+                types.add(str(entry["dtype"]))
+    floating = types & {"F64", "F32", "F16", "BF16"}
+    return {"F16": torch.float16, "BF16": torch.bfloat16}.get(floating.pop()) if len(floating) == 1 else None
+
+
+def _buffers_of_float32(model: nn.Module, kind: Any, folder: Path) -> None:
+    """Put FP32 tables, such as those of positions, in the place of those that the library computed in 16 bits."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        exact = kind.from_config(dict(kind.load_config(folder, local_files_only=True)))
+    of_files = model.state_dict().keys()
+    computed = {name: x for name, x in exact.named_buffers() if name not in of_files and x.is_floating_point()}
+    for name, x in computed.items():
+        place, _, buffer = name.rpartition(".")
+        model.get_submodule(place).register_buffer(buffer, x, persistent=False)
 
 
 def _model_of(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, ignore: Sequence[str]) -> nn.Module:

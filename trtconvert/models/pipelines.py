@@ -6,6 +6,8 @@ inputs, and what changes with a size gives the symbolic dimensions.
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import json
 import math
@@ -25,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.utils._pytree import tree_flatten
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, kind_and_first_line
 from trtconvert.fake_tensors import shapes_alone
@@ -601,6 +604,16 @@ class PipelineCaller:
         )
 
     @contextmanager
+    def encoding_once(self) -> Iterator[None]:
+        """Inside the block each text encoder computes once for equal tokens: finding out what a pipeline passes asks for the same
+        few prompts ten times, and a large encoder takes seconds for each on a CPU."""
+        with ExitStack() as remembering:
+            for name, part in self.pipe.components.items():
+                if name.startswith("text_encoder") and isinstance(part, nn.Module):
+                    remembering.enter_context(replaced(part, "forward", _remembered(part.forward)))
+            yield
+
+    @contextmanager
     def others_idling(self) -> Iterator[int]:
         """Denoisers that are not converted cost nothing, and find no noise: Wan 2.2 has a `transformer` for high noise and a
         `transformer_2` for low noise. Gives how many there are."""
@@ -627,6 +640,24 @@ class PipelineCaller:
             yield
         finally:
             setattr(self.pipe, self.component, own)
+
+
+def _remembered(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A text encoder's forward that gives what it gave before, in tensors of its own, for the same tokens, masks and options."""
+    results: dict[Any, Any] = {}
+
+    @functools.wraps(forward)
+    def remembering(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        if any(isinstance(x, Tensor) and (type(x) is not Tensor or x.is_floating_point()) for x in leaves):
+            return forward(*args, **kwargs)
+        numbers = ((x.dtype, x.shape, x.cpu().numpy().tobytes()) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        key = (repr(structure), *numbers)
+        if key not in results:
+            results[key] = forward(*args, **kwargs)
+        return copy.deepcopy(results[key])
+
+    return remembering
 
 
 def _idle(*arguments: Any, **named: Any) -> Any:

@@ -73,8 +73,9 @@ def _copied(module: nn.Module, device: Any, dtype: Any) -> nn.Module:
     }
 
     def there(name: str, x: Tensor) -> Tensor:
-        stays = not x.is_floating_point() or bool(kept & {*name.split(".")})
-        return x.to(device, copy=True) if stays else x.to(device, dtype, copy=True)
+        if not x.is_floating_point():
+            return x.to(device, copy=True)
+        return x.to(device, torch.float32 if kept & {*name.split(".")} else dtype, copy=True)
 
     return copied_with(module, there).requires_grad_(False)
 

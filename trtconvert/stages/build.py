@@ -31,11 +31,11 @@ class Source:
         self._placed: DiffusionModel | None = None
 
     def model(self) -> DiffusionModel:
-        """As it was loaded: in FP32, on the CPU."""
+        """On the CPU, in FP32; where a GPU computes, as it is stored, see `trtconvert.models.load`."""
         if self._model is None:
             from trtconvert import models
 
-            self._model = models.load(self._recipe.model, self._recipe.loras)
+            self._model = models.load(self._recipe.model, self._recipe.loras, as_stored=self._place.on_gpu)
             for text in self._model.notices:
                 self._report.notice(text)
         return self._model
