@@ -41,6 +41,7 @@ from trtconvert.export.nodes.layers import (
     layer_nodes,
     table_names,
 )
+from trtconvert.export.optimisation import optimise
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.autocast_regions import inline_regions_without_autocast
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
@@ -287,7 +288,7 @@ def _exported(
     with warnings.catch_warnings(), weights_apart(program.model, weights):
         # Constants are folded with numpy, and T5's buckets of positions take the logarithm of 0 where they are not looked at.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
-        program.optimize()
+        optimise(program)
     for rewrite in AFTER_OPTIMISATION:
         rewrite(program.model)
     return program.model

@@ -1,0 +1,57 @@
+"""The optimiser that all exports go through."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from trtconvert.export.optimisation import optimise
+
+
+def program(length: int) -> torch.onnx.ONNXProgram:
+    """A chain of so many operations, of whose result both halves are added."""
+    chain = "\n".join(f"x{n + 1} = Sin(x{n})" for n in range(length))
+    text = f"""
+        <ir_version: 10, opset_import: ["": 20]>
+        chain (float[2, 16] x0) => (float[2, 8] y)
+        <int64[1] zero = {{0}}, int64[1] half = {{8}}, int64[1] end = {{16}}, int64[1] axis = {{1}}> {{
+            {chain}
+            second = Slice(x{length}, half, end, axis)
+            first = Slice(x{length}, zero, half, axis)
+            y = Add(first, second)
+        }}"""
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
+    return torch.onnx.ONNXProgram(model, None)  # pyright: ignore[reportArgumentType]
+
+
+def kinds(of: torch.onnx.ONNXProgram) -> list[str]:
+    return [node.op_type for node in of.model.graph]
+
+
+def test_what_it_leaves_is_what_onnxscript_leaves_by_itself():
+    ours, theirs = program(5), program(5)
+    optimise(ours)
+    theirs.optimize()
+    assert kinds(ours) == kinds(theirs)
+    assert "Split" in kinds(ours)  # by the pattern with two outputs
+
+
+def test_its_work_grows_with_the_graph_and_not_with_its_square(monkeypatch):
+    asked = 0
+    identifier = ir.Node.op_identifier
+
+    def counted(node: ir.Node) -> tuple[str, str, str]:
+        nonlocal asked
+        asked += 1
+        return identifier(node)
+
+    monkeypatch.setattr(ir.Node, "op_identifier", counted)
+
+    def work(length: int) -> int:
+        nonlocal asked
+        asked = 0
+        optimise(program(length))
+        return asked
+
+    assert work(800) < 5 * work(200)
