@@ -110,6 +110,14 @@ class Cache:
                 (partial / _INDEX).write_text(json.dumps(hashes, indent=1))
         return Stage(key, folder, False, hashes)
 
+    def work(self, name: str, code: Collection[str], reads: Mapping[str, Any]) -> Path:
+        """The folder of what a stage keeps while it is not finished, or for others like it; whoever wants it makes it.
+
+        Args: see `stage`.
+        """
+        text = json.dumps({"code": code_identity(*sorted(code)), "reads": reads}, sort_keys=True, default=str)
+        return self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
 
 def _whole(folder: Path) -> dict[str, str] | None:
     """The hashes of a stage's files; None where it is not there, or damaged."""

@@ -6,8 +6,6 @@ killed. Each batch's statistics are computed by themselves and merged in the ord
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from trtconvert.attention.ranges import RangeObserver, offsets
 from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bars import Steps
-from trtconvert.cache import Cache, code_identity, versions
+from trtconvert.cache import Cache, versions
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, batches_of, open_data
@@ -538,5 +536,4 @@ def observations_folder(cache: Cache, recipe: Recipe, weights: str, place: Place
     # The observations depend on the modules that load and observe the model, and on those that the user's functions import.
     own = [name for name in (recipe.model.source, recipe.calibration.data) if isinstance(name, str)]
     code = {__name__, "trtconvert.models", "trtconvert.models.placed"}.union(*map(names_of_ours, own))
-    text = json.dumps({"code": code_identity(*sorted(code)), "reads": reads}, sort_keys=True, default=str)
-    return cache.folder / f"observed-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return cache.work("observed", code, reads)

@@ -185,6 +185,26 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
     return reads
 
 
+OF_LIMITS = ("min_psnr", "min_ssim", "max_lpips", "max_feature_distance")
+"""Fields of the plan section that say how good samples must be."""
+
+OF_CHOICES = ("candidates", "layer_candidates", "sparse_candidates", "kernel_cost")
+"""Fields of the plan section that say between which choices a search decides, and what each costs in time."""
+
+
+def measured_reads(section: PlanSection) -> dict[str, Any]:
+    """Everything in the plan section that decides what a search measures of a choice and of a plan, as JSON values.
+
+    Raises:
+        UserError: see `search_reads`.
+    """
+    reads = search_reads(section)
+    figures = [name for name in OF_LIMITS if reads[name] is not None]
+    return {name: value for name, value in reads.items() if name not in {*OF_LIMITS, *OF_CHOICES}} | {
+        "figures": figures
+    }
+
+
 def classifier_weights(name: str) -> Path:
     """The file of one of `SHIPPED_CLASSIFIERS`."""
     return shipped_folder() / f"{name}.safetensors"

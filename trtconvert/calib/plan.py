@@ -34,6 +34,7 @@ from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.fixed_plans import fixed_plans
 from trtconvert.calib.frontier import Frontier, PlanPoint
+from trtconvert.calib.kept_search import KeptSearch
 from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.layer_plan import SearchedLayers, layer_seconds
 from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
@@ -113,6 +114,7 @@ def search(
     bar: Steps,
     shares: Sequence[float] = (),
     cache_bytes: int = 2,
+    kept: KeptSearch | None = None,
 ) -> Frontier:
     """Measure the sensitivity of the model and search its plan, see `measure_sensitivity` and `search_plan`.
 
@@ -125,7 +127,9 @@ def search(
         bar: shows the progress.
         shares: of attention that block masks may lose, of which the calibration has the blocks.
         cache_bytes: of a number in the caches of layers that quantise changes, where `layers.modiff` is auto.
+        kept: what was measured before; takes what is measured now.
     """
+    kept = kept or KeptSearch()
     has_convs = any(layer.kind == "conv" for layer in layers)
     cost, allowed, allowed_layers = kernel_cost(section, of_layers, masks=bool(shares), convs=has_convs)
     blocks = {site.name: calibration.blocks[site.name] for site in sites if shares and site.name in calibration.blocks}
@@ -156,29 +160,35 @@ def search(
 
     seeds = range(section.seed, section.seed + section.samples)
     exact = Plan.of({unit: unit.choices[:1] * bins for unit in of_sites})
-    sensitivity = measure_sensitivity(
-        model, units, int8_sites(exact), bins, layers=searched.int8, blocks=blocks, seeds=seeds,
-        steps=section.steps, bar=bar, method=section.sensitivity,
-    )  # fmt: skip
+
+    def measured_sensitivity() -> Sensitivity:
+        return measure_sensitivity(
+            model, units, int8_sites(exact), bins, layers=searched.int8, blocks=blocks, seeds=seeds,
+            steps=section.steps, bar=bar, method=section.sensitivity,
+        )  # fmt: skip
+
+    sensitivity = kept.sensitivity(units, measured_sensitivity)
 
     @torch.no_grad()
     def drawn(denoiser: Denoiser) -> Tensor:
         return with_bar.sample(denoiser, seeds, steps=section.steps, solver="ddim")
 
     with_bar = with_progress(model, bar)
-    full = drawn(graphed(model, model.denoiser))
+    full = kept.images(lambda: drawn(graphed(model, model.denoiser)))
     bar.step()
-    measured: dict[tuple[Decision, ...], dict[str, float]] = {}
 
     def measure(plan: Plan) -> dict[str, float]:
-        key = (*plan.attention.values(), *plan.layers.values())
-        if key not in measured:
+        def sampled() -> dict[str, float]:
             in_int8 = searched.int8.in_plan(plan.layers)
-            measured[key] = figures(budget, drawn(int8_denoiser(model, int8_sites(plan), in_int8)), full)
-            bar.step()
-        else:
+            return figures(budget, drawn(int8_denoiser(model, int8_sites(plan), in_int8)), full)
+
+        there = kept.has(plan)
+        found = kept.figures(plan, sampled)
+        if there:
             bar.skip()
-        return measured[key]
+        else:
+            bar.step()
+        return found
 
     points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, searched.stated)
     densities = [density(point.sparse, blocks, len(sites), sensitivity.steps) for point in points]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtconvert.cache import Stage
-from trtconvert.calib.identity import search_reads
+from trtconvert.calib.identity import measured_reads, search_reads
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import FRONTIER, SCALINGS
 from trtconvert.stages.results import Calibrated
@@ -20,26 +20,30 @@ if TYPE_CHECKING:
 def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
     """Try plans and sample with each. Leaves the frontier; which of them is built is the plan stage's choice.
 
+    What is measured outlives a build that is killed, and serves other budgets.
+
     Returns:
         None where the recipe states the plan.
     """
     recipe = build.recipe
     if recipe.attention.modes != "auto":
         return None
-    reads = {
+    shared = {
         "calibration": calibrated.stage.key,
         "attention": recipe.attention.model_dump(mode="json"),
         "layers": recipe.layers.model_dump(mode="json"),
-        "plan": search_reads(recipe.plan),
         "shapes": ranges_read(recipe),
     } | (build.guidance_reads() | build.kernel_reads())
     if recipe.layers.modiff == "auto":
-        reads["dtype"] = recipe.model.dtype  # that of caches
+        shared["dtype"] = recipe.model.dtype  # that of caches
+    reads = shared | {"plan": search_reads(recipe.plan)}
 
     def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.calib.kept_search import KeptSearch
         from trtconvert.calib.plan import search, site_scalings
         from trtconvert.evaluate.budget import load_budget
 
+        work = build.cache.work("searched", {__name__, *build.code}, shared | {"plan": measured_reads(recipe.plan)})
         source, sites = build.source.placed(), calibrated.chosen_sites
         form = build.as_exported(source)
         batch = opt_rows(form, profiles_of(recipe, form)[0])
@@ -60,6 +64,7 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
             bar,
             recipe.sparse_shares,
             2 if recipe.model.dtype == "float16" else 4,
+            KeptSearch(work),
         )
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
 
