@@ -156,6 +156,9 @@ class Int8Attention(nn.Module):
         _require(timestep_bins >= 1, "timestep_bins", "at least 1", timestep_bins)
         for name, block in (("block_q", block_q), ("block_k", block_k)):
             _require(block in (16, 32, 64, 128, 256), name, "16, 32, 64, 128 or 256", block)
+        if softmax_scale is not None:  # written so that NaN fails, as below
+            wanted = "a positive finite number"
+            _require(0 < softmax_scale < math.inf, "softmax_scale", wanted, softmax_scale, "leave it out for 1/√D")
         _require(0 <= softmax_eps < math.inf, "softmax_eps", "0 or a small positive number", softmax_eps)
         _require(attention_type in ATTENTION_TYPES, "attention_type", " or ".join(ATTENTION_TYPES), attention_type)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
