@@ -160,7 +160,7 @@ class DiffusionModel:
             are then of samples, and the denoiser is called with twice as many rows.
         noise_input: what the timestep input holds, where that is no timestep but σ, its logarithm, or a share of noise.
     Raises:
-        UserError: `timestep_max` and `noise_input` do not fit together, or an input of whole numbers holds no timesteps; or a σ is
+        UserError: `timestep_max` and `noise_input` do not fit together, or an input of whole numbers holds no timesteps; a σ is
             NaN, infinite or less than 0.
     """
 

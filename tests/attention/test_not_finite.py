@@ -208,7 +208,9 @@ def test_gradients_that_depend_on_it_are_nan(value, mask):
     exists = slice(290 if mask == "lengths" else None)
     of_q, of_k, of_v = gradients(struck(q, (0, 3, 7, 5), value), k, v)
     assert of_q[0, 3, 7].isnan().all() and of_k[:, 1, exists].isnan().all() and of_v[:, 1, exists].isnan().all()
-    rows = torch.ones(HEADS, QUERIES, dtype=torch.bool).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(False))
+    rows = torch.ones(HEADS, QUERIES, dtype=torch.bool).index_put(
+        (torch.tensor(3), torch.tensor(7)), torch.tensor(False)
+    )
     assert torch.allclose(of_q[0][rows], whole[0][0][rows], atol=1e-5)
     assert torch.allclose(of_k[:, 0], whole[1][:, 0], atol=1e-5) and of_v[:, 0].isfinite().all()
     of_q, of_k, of_v = gradients(q, struck(k, (0, 1, 200, 5), value), v)

@@ -1,5 +1,5 @@
-"""NaN and ±Inf in the bodies of our nodes, which ONNX Runtime runs: they reach what they reach in the specification, bit by bit of
-where, and nothing else."""
+"""NaN and ±Inf in the bodies of our nodes, which ONNX Runtime runs: they reach what they reach in the specification, and nothing
+else."""
 
 import math
 

@@ -131,9 +131,9 @@ def int8_attention(
 
     Differentiable in q, k and v, straight through: the backward is that of unquantised attention at the same q, k and v in
     their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432). With a block
-    mask it takes as long as without: it computes all blocks, some rows at a time. NaN and ±Inf in q, k or v make all gradients NaN
-    that depend on them, as torch's attention does of NaN; a key that is not finite reaches the gradients of all queries of its
-    head, whatever masks hide it from.
+    mask it takes as long as without: it computes all blocks, some rows at a time. NaN and ±Inf in q, k or v make all gradients
+    NaN that depend on them, as torch's attention does of NaN; a key that is not finite reaches the gradients of all queries of
+    its head, whatever masks hide it from.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
     return _compute(
@@ -530,7 +530,8 @@ def _check(
         )
     if not 0 < timestep_max < math.inf:
         raise ValueError(
-            f"timestep_max: expected the positive finite timestep at which the schedule ends, got {timestep_max}; diffusers' is 1000"
+            f"timestep_max: expected the positive finite timestep at which the schedule ends, got {timestep_max}; diffusers' is "
+            "1000"
         )
     if layout not in _LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(_LAYOUTS)}, got '{layout}'")

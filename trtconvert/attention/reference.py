@@ -180,14 +180,14 @@ def attention(
         The output in q's shape and type. NaN for an element whose timestep is NaN or whose mode is not one of `Mode`,
         and for heads whose tables hold values that their mode cannot use. NaN and ±Inf in tensors give NaN:
         - in a query, its row; in an additive mask NaN or +Inf, the row.
-        - in a key, all rows of its heads. A mask does not hide it, as it does not in torch's attention, where NaN - ∞ is NaN.
-        - in a value, that channel of all these rows, as in torch; in modes 2 and 3, which have one scale for a token and one tile,
-          the whole rows. In modes 0 and 1 the kernels give ±Inf for some infinite values.
-        Keys that do not exist (`key_lengths`, `key_index`) count for nothing, nor do those in blocks that `block_mask` leaves out,
-        for the queries that it leaves them out for. All other rows are what they are without. With `return_lse` also [B, H, Nq] FP32, the natural
-        logarithm of the sum of exp(scaled logits) over the visible keys: that of the weights which the output was divided by,
-        so that outputs for disjoint keys can be merged; -inf for a row without a visible key, NaN where the output is. Smoothing
-        does not show in it.
+        - in a key, all rows of its heads. A mask does not hide it, as it does not in torch, where NaN - ∞ is NaN.
+        - in a value, that channel of all these rows, as in torch; in modes 2 and 3, where channels have weights in common, whole
+          rows. In modes 0 and 1 the kernels give ±Inf for some infinite values.
+        Keys that do not exist (`key_lengths`, `key_index`) count for nothing, nor do those in blocks that `block_mask` leaves
+        out, for the queries that it leaves them out for. All other rows are what they are without.
+        With `return_lse` also [B, H, Nq] FP32, the natural logarithm of the sum of exp(scaled logits) over the visible keys: that
+        of the weights which the output was divided by, so that outputs for disjoint keys can be merged; -inf for a row without a
+        visible key, NaN where the whole row of the output is. Smoothing does not show in it.
     Raises:
         ValueError: on a CPU, a row of `block_mask` without a block, or a `key_index` outside k.
     Source: design of trtconvert; SageAttention (arXiv 2410.02367) for smoothing keys, SageAttention2 (2411.10958) for
@@ -302,7 +302,7 @@ def expand_blocks(block_mask: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _reached(broken: Tensor, blocks: Tensor | None) -> Tensor:
-    """[B, H, Nq or 1, C] true where a query computes with a key that is broken: [B, H, Nk, C] bool, `blocks` [..., Nq, Nk] bool."""
+    """Where queries compute with keys that are broken: [B, H, Nk, C], `blocks` [..., Nq, Nk] → [B, H, Nq or 1, C], all bool."""
     if blocks is None:
         return broken.any(2, keepdim=True)
     return blocks.float().expand(*broken.shape[:2], -1, -1) @ broken.float() > 0

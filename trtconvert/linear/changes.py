@@ -28,7 +28,6 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, LayerTables
 
-
 BROKEN = -LEVELS - 1
 """Code of what is NaN or ±Inf. Kernels mark such rows by their scale, and do not look at the code."""
 
