@@ -322,11 +322,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
     const float scale = sample.usable ? sample.x_scale : 1.f, inverse = 1.f / scale;
     float4 equaliser[2] = {{1.f, 1.f, 1.f, 1.f}, {1.f, 1.f, 1.f, 1.f}};
     if (p.factor) equaliser[0] = p.factor[2 * vector], equaliser[1] = p.factor[2 * vector + 1];
-    bool broken = false;  // a group of this thread's, or what it is scaled by
-#pragma unroll
-    for (int c = 0; c < kVector; ++c) broken |= !isfinite(factor[c]) || !isfinite(offset[c]);
     const auto quantised = [&](uint4 normed) {
-      if (broken) return make_uint2(kBrokenCodes, kBrokenCodes);
       float values[kVector];
       widen<T>(normed, values);
 #pragma unroll
@@ -339,6 +335,11 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
       return quantise8_quotients<true>(values, scale, inverse);
     };
     write(quantised, p.payload + (x - p.x));
+    // Asked behind the loop, which has no register left.
+    bool broken = false;  // a group of this thread's, or what it is scaled by
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) broken |= !isfinite(factor[c]) || !isfinite(offset[c]);
+    if (broken && block == 0 && row == 0) p.payload[image * p.pixels * p.vectors + vector] = make_uint2(kBrokenCodes, kBrokenCodes);
   }
 }
 

@@ -221,6 +221,20 @@ def test_gradients_that_depend_on_it_are_nan(value, mask):
     assert all(x.isfinite().all() for x in (of_q[:, :2], of_k[:, 0], of_v[:, 0]))
 
 
+@pytest.mark.parametrize("value", BROKEN)
+def test_pruning_keeps_what_is_broken(value):
+    q, k, v = tensors()
+    module = Int8Attention(HEADS, DIM, num_kv_heads=KV_HEADS, precision_mode="precision", enable_pruning=True)
+    module.pruning_ratio = (0.9,)
+    whole = module(q, k, v, 900)
+    assert module(q, struck(k, (0, 1, 200, 5), value), v, 900)[:, GROUP].isnan().all()
+    reached = nothing()
+    reached[0, 3, 7] = True
+    compare(module(struck(q, (0, 3, 7, 5), value), k, v, 900), whole, reached)
+    out = module(struck(q, (0, 3, 32, 5), value), k, v, 900)  # one of the queries that are asked which keys count
+    assert out.isnan().all(-1).nonzero().tolist() == [[0, 3, 32]]
+
+
 def test_blocks_whose_share_is_not_known_are_needed():
     q, k, _ = tensors()
     assert needed_blocks(struck(q, (0, 3, 7, 5), NAN), k, [0.2], 1.0)[0, 0, 3, 0].all()

@@ -18,6 +18,8 @@ from trtconvert.attention.reference import AttentionTables, timestep_bin
 def measured_tables(q: Tensor, k: Tensor, v: Tensor, modes: Tensor, present: Collection[Mode]) -> AttentionTables:
     """Tables with a bin for each sample of the batch, so that no sample's result depends on its neighbours.
 
+    A key that is not finite makes the mean key so, and with it the whole head, also where a block mask leaves the key out.
+
     What no mode reads is not measured: the mean key is one pass over the keys, INT8 and FP8 values take two over the values, and
     `Mode.AGGRESSIVE`, which takes all scales from tables, one more over queries and keys each.
 

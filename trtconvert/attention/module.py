@@ -18,7 +18,15 @@ from trtconvert.attention.masks import (
     window_mask,
 )
 from trtconvert.attention.modes import Mode
-from trtconvert.attention.pruning import check_ratio, kept_keys, kept_mask, key_importance, most_important, no_calls
+from trtconvert.attention.pruning import (
+    broken_first,
+    check_ratio,
+    kept_keys,
+    kept_mask,
+    key_importance,
+    most_important,
+    no_calls,
+)
 from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, seen_bins, tables_of_ranges
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.schedules import compute_sigma_schedule, sigma_rule_modes
@@ -428,6 +436,7 @@ class Int8Attention(nn.Module):
         if max(counts) == keys and len(counts) == 1:
             return {}, torch.ones(batch, heads, keys, dtype=torch.bool, device=Q.device)
         importance = key_importance(Q, K, stride=self.block_q, softmax_scale=self.softmax_scale)
+        importance = broken_first(importance, K)
         if len(counts) == 1:
             index = most_important(importance, counts[0])
             return {"key_index": index}, kept_mask(index, heads, keys)

@@ -29,7 +29,7 @@ def key_importance(q: Tensor, k: Tensor, *, stride: int = 64, softmax_scale: flo
         softmax_scale: factor of the logits; 1/√D when absent.
     Returns:
         [B, Hkv, Nk] FP32, mean softmax weight over the sampled queries and the query heads that share a key head; sums to one.
-        NaN in every head where something sampled is NaN or ±Inf.
+        Queries that are NaN or ±Inf tell nothing; NaN in every head where a key is.
     Raises:
         UserError: a softmax_scale that is no positive finite number.
     """
@@ -37,9 +37,16 @@ def key_importance(q: Tensor, k: Tensor, *, stride: int = 64, softmax_scale: flo
     (batch, _, queries, dim), kv_heads = q.shape, k.shape[1]
     stride = max(1, min(stride, queries), -(-queries // SAMPLED_QUERIES))
     sampled = q[:, :, stride // 2 :: stride].reshape(batch, kv_heads, -1, dim)
+    sampled = sampled.masked_fill(~sampled.isfinite().all(-1, keepdim=True), 0)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     logits = (sampled * scale) @ k.transpose(2, 3)
     return logits.softmax(-1, dtype=torch.float32).mean(2)
+
+
+def broken_first(importance: Tensor, k: Tensor) -> Tensor:
+    """Importance [B, Hkv, Nk] in which keys [B, Hkv, Nk, D] that are NaN or ±Inf come first: dropped, they would not show."""
+    broken = ~k.sum(-1, dtype=torch.float32).isfinite()
+    return importance.nan_to_num(0).masked_fill(broken, math.inf)
 
 
 def most_important(importance: Tensor, kept: int) -> Tensor:
