@@ -1,6 +1,7 @@
 """NaN and ±Inf in what attention is given: which results they reach, and that all others stay as they are."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -258,6 +259,12 @@ def test_noise_that_is_none_is_refused(value):
         compute_adaptive_scales(SIGMAS, value)
     with pytest.raises(UserError, match="finite sigmas"):
         NoiseSchedule(torch.tensor([0.1, NAN, 0.2]))
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -1.0])
+def test_a_model_with_such_noise_is_refused(value, digits):
+    with pytest.raises(UserError, match="finite sigmas of 0 or more"):
+        replace(digits, sigmas=struck(digits.sigmas, 40, value))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, 0.0, -1.0])
