@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.attention.reference import timestep_bin
+from trtconvert.attention.schedules import check_sigmas
 from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord, GuidanceRecord
 from trtconvert.errors import UserError
@@ -159,7 +160,8 @@ class DiffusionModel:
             are then of samples, and the denoiser is called with twice as many rows.
         noise_input: what the timestep input holds, where that is no timestep but σ, its logarithm, or a share of noise.
     Raises:
-        UserError: `timestep_max` and `noise_input` do not fit together, or an input of whole numbers holds no timesteps.
+        UserError: `timestep_max` and `noise_input` do not fit together, or an input of whole numbers holds no timesteps; a σ is
+            NaN, infinite or less than 0.
     """
 
     name: str
@@ -184,6 +186,7 @@ class DiffusionModel:
     noise_input: NoiseInput | None = None
 
     def __post_init__(self) -> None:
+        check_sigmas(self.sigmas)
         self._refuse_unfit_noise_input()
         place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)
         if place is not None and self.inputs[place].dtype == "int64" and not isinstance(self.sample, _WholeTimesteps):

@@ -24,6 +24,9 @@ __device__ __forceinline__ float row_max(float x) {
   return x;
 }
 
+// 0, or NaN of a magnitude that is NaN or infinite: what it is added to marks the row that this is the largest of.
+__device__ __forceinline__ float broken_mark(float magnitude) { return magnitude - magnitude; }
+
 // rne(x * factor + addend) in the low byte, clamped to +-127 where the scale does not come from the data itself.
 template <bool kClamp>
 __device__ __forceinline__ uint32_t quantise(float x, float factor, float addend = kRoundMagic) {

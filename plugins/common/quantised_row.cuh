@@ -64,7 +64,7 @@ struct RowScale {
 __device__ __forceinline__ RowScale row_scale(const CallMode& call, const Sample& sample, float amax) {
   const bool dynamic = call.mode == TRTCONVERT_DYNAMIC;
   const float scale = dynamic ? fmaxf(amax / 127.f, kLeastScale) : sample.x_scale;
-  return {scale, 1.f / scale, !dynamic, sample.usable && !isnan(amax) && (!dynamic || !isinf(amax))};
+  return {scale, 1.f / scale, !dynamic, sample.usable && isfinite(amax)};
 }
 
 // Of a row that stays in 16 bits.

@@ -26,6 +26,7 @@ constexpr int kThreads = 256;
 constexpr int kMostThreads = 512;  // where a slab has more vectors than kThreads
 constexpr int kMostBlocks = 8;     // of a cluster: as many as every device with clusters takes
 constexpr int kAtOnce = 4;         // vectors of a thread that are computed with together
+constexpr uint32_t kBrokenCodes = 0x80808080;  // -128, which no number has
 constexpr int kAhead = 3;          // times as many are on their way to shared memory meanwhile
 constexpr int kWideSlab = 512;     // channels; wider ones only where a group is, or what is whole groups and whole vectors
 static_assert(kMostThreads * kVector == TRTCONVERT_GROUP_NORM_MOST_CHANNELS);
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
     const float of_sum = lane_sum<32>(total.x), of_squares = lane_sum<32>(total.y), offset = of_sum * of_number;
     if (lane < blocks)
       mail.send(&of_blocks[group * kMostBlocks + block], lane,
-                make_float2(pivot_of_group + offset, fmaxf(of_squares - of_sum * offset, 0.f)));
+                make_float2(pivot_of_group + offset, nan_max(of_squares - of_sum * offset, 0.f)));
   }
   const int other = lane % kMostBlocks;
   const float of_all = pixels_of(other);
@@ -334,6 +335,11 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
       return quantise8_quotients<true>(values, scale, inverse);
     };
     write(quantised, p.payload + (x - p.x));
+    // Asked behind the loop, which has no register left.
+    bool broken = false;  // a group of this thread's, or what it is scaled by
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) broken |= !isfinite(factor[c]) || !isfinite(offset[c]);
+    if (broken && block == 0 && row == 0) p.payload[image * p.pixels * p.vectors + vector] = make_uint2(kBrokenCodes, kBrokenCodes);
   }
 }
 

@@ -194,7 +194,7 @@ __device__ __forceinline__ void apply_mask(float (&z)[kFragments][4], const Para
     for (int c = 0; c < 4; ++c) {
       const int64_t at = base[c / 2] + int64_t(min(key0 + n * 8 + c % 2, w.num_keys - 1)) * p.mask_strides[3];
       if (p.mask_kind == TRTCONVERT_MASK_BOOL) {
-        if (static_cast<const uint8_t*>(p.mask)[at] == 0) z[n][c] = -INFINITY;
+        if (static_cast<const uint8_t*>(p.mask)[at] == 0) z[n][c] -= INFINITY;  // a NaN stays, as in torch
       } else {
         const float bias = p.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.mask)[at])
                                   : __half2float(static_cast<const __half*>(p.mask)[at]);
@@ -300,7 +300,8 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
   RowState state;
   for (int n = 0; n < num_tiles; ++n) {
     const uint32_t s_k = ring.advance(2 * n);
-    const float k_scale = p.tile_scales[w.kv_tile0 + tile_at(p, n)].k;
+    const TileScales& tile_scales = p.tile_scales[w.kv_tile0 + tile_at(p, n)];
+    const float k_scale = kTokenScales ? tile_scales.k : tile_scales.k + tile_scales.broken_v;
 
     int32_t s[kFragments][4];
 #pragma unroll
@@ -341,7 +342,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
     for (int r = 0; r < 2; ++r) {
       // Rounded up, so that no weight exceeds one: 255 times that would not fit a byte.
       tile_maximum[r] = __fmul_ru(tile_maximum[r], factor[r]);
-      const float maximum = fmaxf(state.maximum[r], tile_maximum[r]);
+      const float maximum = nan_max(state.maximum[r], tile_maximum[r]);
       kept[r] = exp2_approx(state.maximum[r] - finite_or_zero(maximum));
       added[r] = exp2_approx(tile_maximum[r] - finite_or_zero(maximum));
       subtracted[r] = finite_or_zero(tile_maximum[r]);
@@ -498,7 +499,7 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_memory)
     row_maxima(step_maximum, z);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float maximum = fmaxf(state.maximum[r], step_maximum[r] * factor[r]);
+      const float maximum = nan_max(state.maximum[r], step_maximum[r] * factor[r]);
       subtracted[r] = finite_or_zero(maximum);
       kept[r] = exp2_approx(state.maximum[r] - subtracted[r]);
       state.maximum[r] = maximum;

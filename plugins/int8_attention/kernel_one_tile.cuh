@@ -138,9 +138,23 @@ __device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], cons
   }
 }
 
-// INT8 keys from the raw ones; returns their scale. Called by the whole thread block, when all of K is there.
+// Whether the raw keys that this thread has copied are finite.
 template <typename T, int kDimQk>
-__device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, bool from_data) {
+__device__ __forceinline__ bool finite_keys(const Work& w) {
+  constexpr int Lanes = kLanes<kDimQk>;
+  const int lane = threadIdx.x % Lanes;
+  FiniteCheck<T> check;
+  if (lane * 8 < kDimQk)
+#pragma unroll 2
+    for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes)
+      check.take(*reinterpret_cast<const uint4*>(w.memory + raw_key_offset(w.layout.keys, key, lane)));
+  return check.passed();
+}
+
+// INT8 keys from the raw ones; returns their scale. Called by the whole thread block, when all of K is there. `check` takes this
+// thread's.
+template <typename T, int kDimQk>
+__device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, bool from_data, FiniteCheck<T>& check) {
   constexpr int Lanes = kLanes<kDimQk>;
   __shared__ float warp_values[kWarps];
   const int lane = threadIdx.x % Lanes, first_key = threadIdx.x / Lanes;
@@ -172,6 +186,7 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
       uint2 k8 = make_uint2(0, 0);
       if (key < w.num_keys) {
         float x[8];
+        check.take(*reinterpret_cast<const uint4*>(w.memory + raw_key_offset(w.layout.keys, key, lane)));
         centred(x, key);
         k8 = from_data ? quantise8<false>(x, factor) : quantise8<true>(x, factor);
       }
@@ -181,9 +196,10 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
 }
 
 // INT8 values, transposed, where the raw keys were: groups of 16 permuted keys, in each kDimPv rows of 16 bytes. Called by the
-// whole thread block, when all of V is there and nobody needs the raw keys any more.
+// whole thread block, when all of V is there and nobody needs the raw keys any more. `check` takes this thread's, where tokens have no
+// scales that a value which is not finite would show in.
 template <typename T, int kDimQk, int kDimPv, bool kTokenScales>
-__device__ __forceinline__ void quantise_values(const Params& p, const Work& w) {
+__device__ __forceinline__ void quantise_values(const Params& p, const Work& w, FiniteCheck<T>& check) {
   constexpr int Lanes = kLanes<kDimQk>;
   const int lane = threadIdx.x % Lanes;
   const bool has_channels = lane * 8 < p.head_dim;
@@ -203,7 +219,9 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Work& w) 
       const bool exists = key < w.num_keys;
       float x[8] = {};
       if (exists && has_channels) {
-        unpack8<T>(*reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16), x);
+        const uint4& raw = *reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16);
+        if constexpr (!kTokenScales) check.take(raw);
+        unpack8<T>(raw, x);
 #pragma unroll
         for (int c = 0; c < 8; ++c) x[c] = (x[c] - offset[c]) * factor[c];
       }
@@ -227,23 +245,20 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Work& w) 
   }
 }
 
-// INT8 fragments of this thread's two rows, and their scales.
+// INT8 fragments of this thread's two rows, and their scales, NaN of a row that is not finite.
 template <typename T, int kDimQk>
 __device__ __forceinline__ void quantise_queries(uint32_t (&q)[kDimQk / 32][4], float (&scale)[2],
                                                  const uint4 (&data)[kDimQk / 32][2], float fixed, bool from_data) {
-  scale[0] = scale[1] = fixed;
-  if (from_data) {
-    PairOf<T> largest{largest8<T>(data[0][0]), largest8<T>(data[0][1])};
+  PairOf<T> largest{largest8<T>(data[0][0]), largest8<T>(data[0][1])};
 #pragma unroll
-    for (int group = 1; group < kDimQk / 32; ++group)
-      largest = __hmax2_nan(largest, PairOf<T>{largest8<T>(data[group][0]), largest8<T>(data[group][1])});
+  for (int group = 1; group < kDimQk / 32; ++group)
+    largest = __hmax2_nan(largest, PairOf<T>{largest8<T>(data[group][0]), largest8<T>(data[group][1])});
 #pragma unroll
-    for (int offset = 2; offset > 0; offset /= 2)
-      largest = __hmax2_nan(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    const float2 amax = to_float2(largest);
-    scale[0] = query_scale(amax.x);
-    scale[1] = query_scale(amax.y);
-  }
+  for (int offset = 2; offset > 0; offset /= 2)
+    largest = __hmax2_nan(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+  const float2 amax = to_float2(largest);
+  scale[0] = from_data ? query_scale(amax.x) : fixed + broken_mark(amax.x);
+  scale[1] = from_data ? query_scale(amax.y) : fixed + broken_mark(amax.y);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float factor = reciprocal(scale[r]);
@@ -304,20 +319,26 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
   constexpr bool kInt8Logits = kMode != 0, kInt8Values = kMode >= 2, kTokenScales = kMode == 2;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, keys = w.layout.keys, num_keys = w.num_keys;
   const bool from_data = p.dynamic && kMode != 3;
-  bool usable = w.element.valid;
+  bool usable = w.element.valid, broken;  // a key of this thread's is not finite
   float k_scale = 1.f, q_scale = 1.f;
   if constexpr (kInt8Logits) {
     usable = tables_usable(p, w.element, w.head) && usable;
     q_scale = p.q_scale[int64_t(w.element.bin) * p.heads + w.head];
     wait_copies<1>();
     __syncthreads();
-    k_scale = quantise_keys<T, kDimQk>(p, w, from_data);
+    FiniteCheck<T> check;
+    k_scale = quantise_keys<T, kDimQk>(p, w, from_data, check);
+    broken = !check.passed();
+  } else {
+    wait_copies<1>();
+    broken = !finite_keys<T, kDimQk>(w);
   }
   wait_copies<0>();
-  __syncthreads();
+  usable = !__syncthreads_or(broken) && usable;
   if constexpr (kInt8Values) {
-    quantise_values<T, kDimQk, kDimPv, kTokenScales>(p, w);
-    __syncthreads();
+    FiniteCheck<T> check;
+    quantise_values<T, kDimQk, kDimPv, kTokenScales>(p, w, check);
+    usable = !__syncthreads_or(!check.passed()) && usable;
   }
 
   const uint32_t s_keys = w.s_memory + (kInt8Logits ? w.layout.int8_keys() + g * 32 + t * 8 : g * 64 + t * 16);
@@ -450,7 +471,9 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
     for (int r = 0; r < 2; ++r) {
       if constexpr (kMode == 3) sum[r] = float(integer_sum[r]) / 255.f;
       const float total = mma::quad_sum(sum[r]);
-      inverse[r] = usable ? mma::inverse_sum(total, scale[r]) : __int_as_float(0x7fffffff);
+      // Where a query in 16 bits is infinite all its logits may be minus infinity.
+      const bool lost = kMode == 0 && total == 0.f && num_keys > 0;
+      inverse[r] = usable && !lost ? mma::inverse_sum(total, scale[r]) : __int_as_float(0x7fffffff);
       if constexpr (kInt8Values) inverse[r] /= 255.f;
       offset_factor[r] = total == 0.f ? 0.f : 1.f;  // a row without a visible key is zero, not the mean value
     }

@@ -12,6 +12,7 @@
 
 #include "arithmetic.cuh"
 #include "common/mma.cuh"
+#include "common/quantise.cuh"
 
 namespace trtconvert::attention::mma {
 
@@ -65,10 +66,10 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 
 // ---- Softmax ----
 
-// Maximum of a row over the quad that shares it.
+// Maximum of a row over the quad that shares it; NaN if one of its logits is, so that sums of rounded weights are too.
 __device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  x = nan_max(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return nan_max(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 __device__ __forceinline__ float quad_sum(float x) {
@@ -80,9 +81,9 @@ template <int kFragments>
 __device__ __forceinline__ void row_maxima(float (&maximum)[2], const float (&z)[kFragments][4]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float m = fmaxf(z[0][2 * r], z[0][2 * r + 1]);
+    float m = nan_max(z[0][2 * r], z[0][2 * r + 1]);
 #pragma unroll
-    for (int n = 1; n < kFragments; ++n) m = fmaxf(m, fmaxf(z[n][2 * r], z[n][2 * r + 1]));
+    for (int n = 1; n < kFragments; ++n) m = nan_max(m, nan_max(z[n][2 * r], z[n][2 * r + 1]));
     maximum[r] = quad_max(m);
   }
 }
@@ -90,7 +91,7 @@ __device__ __forceinline__ void row_maxima(float (&maximum)[2], const float (&z)
 // A maximum that can be subtracted: minus infinity, of a row with no visible key yet, would make NaN of its weights.
 __device__ __forceinline__ float finite_or_zero(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
-// 1 / sum of a row; NaN where the pre-pass found the row's tables unusable, 0 where no key is visible.
+// 1 / sum of a row; NaN where the pre-pass found the row or its tables unusable, 0 where no key is visible.
 __device__ __forceinline__ float inverse_sum(float sum, float row_scale) {
   if (isnan(row_scale)) return row_scale;
   return sum == 0.f ? 0.f : 1.f / sum;

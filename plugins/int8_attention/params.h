@@ -74,9 +74,12 @@ TRTCONVERT_HOST_DEVICE constexpr bool swizzled_values(int columns) { return colu
 struct TileScales {
   float log2_v[kKeyTile];     // mode 2: log2(sv), -inf for keys that do not exist. Not written in other modes.
   float inverse_v[kKeyTile];  // mode 2: 1 / sv, 0 for keys that do not exist. Not written in other modes.
-  float log2_v_max;           // mode 2: extremes of log2_v over the keys that exist; modes 1, 3, 4: zeros
-  float log2_v_min;
-  float k;                    // modes 1..4: scale of K in this tile
+  union {
+    float log2_v_max;         // mode 2: extremes of log2_v over the keys that exist; modes 1 and 4: zeros
+    float broken_v;           // mode 3: 0, or NaN where a value is not finite
+  };
+  float log2_v_min;           // mode 3: zero
+  float k;                    // modes 1..4: scale of K in this tile, NaN where a key is not finite
   float inverse_k;            // and its reciprocal
 };
 
@@ -170,7 +173,8 @@ struct Params {
   // part of it that its element size needs.
   ElementInfo* elements;   // [B]
   float* row_scales;       // [B, H, query_blocks * 64]: scale of the row's Q * softmax_scale * log2(e); mode 0: without Q's.
-                           // NaN where a table or timestep that the row needs is not usable: its output is NaN
+                           // NaN where a table or timestep that the row needs is not usable, or the row is not finite: its output
+                           // is NaN
   TileScales* tile_scales; // [B, Hkv, key_tiles]
   uint8_t* q_images;       // [B, H, query_blocks][q_block_bytes]: modes 1..4 INT8 rows of dims.qk bytes, 64 rows;
                            //   mode 0 16-bit rows of dims.pv elements, 64 rows

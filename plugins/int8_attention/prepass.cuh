@@ -190,6 +190,18 @@ __device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses],
     if (row_of<Lanes, kPermuted>(i) >= valid) data[i] = make_uint4(0, 0, 0, 0);
 }
 
+// NaN for each eight channels in which a number is not finite. A key of mode 0 that were infinite could have a logit of minus
+// infinity, and no weight.
+template <typename T, int N>
+__device__ __forceinline__ void mark_broken(uint4 (&data)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    FiniteCheck<T> check;
+    check.take(data[i]);
+    if (!check.passed()) data[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+}
+
 // 16-bit copies of two images of 64 tokens: Q and K of mode 0, V of modes 0 and 1.
 template <int Lanes, bool kPermuted>
 __device__ __forceinline__ void copy_images(const uint4 (&data)[Map<Lanes>::kPasses], uint8_t* first, uint8_t* second,
@@ -234,11 +246,20 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
   const int64_t block = at.index + at.tile * 2;
   const bool second = at.tile * 2 + 1 < p.query_blocks;  // the last 64 rows of the tile may not exist at all
   const float logits = p.softmax_scale * kLog2e;
+  const int first = first_row<Lanes, false>();
+  float* const row_scales = p.row_scales + block * kQueryBlock + first;
   if (e.mode == 0) {
     uint8_t* const image = p.q_images + block * p.q_block_bytes;
     copy_images<Lanes, false>(data, image, second ? image + p.q_block_bytes : nullptr, p.dims.pv);
-    for (int row = threadIdx.x; row < (second ? 2 : 1) * kQueryBlock; row += Map<Lanes>::kThreads)
-      p.row_scales[block * kQueryBlock + row] = logits;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; i += 2) {
+      const float2 largest = largest_of_rows<T, Lanes>(data[i], data[i + 1]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int row = row_offset<Lanes, false>(i + j);
+        if (lane == 0 && (second || row < kQueryBlock)) row_scales[row] = logits + broken_mark(j ? largest.y : largest.x);
+      }
+    }
     return;
   }
   const bool usable = tables_usable(p, e, at.head) && e.valid;
@@ -247,20 +268,16 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
   const float fixed_factor = reciprocal(fixed);
   // Scales of the tables whose product underflows are raised: kernels divide by it. The logits are zero either way.
   const float smallest = from_data ? 0.f : kProductFloor / p.k_scale[int64_t(e.bin) * p.kv_heads + at.head / p.group];
-  const int first = first_row<Lanes, false>();
   uint8_t* const image = p.q_images + block * p.q_block_bytes + lane / 2 * kQueryBlock * 16 + lane % 2 * 8 + first * 16;
-  float* const row_scales = p.row_scales + block * kQueryBlock + first;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; i += 2) {
-    float scale[2] = {fixed, fixed}, factor[2] = {fixed_factor, fixed_factor};
-    if (from_data) {
-      const float2 largest = largest_of_rows<T, Lanes>(data[i], data[i + 1]);
-      const float amax[2] = {largest.x, largest.y};
+    const float2 largest = largest_of_rows<T, Lanes>(data[i], data[i + 1]);
+    const float amax[2] = {largest.x, largest.y};
+    float scale[2], factor[2] = {fixed_factor, fixed_factor};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        scale[j] = query_scale(amax[j]);
-        factor[j] = reciprocal(scale[j]);
-      }
+    for (int j = 0; j < 2; ++j) {
+      scale[j] = from_data ? query_scale(amax[j]) : fixed + broken_mark(amax[j]);
+      if (from_data) factor[j] = reciprocal(scale[j]);
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -271,7 +288,7 @@ __device__ __forceinline__ void quantise_queries(const Params& p, const Tile& at
       if (in_second && !second) continue;
       if (lane * 8 < p.dims.qk)
         *reinterpret_cast<uint2*>(image + in_second * p.q_block_bytes + row % kQueryBlock * 16) = q8;
-      if (lane == 0) row_scales[row] = usable ? fmaxf(scale[j] * logits, smallest) : __int_as_float(0x7fffffff);
+      if (lane == 0) row_scales[row] = usable ? nan_max(scale[j] * logits, smallest) : __int_as_float(0x7fffffff);
     }
   }
 }
@@ -288,17 +305,19 @@ struct Shared {
 
 // kFull: every key of the tile exists.
 template <typename T, int Lanes, bool kFull>
-__device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses],
-                                              int valid, Shared<Lanes>& shared) {
+__device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, uint4 (&data)[Map<Lanes>::kPasses], int valid,
+                                              Shared<Lanes>& shared) {
   const Element& e = at.element;
   const int lane = threadIdx.x % Lanes;
   uint8_t* const image = p.k_images + at.index * p.k_tile_bytes;
-  if (e.mode == 0)
+  if (e.mode == 0) {
+    mark_broken<T>(data);
     return copy_images<Lanes, false>(data, image, image + kHalfTile * 2 * p.dims.pv, p.dims.pv);
+  }
   const bool has_channels = lane * 8 < p.head_dim;
   float offset[8];
   load_channels(offset, p.k_offset, at.table_row, p.smooth_k && has_channels);
-  float scale, factor;
+  float scale, factor, mark;
   const bool from_data = p.dynamic && e.mode != 3;
   if (from_data) {
     // Rounding x - offset keeps order, so the extremes of x per channel give the largest |x - offset|.
@@ -324,15 +343,19 @@ __device__ __forceinline__ void quantise_keys(const Params& p, const Tile& at, c
     }
     amax = block_max(amax, shared.warp_values[0]);
     scale = amax * (1.f / 127.f);
-    factor = reciprocal(scale);
+    mark = broken_mark(amax);
   } else {
     scale = p.k_scale[int64_t(e.bin) * p.kv_heads + at.head];
-    factor = reciprocal(scale);
+    FiniteCheck<T> check;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) check.take(data[i]);
+    mark = __syncthreads_or(!check.passed()) ? __int_as_float(0x7fffffff) : 0.f;
   }
+  factor = reciprocal(scale);
   if (threadIdx.x == 0) {
-    p.tile_scales[at.index].k = scale;
+    p.tile_scales[at.index].k = scale + mark;
     p.tile_scales[at.index].inverse_k = 1.f / scale;
-    if (e.mode != 2) p.tile_scales[at.index].log2_v_max = p.tile_scales[at.index].log2_v_min = 0.f;
+    if (e.mode == 1 || e.mode == 4) p.tile_scales[at.index].log2_v_max = p.tile_scales[at.index].log2_v_min = 0.f;
   }
   if (lane * 8 >= p.dims.qk) return;
   uint8_t* const rows = image + lane / 2 * kKeyTile * 16 + lane % 2 * 8 + first_row<Lanes, false>() * 16;
@@ -368,6 +391,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 #pragma unroll
   for (int c = 0; c < 8; ++c) factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
   float largest = -INFINITY, negated_smallest = -INFINITY;  // of log2(sv)
+  FiniteCheck<T> check;
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; i += 4) {
     const int word = i / 4 * Map<Lanes>::kRowsPerPass + threadIdx.x / Lanes;
@@ -397,11 +421,12 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 #pragma unroll
         for (int c = 0; c < 8; ++c) v8[j][c] = quantise<false>(x[c], inverse);
       } else if (e.mode == 3) {
+        check.take(data[i + j]);
 #pragma unroll
         for (int c = 0; c < 8; ++c) v8[j][c] = quantise<true>(x[c], 1.f);
       } else {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) v8[j][c] = quantise_e4m3(x[c]);
+        for (int c = 0; c < 8; ++c) v8[j][c] = quantise_e4m3(x[c] + broken_mark(x[c]));  // which else saturates infinity
       }
     }
     uint8_t* const target =
@@ -418,7 +443,11 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
       scales.log2_v_min = log2_v_min;
     }
   }
-  __syncthreads();
+  const bool broken = __syncthreads_or(!check.passed());
+  if (e.mode == 3 && threadIdx.x == 0) {
+    scales.broken_v = broken ? __int_as_float(0x7fffffff) : 0.f;
+    scales.log2_v_min = 0.f;
+  }
   const int rows = e.mode == 4 ? fp8_value_rows(p.dims.pv) : p.dims.pv;
   for (int d = threadIdx.x; d < p.dims.pv; d += Map<Lanes>::kThreads) {
     const uint8_t* const column = shared.transposed + d / 8 * Shared<Lanes>::kLaneBytes + d % 8 * 16;

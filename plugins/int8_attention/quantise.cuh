@@ -67,6 +67,28 @@ __device__ __forceinline__ T largest8(const uint4& packed) {
   return __hmax_nan(low_of(m), high_of(m));
 }
 
+// Looks whether 16-bit numbers are finite: each times zero is zero then.
+template <typename T>
+class FiniteCheck {
+ public:
+  __device__ __forceinline__ void take(const uint4& packed) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum_ = __hfma2(pair<T>(packed, i), zero(), sum_);
+  }
+  __device__ __forceinline__ bool passed() const {
+    const float2 sum = to_float2(sum_);
+    return sum.x + sum.y == 0.f;
+  }
+
+ private:
+  static __device__ __forceinline__ PairOf<T> zero() {
+    const uint32_t bits = 0;
+    return reinterpret_cast<const PairOf<T>&>(bits);
+  }
+
+  PairOf<T> sum_ = zero();
+};
+
 // FP8 (E4M3) in the low byte: to the nearest, +-448 at most.
 constexpr uint32_t kFourOnes = 0x38383838;
 __device__ __forceinline__ uint32_t quantise_e4m3(float x) {
@@ -88,19 +110,21 @@ __device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]
   return x;
 }
 
-// Scale of a value token of mode 2, from its equalised channels, of which each of Lanes threads has eight.
+// Scale of a value token of mode 2, from its equalised channels, of which each of Lanes threads has eight. NaN where one is not
+// finite.
 template <int Lanes>
 __device__ __forceinline__ float token_scale(const float (&x)[8]) {
   float amax = 0.f;
 #pragma unroll
   for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
-  return nan_max(row_max<Lanes>(amax), 127.f * kTokenScaleFloor) * (1.f / 127.f);
+  amax = row_max<Lanes>(amax);
+  return nan_max(amax, 127.f * kTokenScaleFloor) * (1.f / 127.f) + broken_mark(amax);
 }
 
-// Scale of a query token from its largest magnitude. Any serves a row of zeros; an ordinary one keeps the attention kernels on
-// their fast way.
+// Scale of a query token from its largest magnitude, NaN where that is not finite. Any serves a row of zeros; an ordinary one keeps
+// the attention kernels on their fast way.
 __device__ __forceinline__ float query_scale(float amax) {
-  return amax == 0.f ? kZeroRowScale : nan_max(amax * (1.f / 127.f), kScaleFloor);
+  return amax == 0.f ? kZeroRowScale : nan_max(amax * (1.f / 127.f), kScaleFloor) + broken_mark(amax);
 }
 
 // This thread's eight entries of a table of a row per channel; zeros beyond head_dim.

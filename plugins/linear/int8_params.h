@@ -38,6 +38,7 @@ struct ConvShape {
   int chunks;  // depth tiles of a pixel's channels
   TrtConvertModeTable table;
   int sample_rows;  // of y
+  const uint8_t* x;
 };
 
 struct ConvParams : Int8Params {

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) quantise_change_kernel(const __grid_
         const float change = __fsub_rn(xhat[c], known[c]);
         amax = nan_max(amax, fabsf(change));
         codes[c] = quantise<true>(__fmul_rn(change, inverse), 1.f);
-        known[c] = __fadd_rn(known[c], __fmul_rn(__uint_as_float(codes[c]) - kRoundMagic, scale));
+        known[c] = __fadd_rn(known[c], __fmul_rn(__uint_as_float(codes[c]) - kRoundMagic, scale)) + broken_mark(change);
       }
       round<T>(known, a[i]);
       p.out.store_int8(first + at, make_uint2(pack4(codes[0], codes[1], codes[2], codes[3]),

@@ -6,6 +6,7 @@ There is no kernel for them here: this tells what 4 bits cost in quality, on a C
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,8 @@ def int4_attention(
     Source: SageAttention2 (arXiv 2411.10958), sections 3.1 and 3.2, with a scale for each token in place of each thread's tokens.
     """
     _check(q, k, v, mask, query_block, key_block, group_size)
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # written so that NaN fails
+        raise _misfit("softmax_scale", "a positive finite number", repr(softmax_scale), "leave it out for 1/√D")
     out_type, compute = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):  # whose products would be rounded to 16 bits
         q, k, v = (x.to(compute) for x in (q, k, v))

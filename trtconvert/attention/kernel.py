@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any, Literal, overload
 
 import torch
@@ -130,7 +131,9 @@ def int8_attention(
 
     Differentiable in q, k and v, straight through: the backward is that of unquantised attention at the same q, k and v in
     their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432). With a block
-    mask it takes as long as without: it computes all blocks, some rows at a time.
+    mask it takes as long as without: it computes all blocks, some rows at a time. NaN and ±Inf in q, k or v make all gradients
+    NaN that depend on them, as torch's attention does of NaN; a key that is not finite reaches the gradients of all queries of
+    its head, whatever masks hide it from.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
     return _compute(
@@ -175,7 +178,7 @@ def int8_attention_lse(
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, **options: Any) -> Any:
     """What both operators do: checks, and then the kernels on a GPU and the reference on a CPU. Options are the reference's."""
-    checked = ("mask", "key_lengths", "layout", "scaling", "block_mask", "key_index")
+    checked = ("mask", "key_lengths", "layout", "scaling", "block_mask", "key_index", "softmax_scale", "timestep_max")
     _check(q, k, v, timestep, tables, *(options[name] for name in checked))
     run = _run_cuda if q.is_cuda else reference.attention
     return run(q, k, v, timestep, tables, **options)
@@ -267,6 +270,8 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
         return None, None, None, *others
     scale = q.shape[-1] ** -0.5 if ctx.softmax_scale is None else ctx.softmax_scale
     swapped = ctx.layout == "BNHD"
+    # An infinite key may have a logit of minus infinity, which torch gives no weight, and its query a gradient.
+    q, k, v = (x.nan_to_num(math.nan, math.nan, math.nan) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) if swapped else x for x in (q, k, v))
     if grad is not None and swapped:
         grad = grad.transpose(1, 2)
@@ -515,8 +520,19 @@ def _check(
     scaling: str,
     block_mask: Tensor | None,
     key_index: Tensor | None,
+    softmax_scale: float | None,
+    timestep_max: float,
 ) -> None:
-    """Everything that would otherwise become a read outside a tensor. Raises ValueError."""
+    """Everything that would otherwise become a read outside a tensor, or be computed with all the same. Raises ValueError."""
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # written so that NaN fails
+        raise ValueError(
+            f"softmax_scale: expected a positive finite number, got {softmax_scale}; leave it out for 1/√D"
+        )
+    if not 0 < timestep_max < math.inf:
+        raise ValueError(
+            f"timestep_max: expected the positive finite timestep at which the schedule ends, got {timestep_max}; diffusers' is "
+            "1000"
+        )
     if layout not in _LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(_LAYOUTS)}, got '{layout}'")
     if scaling not in _SCALINGS:

@@ -18,6 +18,8 @@ from trtconvert.attention.reference import AttentionTables, timestep_bin
 def measured_tables(q: Tensor, k: Tensor, v: Tensor, modes: Tensor, present: Collection[Mode]) -> AttentionTables:
     """Tables with a bin for each sample of the batch, so that no sample's result depends on its neighbours.
 
+    A key that is not finite makes the mean key so, and with it the whole head, also where a block mask leaves the key out.
+
     What no mode reads is not measured: the mean key is one pass over the keys, INT8 and FP8 values take two over the values, and
     `Mode.AGGRESSIVE`, which takes all scales from tables, one more over queries and keys each.
 
@@ -37,7 +39,7 @@ def measured_tables(q: Tensor, k: Tensor, v: Tensor, modes: Tensor, present: Col
     if any(mode != Mode.FP16 for mode in present):
         means["k_offset"] = k.mean(2, dtype=torch.float32)
     if Mode.AGGRESSIVE in present:
-        ranges["q"] = _largest_about(q, zero[:, :1]).amax(-1)
+        ranges["q"] = _largest_of_rows(q)
         ranges["k"] = _largest_about(k, means["k_offset"]).amax(-1)
     if any(mode >= Mode.BALANCED for mode in present):
         means["v_offset"] = v.mean(2, dtype=torch.float32)
@@ -49,6 +51,13 @@ def _largest_about(x: Tensor, offset: Tensor) -> Tensor:
     """[B, Hkv, D] largest |x - offset| over the tokens."""
     low, high = torch.aminmax(x, dim=2)
     return torch.maximum(high.float() - offset, offset - low.float())
+
+
+def _largest_of_rows(q: Tensor) -> Tensor:
+    """[B, H] largest magnitude of the queries that are finite: one that is not leaves the others as they are."""
+    low, high = torch.aminmax(q, dim=3)
+    largest = torch.maximum(high.float(), -low.float())
+    return largest.masked_fill(~largest.isfinite(), 0).amax(2)
 
 
 def attention(

@@ -18,7 +18,15 @@ from trtconvert.attention.masks import (
     window_mask,
 )
 from trtconvert.attention.modes import Mode
-from trtconvert.attention.pruning import check_ratio, kept_keys, kept_mask, key_importance, most_important, no_calls
+from trtconvert.attention.pruning import (
+    broken_first,
+    check_ratio,
+    kept_keys,
+    kept_mask,
+    key_importance,
+    most_important,
+    no_calls,
+)
 from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, seen_bins, tables_of_ranges
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.schedules import compute_sigma_schedule, sigma_rule_modes
@@ -156,6 +164,9 @@ class Int8Attention(nn.Module):
         _require(timestep_bins >= 1, "timestep_bins", "at least 1", timestep_bins)
         for name, block in (("block_q", block_q), ("block_k", block_k)):
             _require(block in (16, 32, 64, 128, 256), name, "16, 32, 64, 128 or 256", block)
+        if softmax_scale is not None:  # written so that NaN fails, as below
+            wanted = "a positive finite number"
+            _require(0 < softmax_scale < math.inf, "softmax_scale", wanted, softmax_scale, "leave it out for 1/√D")
         _require(0 <= softmax_eps < math.inf, "softmax_eps", "0 or a small positive number", softmax_eps)
         _require(attention_type in ATTENTION_TYPES, "attention_type", " or ".join(ATTENTION_TYPES), attention_type)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
@@ -425,6 +436,7 @@ class Int8Attention(nn.Module):
         if max(counts) == keys and len(counts) == 1:
             return {}, torch.ones(batch, heads, keys, dtype=torch.bool, device=Q.device)
         importance = key_importance(Q, K, stride=self.block_q, softmax_scale=self.softmax_scale)
+        importance = broken_first(importance, K)
         if len(counts) == 1:
             index = most_important(importance, counts[0])
             return {"key_index": index}, kept_mask(index, heads, keys)

@@ -3,6 +3,7 @@ which keys, and which blocks of them, that may be."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -28,13 +29,24 @@ def key_importance(q: Tensor, k: Tensor, *, stride: int = 64, softmax_scale: flo
         softmax_scale: factor of the logits; 1/√D when absent.
     Returns:
         [B, Hkv, Nk] FP32, mean softmax weight over the sampled queries and the query heads that share a key head; sums to one.
+        Queries that are NaN or ±Inf tell nothing; NaN in every head where a key is.
+    Raises:
+        UserError: a softmax_scale that is no positive finite number.
     """
+    check_softmax_scale(softmax_scale)
     (batch, _, queries, dim), kv_heads = q.shape, k.shape[1]
     stride = max(1, min(stride, queries), -(-queries // SAMPLED_QUERIES))
     sampled = q[:, :, stride // 2 :: stride].reshape(batch, kv_heads, -1, dim)
+    sampled = sampled.masked_fill(~sampled.isfinite().all(-1, keepdim=True), 0)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     logits = (sampled * scale) @ k.transpose(2, 3)
     return logits.softmax(-1, dtype=torch.float32).mean(2)
+
+
+def broken_first(importance: Tensor, k: Tensor) -> Tensor:
+    """Importance [B, Hkv, Nk] in which keys [B, Hkv, Nk, D] that are NaN or ±Inf come first: dropped, they would not show."""
+    broken = ~k.sum(-1, dtype=torch.float32).isfinite()
+    return importance.nan_to_num(0).masked_fill(broken, math.inf)
 
 
 def most_important(importance: Tensor, kept: int) -> Tensor:
@@ -57,6 +69,20 @@ def kept_mask(key_index: Tensor, heads: int, keys: int) -> Tensor:
     batch, kv_heads, _ = key_index.shape
     mask = torch.zeros(batch, kv_heads, keys, dtype=torch.bool, device=key_index.device)
     return mask.scatter(2, key_index.long(), True).repeat_interleave(heads // kv_heads, 1)
+
+
+def check_softmax_scale(softmax_scale: float | None) -> None:
+    """
+    Raises:
+        UserError: it is given, and no positive finite number.
+    """
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # written so that NaN fails
+        raise UserError(
+            "attention cannot be scaled so",
+            expected="a softmax_scale that is positive and finite",
+            got=str(softmax_scale),
+            remedy="leave it out for 1/√D",
+        )
 
 
 def check_ratio(ratio: float) -> None:
@@ -92,7 +118,7 @@ def pruning_schedule(
         bins: parts of the schedule; one that no call belongs to is not pruned.
         num_timesteps: where the last part ends; stride, softmax_scale: see `key_importance`.
     Raises:
-        UserError: no data, or no such share.
+        UserError: no data, or no such share or softmax_scale.
     """
     _check_lost(lost)
     found: list[float | None] = [None] * bins
@@ -126,9 +152,10 @@ def block_mask_of_data(
     Returns:
         [1, H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on the CPU.
     Raises:
-        UserError: no data, no such share, or calls of other numbers of heads or tokens.
+        UserError: no data, no such share or softmax_scale, or calls of other numbers of heads or tokens.
     """
     _check_lost(lost)
+    check_softmax_scale(softmax_scale)
     seen: Tensor | None = None
     for q, k, _, _ in data:
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -153,7 +180,8 @@ def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: 
     Args:
         q, k: [B, H, Nq, D], [B, Hkv, Nk, D]; shares: that may be lost, in [0, 1); softmax_scale: factor of the logits.
     Returns:
-        [B, len(shares), H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on their device. No row is empty.
+        [B, len(shares), H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on their device. No row is empty. Blocks whose share is NaN are
+        needed.
     """
     if len(q) > 1:  # one by one: the weights of all elements and heads of a block of queries are there at once
         each = zip(q.split(1), k.split(1), strict=True)
@@ -166,7 +194,7 @@ def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: 
         least, order = mass.sort(-1)
         lost = least.cumsum(-1)
         # The largest always stays, whatever rounding made of a sum near one.
-        kept = torch.stack([lost > share for share in shares], 1).index_fill(
+        kept = torch.stack([~(lost <= share) for share in shares], 1).index_fill(
             -1, torch.tensor([mass.shape[-1] - 1], device=q.device), True
         )
         rows.append(torch.zeros_like(kept).scatter(-1, order[:, None].expand_as(kept), kept))

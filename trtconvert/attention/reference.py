@@ -178,10 +178,16 @@ def attention(
         compute_dtype: type of all arithmetic.
     Returns:
         The output in q's shape and type. NaN for an element whose timestep is NaN or whose mode is not one of `Mode`,
-        and for heads whose tables hold values that their mode cannot use. With `return_lse` also [B, H, Nq] FP32, the natural
-        logarithm of the sum of exp(scaled logits) over the visible keys: that of the weights which the output was divided by,
-        so that outputs for disjoint keys can be merged; -inf for a row without a visible key, NaN where the output is. Smoothing
-        does not show in it.
+        and for heads whose tables hold values that their mode cannot use. NaN and ±Inf in tensors give NaN:
+        - in a query, its row; in an additive mask NaN or +Inf, the row.
+        - in a key, all rows of its heads. A mask does not hide it, as it does not in torch, where NaN - ∞ is NaN.
+        - in a value, that channel of all these rows, as in torch; in modes 2 and 3, where channels have weights in common, whole
+          rows. In modes 0 and 1 the kernels give ±Inf for some infinite values.
+        Keys that do not exist (`key_lengths`, `key_index`) count for nothing, nor do those in blocks that `block_mask` leaves
+        out, for the queries that it leaves them out for. All other rows are what they are without.
+        With `return_lse` also [B, H, Nq] FP32, the natural logarithm of the sum of exp(scaled logits) over the visible keys: that
+        of the weights which the output was divided by, so that outputs for disjoint keys can be merged; -inf for a row without a
+        visible key, NaN where the whole row of the output is. Smoothing does not show in it.
     Raises:
         ValueError: on a CPU, a row of `block_mask` without a block, or a `key_index` outside k.
     Source: design of trtconvert; SageAttention (arXiv 2410.02367) for smoothing keys, SageAttention2 (2411.10958) for
@@ -211,6 +217,13 @@ def attention(
         visible = (torch.arange(n_keys, device=q.device) < key_lengths.to(q.device)[:, None])[:, None, None]
         hidden = ~visible.transpose(2, 3)
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    blocks = None
+    if block_mask is not None:
+        _check_rows(block_mask)
+        blocks = expand_blocks(block_mask.to(q.device), queries, n_keys)
+    # What is not finite is taken out, and the rows that it reaches are NaN at the end: no maximum or rounding meets it.
+    broken_q, broken_k, broken_v = (~x.isfinite() for x in (q, k, v))
+    q, k, v = (x.masked_fill(broken, 0) for x, broken in ((q, broken_q), (k, broken_k), (v, broken_v)))
     k_offset = rows(tables.k_offset)[:, :, None] * (1 if smooth_k else 0)
     k_centred = (k - k_offset).masked_fill(~visible.transpose(2, 3), 0)
 
@@ -232,9 +245,8 @@ def attention(
         visible = visible & mask.to(q.device)
     elif mask is not None:
         z = z + mask.to(q.device, compute_dtype)
-    if block_mask is not None:
-        _check_rows(block_mask)
-        visible = visible & expand_blocks(block_mask.to(q.device), queries, n_keys)
+    if blocks is not None:
+        visible = visible & blocks
     z = z.masked_fill(~visible, -math.inf)
 
     # Second product. Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; mode 4 multiplies E4M3 by E4M3.
@@ -266,12 +278,14 @@ def attention(
     exact_sum = (p / token_scale.transpose(2, 3)).sum(-1, keepdim=True)
     row_sum = torch.where(mode >= Mode.AGGRESSIVE, weights.sum(-1, keepdim=True), exact_sum)
     out = weights @ values
-    some = row_sum > 0
-    out = out / row_sum.masked_fill(~some, 1)
-    out = torch.where(int8_values | fp8_values, out * v_scale + v_offset, out).masked_fill(~some, 0)
+    none = row_sum == 0  # of visible keys; a sum that is NaN is not
+    out = out / row_sum.masked_fill(none, 1)
+    out = torch.where(int8_values | fp8_values, out * v_scale + v_offset, out).masked_fill(none, 0)
 
     bad = _unusable(rows, tables, mode, smooth_k, scaling) | timestep.to(q.device).isnan().view(-1, 1, 1, 1)
-    out = out.masked_fill(bad, math.nan).to(out_dtype)
+    broken_tokens = broken_k.any(-1, keepdim=True) | int8_values & broken_v.any(-1, keepdim=True)
+    bad = bad | broken_q.any(-1, keepdim=True) | _reached(broken_tokens, blocks)
+    out = out.masked_fill(bad | _reached(broken_v, blocks), math.nan).to(out_dtype)
     out = out if layout == "BHND" else out.transpose(1, 2).contiguous()
     if not return_lse:
         return out
@@ -285,6 +299,13 @@ def expand_blocks(block_mask: Tensor, queries: int, keys: int) -> Tensor:
     """A block mask as a mask: [..., ⌈queries/BLOCK⌉, ⌈keys/BLOCK⌉] bool -> [..., queries, keys] bool."""
     rows = block_mask.repeat_interleave(BLOCK, -2)[..., :queries, :]
     return rows.repeat_interleave(BLOCK, -1)[..., :keys]
+
+
+def _reached(broken: Tensor, blocks: Tensor | None) -> Tensor:
+    """Where queries compute with keys that are broken: [B, H, Nk, C], `blocks` [..., Nq, Nk] → [B, H, Nq or 1, C], all bool."""
+    if blocks is None:
+        return broken.any(2, keepdim=True)
+    return blocks.float().expand(*broken.shape[:2], -1, -1) @ broken.float() > 0
 
 
 def _check_rows(block_mask: Tensor) -> None:

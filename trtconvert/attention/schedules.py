@@ -140,7 +140,17 @@ def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> T
         sigma_data: standard deviation of the images.
     Returns:
         [T], 1 at T // 2.
+    Raises:
+        UserError: noise that is not finite, or less than 0.
     """
+    check_sigmas(sigmas)
+    if not 0 <= sigma_data < math.inf:
+        raise UserError(
+            "Images have no such standard deviation.",
+            expected="a finite sigma_data of 0 or more",
+            got=str(sigma_data),
+            remedy=f"EDM's is {SIGMA_DATA}",
+        )
     magnitude = (sigmas.square() + sigma_data**2).sqrt()
     return magnitude / magnitude[len(magnitude) // 2]
 
@@ -156,7 +166,10 @@ def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
         bins: how many equal parts of [0, T) to decide for; at most T.
     Returns:
         [bins] int32, values of `Mode`.
+    Raises:
+        UserError: noise that is not finite, or less than 0; or as many bins as there are no timesteps for.
     """
+    check_sigmas(sigmas)
     if not 1 <= bins <= len(sigmas):
         raise UserError(
             "The number of timestep bins does not fit the schedule.",
@@ -171,6 +184,23 @@ def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
     index = timestep_bin(torch.arange(len(sigmas)), len(sigmas), bins)
     # Among the three, a smaller value is the more careful mode.
     return torch.full((bins,), int(Mode.AGGRESSIVE), dtype=torch.int32).scatter_reduce(0, index, modes, "amin")
+
+
+def check_sigmas(sigmas: Tensor) -> None:
+    """
+    Args:
+        sigmas: of any shape.
+    Raises:
+        UserError: one is NaN, infinite or less than 0.
+    """
+    wrong = sigmas[~(sigmas.isfinite() & (sigmas >= 0))]
+    if len(wrong):
+        raise UserError(
+            "A noise schedule has a σ that is no noise level.",
+            expected="finite sigmas of 0 or more",
+            got=f"{wrong[0].item():g}, and {len(wrong)} of {sigmas.numel()} in all that are not",
+            remedy="compute_sigma_schedule makes usual schedules; a last step of pure noise has a large σ, no infinite one",
+        )
 
 
 class SchedulerNoise(NamedTuple):
@@ -249,6 +279,8 @@ class NoiseSchedule:
 
     Args:
         betas: [T], at least two.
+    Raises:
+        UserError: fewer, or none that make noise levels.
     """
 
     def __init__(self, betas: Tensor) -> None:
@@ -260,6 +292,7 @@ class NoiseSchedule:
                 remedy="pass the betas of the schedule that the model was trained with",
             )
         self.sigmas = ddpm_sigmas(alphas_cumprod(betas))
+        check_sigmas(self.sigmas)
         self._log_sigmas = self.sigmas.log()
 
     @property

@@ -10,6 +10,9 @@ rounding and clipping leave out of a step is in the next one's x̂ − â, so th
 
 A sample begins where its timestep goes back to more noise, so that whoever samples need not say so: the timestep of the step
 before is a cache too, −∞ before the first step.
+
+Where x̂ − â is NaN or ±Inf, q is `BROKEN`, a code that no number has, â becomes NaN, and so do the rows and windows of ô that
+have such a code. They stay so until the sample begins again: what was added is not known.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, LayerTables
+
+BROKEN = -LEVELS - 1
+"""Code of what is NaN or ±Inf. Kernels mark such rows by their scale, and do not look at the code."""
 
 
 class Steps(NamedTuple):
@@ -71,8 +77,12 @@ def quantise_change(x: Tensor, x_factor: Tensor, a_hat: Tensor, begins: Tensor, 
     batch = len(begins)
     known = torch.where(begins[:, None], 0.0, a_hat.float().reshape(batch, -1))
     moved = (x.float() * x_factor).reshape(batch, -1)
-    q = ((moved - known) * (1 / scale)).round().clamp(-LEVELS, LEVELS)
-    return q.to(torch.int8).view(x.shape), (known + q * scale).view(a_hat.shape).to(a_hat.dtype)
+    change = moved - known
+    broken = ~change.isfinite()
+    q = (change * (1 / scale)).round().clamp(-LEVELS, LEVELS)
+    a_next = (known + q * scale).masked_fill(broken, math.nan)
+    q = q.masked_fill(broken, BROKEN)
+    return q.to(torch.int8).view(x.shape), a_next.view(a_hat.shape).to(a_hat.dtype)
 
 
 def add_product(
@@ -97,10 +107,12 @@ def add_product(
     batch, weight = len(begins), tables.weight.to(q.device).double()  # FP64 holds all sums of integers
     if stride:
         convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[q.dim() - 3]
-        sums = convolve(q.double(), weight, None, list(stride), list(padding)).float()
+        codes = q.double().masked_fill(q == BROKEN, math.nan)
+        sums = convolve(codes, weight, None, list(stride), list(padding)).float()
         of_outputs = (1, -1, *[1] * (q.dim() - 2))
     else:
-        sums, of_outputs = (q.double() @ weight.T).float(), (-1,)
+        codes = q.double().masked_fill((q == BROKEN).any(-1, keepdim=True), math.nan)
+        sums, of_outputs = (codes @ weight.T).float(), (-1,)
     weighed = (sums * tables.weight_scale.to(q.device).view(of_outputs)).reshape(batch, -1)
     bias = tables.bias.to(q.device).view(of_outputs).expand(sums.shape).reshape(batch, -1)
     known = bias if o_hat is None else torch.where(begins[:, None], bias, o_hat.float().reshape(batch, -1))

@@ -187,7 +187,8 @@ def linear(
         compute_dtype: type of all arithmetic. FP32 holds sums of up to 1,040 products exactly, larger ones to 6e-8.
     Returns:
         [B · n, …, N] in x's type. NaN for samples whose timestep is NaN, everywhere for a mode that is not one of `LayerMode`'s
-        INT8 modes or a table entry that cannot be used.
+        INT8 modes or a table entry that cannot be used. Rows with NaN or ±Inf among their channels are NaN, or in mode
+        `WEIGHT_ONLY` what their products are, NaN or ±Inf.
     """
     mode, bad, step = _at(x, timestep, tables, timestep_max, compute_dtype)
     moved = (x.to(compute_dtype) - tables.x_offset.to(x.device)) * tables.x_factor.to(x.device)
@@ -197,6 +198,7 @@ def linear(
     else:
         if mode == LayerMode.DYNAMIC:
             step = (moved.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(TINY_SCALE)
+        bad = bad | ~moved.isfinite().all(-1, keepdim=True)
         products = _int8(moved, step) @ weight.T
     scales = step * tables.weight_scale.to(x.device, compute_dtype)
     return (products * scales + tables.bias.to(x.device, compute_dtype)).masked_fill(bad, math.nan).to(x.dtype)
@@ -218,7 +220,8 @@ def conv(
         x: [B · n, K, *sizes], of one to three sizes.
         stride, padding: of each size, the same on both sides.
     Returns:
-        [B · n, N, *sizes]; NaN as `linear`, and everywhere in mode `DYNAMIC`, which convolutions have not.
+        [B · n, N, *sizes]; NaN as `linear`, and everywhere in mode `DYNAMIC`, which convolutions have not. A pixel that is NaN or
+        ±Inf in any channel makes all results NaN whose window has it.
     """
     mode, bad, step = _at(x, timestep, tables, timestep_max, compute_dtype)
     if mode == LayerMode.DYNAMIC:
@@ -226,7 +229,7 @@ def conv(
     of_channels = (1, -1, *[1] * (x.dim() - 2))
     scaled = x.to(compute_dtype) * tables.x_factor.to(x.device, compute_dtype).view(of_channels)
     if mode == LayerMode.STATIC:
-        scaled = _int8(scaled, step)
+        scaled = _int8(scaled, step).masked_fill(~scaled.isfinite(), math.nan)
     else:
         scaled, step = scaled.to(x.dtype).to(compute_dtype), torch.ones_like(step)
     convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[x.dim() - 3]

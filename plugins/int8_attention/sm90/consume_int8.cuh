@@ -237,7 +237,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       key_ready = (S::kPipelined || mine.streams == 1) && mbarrier_test(barriers.key_full(next.stage), next.parity());
       if constexpr (kMode == 3) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) state.c[r] = row_scales[row + 8 * r] * scales.k;
+        for (int r = 0; r < 2; ++r) state.c[r] = fmaf(row_scales[row + 8 * r], scales.k, scales.broken_v);
         state.offset = 0.f;
       }
       if constexpr (S::kPromoteFirst) {

@@ -2,7 +2,8 @@
 
 TensorRT, TensorRT-RTX and ONNX Runtime fuse a QuantizeLinear and a DequantizeLinear around a product's inputs into INT8 kernels:
 one scale for all activations of a tensor, one for each output channel of the weight. What is done with activations in
-front of it, offsets and factors, becomes a part of the kernel that computes them.
+front of it, offsets and factors, becomes a part of the kernel that computes them. INT8 has no code for NaN and infinities: what
+such a kernel makes of them is the runtime's own, where our kernels (`int8_layers.py`) and the nodes' bodies keep them.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ def function_body(variant: Variant) -> onnx.FunctionProto:
         {_HEADS_FIRST[variant.layout].format(k=k, v=v)}
         {_GATHER if variant.key_index else ""}
         {_SHAPES}
+        {_BROKEN}
         {_TABLES}
         k_centred = {"Sub(k_heads, k_offset_row)" if variant.smooth_k else "Identity(k_heads)"}
         {_SCALES[variant.scaling]}
@@ -66,6 +67,7 @@ def function_body(variant: Variant) -> onnx.FunctionProto:
         {_MASK_SHAPE if masked or variant.block_mask else ""}
         {_MASKS[variant.mask]}
         {_BLOCKS if variant.block_mask else "z = Identity(z_masked)"}
+        {_REACHED_IN_BLOCKS if variant.block_mask else _REACHED}
         {_SECOND_PRODUCT}
         {_LAYOUT_OF_RESULT[variant.layout]}
         out = CastLike(out_float, q)
@@ -135,9 +137,9 @@ _SHAPES = """
         kv_heads = Shape<start = 1, end = 2>(k_bhnd)
         keys = Shape<start = 2, end = 3>(k_bhnd)
         grouped = Concat<axis = 0>(batch, kv_heads, minus_one, queries, dim)
-        q_heads = Reshape(q_bhnd, grouped)
-        k_heads = Unsqueeze(k_bhnd, two_i)
-        v_heads = Unsqueeze(v_bhnd, two_i)
+        q_all = Reshape(q_bhnd, grouped)
+        k_all = Unsqueeze(k_bhnd, two_i)
+        v_all = Unsqueeze(v_bhnd, two_i)
         over = Mod(keys, tile)
         short = Sub(tile, over)
         missing = Mod(short, tile)
@@ -148,6 +150,38 @@ _SHAPES = """
         token_axis_pads = Concat<axis = 0>(token_pads_head, missing, zero_i)
         tiles = Concat<axis = 0>(zero_i, zero_i, zero_i, zero_i, minus_one, tile)
         untiled = Concat<axis = 0>(zero_i, zero_i, zero_i, zero_i, minus_one)
+"""
+
+# What is not finite is taken out; which rows it reaches, in 1 and 0.
+_BROKEN = "".join(
+    f"""
+        {x}_nan = IsNaN({x}_all)
+        {x}_infinite = IsInf({x}_all)
+        {x}_broken = Or({x}_nan, {x}_infinite)
+        {x}_heads = Where({x}_broken, zero, {x}_all)
+        {x}_marked = Cast<to = 1>({x}_broken)
+"""
+    for x in "qkv"
+)
+_BROKEN += """
+        q_row_marked = ReduceMax<keepdims = 1>(q_marked, minus_one)
+        k_token_marked = ReduceMax<keepdims = 1>(k_marked, minus_one)
+        v_token_marked = ReduceMax<keepdims = 1>(v_marked, minus_one)
+"""
+
+_REACHED = """
+        token_axis = Constant<value = int64[1] {3}>()
+        rows_of_keys = ReduceMax<keepdims = 1>(k_token_marked, token_axis)
+        rows_of_values = ReduceMax<keepdims = 1>(v_token_marked, token_axis)
+        channels_of_values = ReduceMax<keepdims = 1>(v_marked, token_axis)
+"""
+
+# Of the keys that a query's blocks have.
+_REACHED_IN_BLOCKS = """
+        computed = Cast<to = 1>(block_grouped)
+        rows_of_keys = MatMul(computed, k_token_marked)
+        rows_of_values = MatMul(computed, v_token_marked)
+        channels_of_values = MatMul(computed, v_marked)
 """
 
 _TABLES = """
@@ -335,15 +369,19 @@ _SECOND_PRODUCT = """
         used_sum = ReduceSum<keepdims = 1>(p_used, minus_one)
         row_sum = Where(rounded_sum, used_sum, exact_sum)
         weighted = MatMul(p_used, v_used)
-        some = Greater(row_sum, zero)
-        divisor = Where(some, row_sum, one)
+        none = Equal(row_sum, zero)
+        divisor = Where(none, one, row_sum)
         mean = Div(weighted, divisor)
         mean_scaled = Mul(mean, v_scale_row)
         mean_moved = Add(mean_scaled, v_offset_row)
         mean_used = Where(scaled_values, mean_moved, mean)
-        visible = Where(some, mean_used, zero)
+        visible = Where(none, zero, mean_used)
         t_nan_rows = Reshape(t_nan, per_batch)
-        result = Where(t_nan_rows, nan, visible)
+        known = Where(t_nan_rows, nan, visible)
+        reached_by_values = Where(int8_values, rows_of_values, channels_of_values)
+        reached_by_tokens = Max(q_row_marked, rows_of_keys, reached_by_values)
+        reached = Greater(reached_by_tokens, zero)
+        result = Where(reached, nan, known)
         result_bhnd = Reshape(result, q_shape)
 """
 

@@ -12,7 +12,7 @@ codes to the cache of what the layer gives. Layers that read one tensor have one
 | begins | [B] BOOL | the sample's caches are not read |
 | scales | [B, S] FP32 | of the codes, for each sample and each of the tensors that layers read |
 
-gives q, INT8 of x's shape, and the new a_hat. Of q the others make the new o_hat:
+gives q, INT8 of x's shape, and the new a_hat; -128 and NaN where x̂ - a_hat is not finite. Of q the others make the new o_hat:
 
 | input | shape, type | meaning |
 | --- | --- | --- |
@@ -31,6 +31,7 @@ import onnx_ir as ir
 
 from trtconvert.export.nodes.common import DOMAIN, OPSET
 from trtconvert.export.nodes.layers import LAYER_METADATA
+from trtconvert.linear.changes import BROKEN
 from trtconvert.linear.reference import LEVELS
 
 QUANTISE, LINEAR, CONV = "QuantiseChange", "LinearOfChange", "ConvOfChange"
@@ -88,6 +89,9 @@ def change_body(op: str, sizes: int) -> onnx.FunctionProto:
     {op} <place{", strides, pads" if sizes else ""}> ({", ".join(names)}) => ({results}) {{
         minus_one = Constant<value = int64[1] {{-1}}>()
         column = Constant<value = int64[2] {{-1, 1}}>()
+        zero = Constant<value = float {{0.0}}>()
+        infinite = Reciprocal(zero)
+        nan = Sub(infinite, infinite)
         batch = Shape(begins)
         of_samples = Concat<axis = 0>(batch, minus_one)
         anew = Reshape(begins, column)
@@ -101,7 +105,7 @@ def change_body(op: str, sizes: int) -> onnx.FunctionProto:
 
 
 _QUANTISE = f"""
-        zero = Constant<value = float {{0.0}}>()
+        broken_code = Constant<value = float {{{float(BROKEN)}}}>()
         top = Constant<value = float {{{float(LEVELS)}}}>()
         bottom = Constant<value = float {{{-float(LEVELS)}}}>()
         x_float = Cast<to = 1>(x)
@@ -115,18 +119,29 @@ _QUANTISE = f"""
         over = Mul(change, inverse)
         rounded = Round(over)
         clipped = Clip(rounded, bottom, top)
-        codes = Cast<to = 3>(clipped)
+        is_nan = IsNaN(change)
+        is_infinite = IsInf(change)
+        is_broken = Or(is_nan, is_infinite)
+        numbers = Where(is_broken, broken_code, clipped)
+        codes = Cast<to = 3>(numbers)
         x_shape = Shape(x)
         q = Reshape(codes, x_shape)
         moves = Mul(clipped, scale)
-        sum = Add(known, moves)
+        moved_on = Add(known, moves)
+        sum = Where(is_broken, nan, moved_on)
         a_shape = Shape(a_hat)
         shaped = Reshape(sum, a_shape)
         a_new = CastLike(shaped, a_hat)
 """
 
-_PRODUCT = """
+_PRODUCT = f"""
+        broken_code = Constant<value = int32 {{{BROKEN}}}>()
+        q_wide = Cast<to = 6>(q)
+        is_broken = Equal(q_wide, broken_code)
+        marked = Cast<to = 1>(is_broken)
         «product»
+        is_reached = Greater(reached, zero)
+        weighed = Where(is_reached, nan, weighed_all)
         products_shape = Shape(products)
         bias_full = Expand(of_outputs, products_shape)
         bias_rows = Reshape(bias_full, of_samples)
@@ -145,7 +160,8 @@ _LINEAR = """
         weight_t = Transpose<perm = [1, 0]>(weight)
         sums = MatMulInteger(q, weight_t)
         products = Cast<to = 1>(sums)
-        weighed = Mul(products, weight_scale)
+        weighed_all = Mul(products, weight_scale)
+        reached = ReduceMax<keepdims = 1>(marked, minus_one)
         of_outputs = Identity(bias)
 """
 
@@ -156,6 +172,12 @@ def _conv(sizes: int) -> str:
         sums = ConvInteger<strides: ints = @strides, pads: ints = @pads>(q, weight)
         products = Cast<to = 1>(sums)
         of_scales = Reshape(weight_scale, by_channel)
-        weighed = Mul(products, of_scales)
+        weighed_all = Mul(products, of_scales)
+        one_i = Constant<value = int64[1] {{1}}>()
+        marked_pixels = ReduceMax<keepdims = 1>(marked, one_i)
+        kernel = Shape<start = 2>(weight)
+        of_window = Concat<axis = 0>(one_i, one_i, kernel)
+        window = ConstantOfShape<value = float[1] {{1.0}}>(of_window)
+        reached = Conv<strides: ints = @strides, pads: ints = @pads>(marked_pixels, window)
         of_outputs = Reshape(bias, by_channel)
     """

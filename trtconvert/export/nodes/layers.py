@@ -145,13 +145,13 @@ _CONSTANTS = f"""
         tiny = Constant<value = float {{{TINY_SCALE!r}}}>()
         weight_only = Constant<value = int32 {{{int(LayerMode.WEIGHT_ONLY)}}}>()
         static = Constant<value = int32 {{{int(LayerMode.STATIC)}}}>()
+        infinite = Reciprocal(zero)
+        nan = Sub(infinite, infinite)
         x_float = Cast<to = 1>(x)
 """
 
 _TIMED = """
         last_timestep = Constant<value_float: float = @timestep_max>()
-        infinite = Reciprocal(zero)
-        nan = Sub(infinite, infinite)
         bins_i = Shape(modes)
         bins = Cast<to = 1>(bins_i)
         t = Cast<to = 1>(timestep)
@@ -170,6 +170,13 @@ _TIMED = """
 _CONSTANT = """
         bin = Identity(zero_i)
         batch = Identity(one_i)
+"""
+
+_BROKEN = """
+        is_nan = IsNaN(moved)
+        is_infinite = IsInf(moved)
+        is_broken = Or(is_nan, is_infinite)
+        marked = Cast<to = 1>(is_broken)
 """
 
 _MODE = """
@@ -218,7 +225,11 @@ def _linear(variant: LayerVariant) -> str:
     elif modes != (LayerMode.WEIGHT_ONLY,):
         lines.append(f"step = Identity({'step_static' if LayerMode.STATIC in modes else 'step_dynamic'})")
     if modes != (LayerMode.WEIGHT_ONLY,):
-        lines.append("""
+        lines.append(f"""
+        {_BROKEN}
+        marked_rows = Reshape(marked, of_samples)
+        most_marked = ReduceMax<keepdims = 1>(marked_rows, minus_one)
+        is_broken_row = Greater(most_marked, zero)
         over = Div(rows, step)
         rounded = Round(over)
         clipped = Clip(rounded, bottom, top)
@@ -227,7 +238,8 @@ def _linear(variant: LayerVariant) -> str:
         products = Cast<to = 1>(sums)
         weighed = Mul(products, weight_scale)
         scaled = Mul(weighed, step)
-        y_int8 = Add(scaled, bias)
+        y_biased = Add(scaled, bias)
+        y_int8 = Where(is_broken_row, nan, y_biased)
 """)
     if LayerMode.WEIGHT_ONLY in modes:
         lines.append("""
@@ -271,7 +283,14 @@ def _conv(variant: LayerVariant) -> str:
     if len(modes) > 1:
         lines.append(_MODE)
     if LayerMode.STATIC in modes:
-        lines.append("""
+        lines.append(f"""
+        {_BROKEN}
+        marked_pixels = ReduceMax<keepdims = 1>(marked, one_i)
+        kernel = Shape<start = 2>(weight)
+        of_window = Concat<axis = 0>(one_i, one_i, kernel)
+        window = ConstantOfShape<value = float[1] {{1.0}}>(of_window)
+        in_window = Conv<strides: ints = @strides, pads: ints = @pads>(marked_pixels, window)
+        is_broken_window = Greater(in_window, zero)
         calibrated = Gather<axis = 0>(x_scale, bin)
         step = Reshape(calibrated, column)
         x_shape = Shape(x)
@@ -288,7 +307,8 @@ def _conv(variant: LayerVariant) -> str:
         weighed_flat = Reshape(weighed, of_samples)
         scaled_flat = Mul(weighed_flat, step)
         scaled = Reshape(scaled_flat, y_shape)
-        y_int8 = Add(scaled, outputs_bias)
+        y_biased = Add(scaled, outputs_bias)
+        y_int8 = Where(is_broken_window, nan, y_biased)
 """)
     if LayerMode.WEIGHT_ONLY in modes:
         lines.append("""

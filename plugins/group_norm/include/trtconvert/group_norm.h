@@ -9,7 +9,9 @@
  *   payload = round(normed * factor / x_scale), -127 to 127                   of normed as it would be rounded
  *
  * x_scale is the calibrated one of the sample's timestep bin, as of mode STATIC (layer_modes.h); what images get whose sample has no usable
- * scale is not said: the layer makes NaN of them.
+ * scale is not said: the layer makes NaN of them. Where NaN or infinity is among a group's numbers, its mean or its variance, and all of
+ * its results are NaN. A payload has -128 in these channels of the image's first pixel then, of which int8_conv.h makes NaN; its other
+ * pixels have any codes there.
  *
  * Mean and variance (divided by their number) are those of all pixels and all channels of a group, in FP32; groups are neighbouring
  * channels, as many in each. Results are rounded once.

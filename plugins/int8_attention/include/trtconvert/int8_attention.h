@@ -4,6 +4,10 @@
  * no device memory on the host, so CUDA graphs capture it.
  * Every function is safe to call from several threads and on several streams at once, as long as each launch in flight
  * has its own workspace.
+ *
+ * NaN and infinities in q, k, v and an additive mask reach the output, as attention() of trtconvert/attention/reference.py says: a
+ * query its row, a key all rows that its tile of 128 keys is computed for, whether a mask hides it or not, a value one channel or all of
+ * them.
  */
 #ifndef TRTCONVERT_INT8_ATTENTION_H_
 #define TRTCONVERT_INT8_ATTENTION_H_
@@ -122,8 +126,8 @@ typedef struct {
   const int32_t* key_index; /* null with source_keys 0 */
 
   /* The natural logarithm of each row's sum of exponentials of its scaled logits, [B, H, Nq] on the device, or null: that of the
-   * weights that the output was divided by, -inf for a row without a key, NaN where the output is. What smooth_k subtracts does not
-   * show in it. */
+   * weights that the output was divided by, -inf for a row without a key, NaN where the whole row of the output is. What smooth_k
+   * subtracts does not show in it. */
   float* lse;
 
   int32_t block_mask_batch; /* 0: no block mask; else 1 or B */

@@ -5,7 +5,8 @@
  *   y = y + residual                                                          where wanted
  *
  * What lies outside of an image is zero. The product is exact in INT32, the rest is FP32, and y is rounded once. x_scale is the calibrated
- * one of the sample's timestep bin, as of mode STATIC (layer_modes.h); images of a sample whose scale is not usable are NaN.
+ * one of the sample's timestep bin, as of mode STATIC (layer_modes.h); images of a sample whose scale is not usable are NaN, and those
+ * whose first pixel has -128 in a channel (group_norm.h). Nothing else is said of -128.
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
  * from several threads and on several streams at once.

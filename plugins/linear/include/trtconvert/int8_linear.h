@@ -53,7 +53,8 @@ typedef struct {
   void* stream; /* cudaStream_t; null is the default stream */
 
   /* Quantised rows in place of y, for the next layer, of INT8 rows only: N in steps of 16. As quantise.h would from y in mode STATIC, but
-   * that a NaN among numbers is -127: rows that are NaN as a whole have a scale that is. mode_set 0: none, else that of STATIC alone. */
+   * that a NaN among numbers is -127 and an infinity 127 of its sign: rows that are NaN as a whole have a scale that is. mode_set 0: none,
+   * else that of STATIC alone. */
   TrtConvertModeTable out_table;
   const float* out_factor; /* [N], or null */
   const float* out_offset; /* [N], or null */

@@ -6,8 +6,8 @@
  *                 q = clamp(round(xhat / scale), -127, 127)                   the FP32 quotient to the nearest, ties to even
  *   WEIGHT_ONLY   xhat rounded to the type of x, scale = -1
  *
- * layer_modes.h says which mode a call has, and how rows lie in the payload. A row with a NaN has the scale NaN, in mode DYNAMIC one
- * with an infinity too.
+ * layer_modes.h says which mode a call has, and how rows lie in the payload. A row of INT8 with a NaN
+ * or an infinity has the scale NaN.
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
  * from several threads and on several streams at once.

@@ -7,7 +7,8 @@
  *
  * A scale is that of the row's sample, from a column of a table for all layers of a model. Its sign bit says whether the sample begins:
  * then a_hat is not read. The scale of a row is the sample's with its sign, as int8_linear.h wants it with `changes`; NaN where a change
- * of the row is NaN or infinite, or the sample's is zero or not finite; a NaN is quantised as -127 then.
+ * of the row is NaN or infinite, or the sample's is zero or not finite; a NaN is quantised as -127 then. a_next is NaN where the change
+ * is not finite, so that such rows are NaN until their sample begins again.
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
  * from several threads and on several streams at once.
