@@ -70,7 +70,7 @@ def caches_of(
         return output
 
     names = [spec.name for spec in model.inputs]
-    example = {name: x.to(next(model.denoiser.parameters()).device) for name, x in model.example(0, sizes).items()}
+    example = {name: x.to(model.device) for name, x in model.example(0, sizes).items()}
     with torch.no_grad():
         InterceptedDenoiser(model.denoiser, names, model.timestep_input, layer_hooks(seen))(**example)
     return [InputSpec(LAST, "float32", (batch,)), *found.values()]
