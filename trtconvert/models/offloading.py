@@ -50,12 +50,14 @@ def offload(module: nn.Module, device: torch.device, *, leaves: bool = False) ->
     """Let a module's weights lie in host memory, where they are now, and come to a device while they are needed.
 
     Args:
-        leaves: layer by layer, for modules that have no blocks among their children, as text encoders; else block by block.
+        leaves: layer by layer, for modules that have no blocks near their top, as text encoders; else block by block, and weights
+            outside of the part that has blocks go to the device for good.
     """
     from diffusers.hooks.group_offloading import apply_group_offloading
 
+    part = module if leaves else _with_blocks(module)
     apply_group_offloading(
-        module,
+        part,
         onload_device=device,
         offload_device=torch.device("cpu"),
         offload_type="leaf_level" if leaves else "block_level",
@@ -63,20 +65,33 @@ def offload(module: nn.Module, device: torch.device, *, leaves: bool = False) ->
         use_stream=device.type == "cuda",
         low_cpu_mem_usage=True,  # weights that are pinned already are taken as they are, others are pinned while they are copied
     )
+    inside = {id(x) for x in _tensors(part)}
+    for x in _tensors(module):
+        if id(x) not in inside:
+            x.data = x.data.to(device)
+
+
+def _with_blocks(module: nn.Module) -> nn.Module:
+    """The outermost part of a module that has blocks among its children, in lists or in a row, as diffusers takes them: the
+    denoisers of pipelines and of users may be wrapped. The module itself where there is none."""
+    part = module
+    while not any(isinstance(child, (nn.ModuleList, nn.Sequential)) for child in part.children()):
+        children = list(part.children())
+        if not children:
+            return module
+        part = max(children, key=lambda child: sum(x.nbytes for x in _tensors(child)))
+    return part
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def resident_bytes(module: nn.Module) -> int:
     """Bytes of an offloaded module that lie on the device at once, at most: two blocks, as one comes while another computes, and
     what lies outside of blocks."""
-    root, blocks = 0, list[int]()
-    for group in {id(hook.group): hook.group for _, hook in _hooks(module)}.values():
-        tensors = [x for part in group.modules for x in (*part.parameters(), *part.buffers())]
-        size = sum(x.nbytes for x in (*tensors, *group.parameters, *group.buffers))
-        if group.offload_leader is module:
-            root += size
-        else:
-            blocks.append(size)
-    return root + sum(sorted(blocks)[-2:])
+    blocks = sorted(sum(x.nbytes for x in _tensors(block)) for block in _blocks(module))
+    return sum(x.nbytes for x in _tensors(module)) - sum(blocks[:-2])
 
 
 def offload_large_parts(parts: Iterable[Any], pinning: bool, notice: Callable[[str], None]) -> None:
@@ -89,7 +104,7 @@ def offload_large_parts(parts: Iterable[Any], pinning: bool, notice: Callable[[s
     for part in parts:
         if not isinstance(part, nn.Module) or part in _large:
             continue
-        weights = [*part.parameters(), *part.buffers()]
+        weights = _tensors(part)
         if sum(x.nbytes for x in weights) < LARGE:
             continue
         part.to("cpu")
@@ -177,10 +192,9 @@ def computed_again(module: nn.Module, forward: Interception) -> Iterator[None]:
     Args:
         forward: the interception of the forward.
     """
-    blocks = [block for block, hook in _hooks(module) if hook.group.offload_leader is not module]
     # A block that is computed again goes on to its end, where the offloading lets go of its weights.
     with ExitStack() as stack, set_checkpoint_early_stop(False), _AsTheyLie(module):
-        for block in blocks:
+        for block in _blocks(module):
             own = block.forward
             block.forward = partial(_checkpointed, block, own, module, forward)
             stack.callback(setattr, block, "forward", own)
@@ -209,6 +223,17 @@ def _hooks(module: nn.Module) -> list[tuple[nn.Module, Any]]:
         registry = getattr(part, "_diffusers_hook", None)
         if registry is not None and (hook := registry.get_hook(_GROUP_OFFLOADING)) is not None:
             found.append((part, hook))
+    return found
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The parts of an offloaded module, none within another, that come to the device one after the other."""
+    root = _with_blocks(module)
+    found, inside = list[nn.Module](), set[int]()
+    for part, _ in _hooks(root):
+        if part is not root and id(part) not in inside:
+            found.append(part)
+            inside |= {id(one) for one in part.modules()}
     return found
 
 
