@@ -7,12 +7,16 @@ between calls, it stays.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from graphed_models import Digits, assert_same_calibration, assert_same_sensitivity
+from rich.console import Console
 from support import REPOSITORY
 from torch import nn
 
+from trtconvert.cache import Cache
 from trtconvert.calib import probes
 from trtconvert.calib.calibrate import parts_to_convert
 from trtconvert.calib.candidates import Candidate
@@ -23,8 +27,11 @@ from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
 from trtconvert.models.offloading import move, offload, offload_large_parts, pins, resident_bytes
 from trtconvert.models.placed import offloaded
+from trtconvert.pipeline import build
+from trtconvert.progress import Reporter
 from trtconvert.quant.decision import Choice, Unit
-from trtconvert.recipe import AttentionSection, LayersSection
+from trtconvert.recipe import AttentionSection, LayersSection, load_recipe
+from trtconvert.stages import build as stage_builds
 
 pytest.importorskip("diffusers", reason="needs diffusers")
 import tiny_pipelines
@@ -157,7 +164,9 @@ def test_gradients_of_pipelines_go_through_blocks_that_are_computed_again(
     for one in (model, there):
         parts = parts_to_convert(one, AttentionSection(), LayersSection())
         noisy = [
-            Candidate(Unit("layer", layer.name, (layer.name,), (Choice(1),)), Choice(1), lambda call: call.x.sum() * 1e-3)
+            Candidate(
+                Unit("layer", layer.name, (layer.name,), (Choice(1),)), Choice(1), lambda call: call.x.sum() * 1e-3
+            )
             for layer in parts.layers
         ]
         monkeypatch.setattr(probes, "own_channels", lambda changed, output: output * 1.01 + changed)
@@ -209,8 +218,43 @@ def test_host_memory_that_is_short_is_said(monkeypatch):
     monkeypatch.setattr(offloading, "_host_memory_free", lambda: 2**30)
     assert pins([2**20, 2**20 + 1], "Flux", said.append) and not said
     assert not pins([2**29, 2**29 + 1], "Flux", said.append)
-    assert said[0].startswith("the weights of Flux are not pinned as a whole, for which 1.5 GiB of host memory would go")
+    assert said[0].startswith(
+        "the weights of Flux are not pinned as a whole, for which 1.5 GiB of host memory would go"
+    )
 
 
 def test_host_memory_is_that_of_the_machine_or_less():
     assert 0 < offloading._host_memory_free() < 2**50
+
+
+def test_a_pipeline_with_text_encoders_is_built_as_without(moves, tmp_path, monkeypatch):
+    """From the calibration to the gates; the engine is an exported model, which is traced from the model as it was loaded."""
+    moves.nan = False
+    monkeypatch.setattr(offloading, "LARGE", 1000)
+    tiny_pipelines.with_text("flux").save_pretrained(tmp_path / "pipeline")
+    recipe = tiny_pipelines.SMALL_BUILD | {
+        "model": {
+            "source": "diffusers",
+            "weights": str(tmp_path / "pipeline"),
+            "options": {"height": 32, "width": 32, "batch": [1, 1, 2], "prompts": ["a cat", "a dog"]},
+        },
+        "attention": {"modes": "auto"},
+        "plan": {"samples": 1, "steps": 2, "sensitivity": "probes"},
+        "layers": {"modes": "auto", "min_rows": 1},
+        "compute": {"device": "cpu"},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    calibrations = []
+    for name in ("whole", "offloaded"):
+        if name == "offloaded":
+            monkeypatch.setattr(stage_builds, "placed", lambda model, _, notice: in_host_memory(model))
+        made = build(
+            load_recipe(tmp_path / "recipe.yaml"),
+            tmp_path / name,
+            Cache(tmp_path / f"cache-{name}"),
+            Reporter(Console(quiet=True)),
+        )
+        calibrations.append((made.folder / "calibration.safetensors").read_bytes())
+        assert bool(moves.count) == (name == "offloaded")
+        plans = [(site.name, site.modes) for site in made.manifest.components["denoiser"].sites]
+    assert calibrations[0] == calibrations[1] and plans
