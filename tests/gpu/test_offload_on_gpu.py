@@ -64,8 +64,8 @@ def test_digits_are_calibrated_and_measured_as_without(tmp_path, pinned):
 
 
 def model_of_a_gigabyte():
-    """Digits by 21 blocks of 17 million weights: 0.8 GiB in 16 bits, of which two blocks are a tenth."""
-    denoiser = DigitsDiT(width=1024, heads=16, depth=21).eval()
+    """Digits by 28 blocks of 19 million weights: 1 GiB in 16 bits, of which two blocks are a fourteenth."""
+    denoiser = DigitsDiT(width=1024, heads=16, depth=28).eval()
     generator = torch.Generator().manual_seed(0)
     for x in denoiser.parameters():
         if x.dim() > 1:
@@ -105,7 +105,7 @@ def test_a_model_of_a_gigabyte_takes_less_memory_than_its_weights(tmp_path):
         del there, exact, candidates, layers
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(found[1][1], found[0][1], rtol=0.05, atol=0)
-    assert weights > 0.75 * 2**30
+    assert weights > 0.9 * 2**30
     assert peaks[0] > weights > 2 * peaks[1], (
         f"weights {weights / 2**20:.0f} MiB, peaks {[p // 2**20 for p in peaks]} MiB"
     )

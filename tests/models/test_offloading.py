@@ -51,21 +51,21 @@ class Moves:
         self.nan = True
         self.here: dict[int, int] = {}
         self.most = self.count = 0
-        self.numbers: dict[int, dict[torch.Tensor, torch.Tensor]] = {}
+        self.numbers: dict[torch.Tensor, torch.Tensor] = {}
 
     def tensors(self, group: ModuleGroup) -> list[torch.Tensor]:
         of_modules = [x for part in group.modules for x in (*part.parameters(), *part.buffers())]
         return [*{id(x): x for x in (*of_modules, *group.parameters, *group.buffers)}.values()]
 
     def onload(self, group: ModuleGroup) -> None:
-        for x, numbers in self.numbers.get(id(group), {}).items():
-            x.data = numbers.clone()
+        for x in self.tensors(group):
+            x.data = self.numbers[x].clone()
         self.here[id(group)] = sum(x.nbytes for x in self.tensors(group))
         self.count, self.most = self.count + 1, max(self.most, sum(self.here.values()))
 
     def offload(self, group: ModuleGroup) -> None:
-        kept = self.numbers.setdefault(id(group), {x: x.data for x in self.tensors(group)})
-        for x, numbers in kept.items():
+        for x in self.tensors(group):
+            numbers = self.numbers.setdefault(x, x.data)
             x.data = torch.full_like(x, torch.nan) if self.nan and x.is_floating_point() else numbers
         self.here.pop(id(group), None)
 
@@ -95,6 +95,7 @@ def prefetching(request, monkeypatch):
             ),
         )
 
+    apply.__module__ = group_offloading.__name__
     if request.param == "prefetched":
         monkeypatch.setattr(group_offloading, "apply_group_offloading", apply)
     return request.param == "prefetched"
@@ -213,6 +214,23 @@ def test_large_models_of_the_pipeline_are_offloaded_where_they_compute_on_the_de
     assert torch.equal(large(x), expected)
 
 
+def test_a_text_encoder_with_tied_weights_computes_layer_by_layer(moves, monkeypatch, caplog):
+    def prefetched(module, *, onload_device, offload_device, **_):
+        leaves = GroupOffloadingType.LEAF_LEVEL
+        config = GroupOffloadingConfig(onload_device, offload_device, leaves, False, False, True, stream=Stream())
+        group_offloading._apply_group_offloading(module, config)
+
+    prefetched.__module__ = group_offloading.__name__
+    monkeypatch.setattr(group_offloading, "apply_group_offloading", prefetched)
+    encoder, ids = tiny_pipelines.t5(), torch.arange(16).view(2, 8)
+    expected = encoder(ids)[0]
+    offload(encoder, CPU, leaves=True)
+    for _ in range(3):
+        assert torch.equal(encoder(ids)[0], expected) and not moves.here
+    assert not caplog.records
+    assert all(x.isnan().any() for x in encoder.parameters())
+
+
 def test_host_memory_that_is_short_is_said(monkeypatch):
     said = []
     monkeypatch.setattr(offloading, "_host_memory_free", lambda: 2**30)
@@ -244,7 +262,7 @@ def test_a_pipeline_with_text_encoders_is_built_as_without(moves, tmp_path, monk
         "compute": {"device": "cpu"},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    calibrations = []
+    calibrations, plans = [], []
     for name in ("whole", "offloaded"):
         if name == "offloaded":
             monkeypatch.setattr(stage_builds, "placed", lambda model, _, notice: in_host_memory(model))
@@ -256,5 +274,6 @@ def test_a_pipeline_with_text_encoders_is_built_as_without(moves, tmp_path, monk
         )
         calibrations.append((made.folder / "calibration.safetensors").read_bytes())
         assert bool(moves.count) == (name == "offloaded")
-        plans = [(site.name, site.modes) for site in made.manifest.components["denoiser"].sites]
-    assert calibrations[0] == calibrations[1] and plans
+        denoiser = made.manifest.components["denoiser"]
+        plans.append([(part.name, part.modes) for part in (*denoiser.sites, *denoiser.layers)])
+    assert calibrations[0] == calibrations[1] and plans[0] == plans[1]

@@ -12,6 +12,7 @@ after it. They are made for inference. Backward passes go through them by two me
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -55,6 +56,9 @@ def offload(module: nn.Module, device: torch.device, *, leaves: bool = False) ->
     """
     from diffusers.hooks.group_offloading import apply_group_offloading
 
+    # It warns of layers that the first forward does not call, as of T5's embedding, which has two names. Those bring their weights
+    # by themselves when they are called.
+    logging.getLogger(apply_group_offloading.__module__).setLevel(logging.ERROR)
     part = module if leaves else _with_blocks(module)
     apply_group_offloading(
         part,
