@@ -56,8 +56,8 @@ def offload(module: nn.Module, device: torch.device, *, leaves: bool = False) ->
     """
     from diffusers.hooks.group_offloading import apply_group_offloading
 
-    # It warns of layers that the first forward does not call, as of T5's embedding, which has two names. Those bring their weights
-    # by themselves when they are called.
+    # It warns of layers that the first forward does not call, as of T5's embedding, which has two names. Those bring their own
+    # weights when they are called.
     logging.getLogger(apply_group_offloading.__module__).setLevel(logging.ERROR)
     part = module if leaves else _with_blocks(module)
     apply_group_offloading(
