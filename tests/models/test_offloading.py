@@ -8,6 +8,7 @@ between calls, it stays.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from trtconvert.calib.candidates import Candidate
 from trtconvert.calib.probes import Probes
 from trtconvert.models import offloading
 from trtconvert.models.cuda_graphs import graphed
-from trtconvert.models.denoiser import intercepted
+from trtconvert.models.denoiser import DenoiserInType, intercepted
 from trtconvert.models.digits import digits_model
 from trtconvert.models.offloading import move, offload, offload_large_parts, pins, resident_bytes
 from trtconvert.models.placed import offloaded
@@ -183,6 +184,16 @@ def test_gradients_of_pipelines_go_through_blocks_that_are_computed_again(
     assert not moves.here
     # As many blocks lie there in a backward pass as in a forward.
     assert moves.most <= resident_bytes(there.denoiser)
+
+
+def test_an_evaluation_offloads_the_copies_that_it_makes(moves):
+    model = digits_model(WEIGHTS)
+    inputs = model.example(0, {name: 2 for name in model.dims})
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = DenoiserInType(model, dtype, {})(**inputs)
+        count, there = moves.count, DenoiserInType(replace(model, onload=CPU), dtype, {})
+        assert torch.equal(there(**inputs), expected) and moves.count > count
+    assert not any(x.isnan().any() for x in model.denoiser.parameters())
 
 
 def test_hooks_prefetch_as_before_when_a_backward_pass_is_over():
