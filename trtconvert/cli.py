@@ -201,15 +201,22 @@ _DEVICE = click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     help="Where the model computes, instead of what the recipe's compute section says: auto by default, the GPU where there "
-    "is one and the model fits.",
+    "is one and the model fits, as a whole or block by block.",
 )
 
 
-def _on(device: str | None, recipe: Recipe) -> Recipe:
-    """The recipe with another device, where one is given."""
-    if device is None:
-        return recipe
-    return recipe.model_copy(update={"compute": recipe.compute.model_copy(update={"device": device})})
+_OFFLOAD = click.option(
+    "--offload",
+    is_flag=True,
+    help="Let the torch model's weights lie in host memory and come to the GPU block by block, for models larger than it. By "
+    "default this is done where the model does not fit otherwise; see compute.offload in recipes.",
+)
+
+
+def _on(device: str | None, offload: bool, recipe: Recipe) -> Recipe:
+    """The recipe with another device, where one is given, and with offloading, where that is asked for."""
+    asked = ({} if device is None else {"device": device}) | ({"offload": "on"} if offload else {})
+    return recipe.model_copy(update={"compute": recipe.compute.model_copy(update=asked)})
 
 
 @main.command()
@@ -219,6 +226,7 @@ def _on(device: str | None, recipe: Recipe) -> Recipe:
 @click.option("--no-cache", is_flag=True, help="Redo every stage, and keep nothing.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad calibration samples out, and list them.")
 @_DEVICE
+@_OFFLOAD
 @_speaking
 def build(
     recipe: Path,
@@ -227,6 +235,7 @@ def build(
     no_cache: bool,
     skip_bad: bool,
     device: str | None,
+    offload: bool,
     out: Output,
 ) -> None:
     """Convert the model of RECIPE and leave a bundle.
@@ -239,7 +248,7 @@ def build(
     report = out.reporter()
     output = output or Path("out") / recipe.stem
     with _cache(cache_folder, no_cache) as cache:
-        loaded = _on(device, _recipe(recipe, report))
+        loaded = _on(device, offload, _recipe(recipe, report))
         outcome = pipeline.build(loaded, output, cache, report, skip_bad=skip_bad)
     out.result(
         {"bundle": outcome.folder, **_times(report), "manifest": outcome.manifest.model_dump(mode="json")},
@@ -478,6 +487,7 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
     show_default=True,
     help="Of the torch model, and of the feature extractor. auto takes the GPU where there is one and the model fits.",
 )
+@_OFFLOAD
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
@@ -572,6 +582,7 @@ def _with_data(path: Path, data: str | None, samples: int | None, report: Report
 )
 @click.option("--skip-bad", is_flag=True, help="Leave bad samples out, and list them.")
 @_DEVICE
+@_OFFLOAD
 @_speaking
 def calibrate(
     recipe: Path,
@@ -581,6 +592,7 @@ def calibrate(
     cache_folder: Path | None,
     skip_bad: bool,
     device: str | None,
+    offload: bool,
     out: Output,
 ) -> None:
     """Calibrate the model of RECIPE and write its scales, for `calibration: {from: FILE}` in recipes.
@@ -591,7 +603,7 @@ def calibrate(
     from trtconvert.calib.command import calibrate_recipe, summary
     from trtconvert.calib.distributed import joined_ranks
 
-    chosen = _on(device, _with_data(recipe, data, samples, out.reporter()))
+    chosen = _on(device, offload, _with_data(recipe, data, samples, out.reporter()))
     cache = Cache(cache_folder or default_folder())
     with joined_ranks() as ranks:
         if ranks.rank > 0:

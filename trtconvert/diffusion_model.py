@@ -159,6 +159,8 @@ class DiffusionModel:
         guidance: that it applies inside, see `with_guidance`; what is denoised, the timestep and the batch
             are then of samples, and the denoiser is called with twice as many rows.
         noise_input: what the timestep input holds, where that is no timestep but σ, its logarithm, or a share of noise.
+        onload: the device that the denoiser's weights come to while they are needed, where they lie in host memory, see
+            `trtconvert.models.offloading`; None where they stay where they are.
     Raises:
         UserError: `timestep_max` and `noise_input` do not fit together, or an input of whole numbers holds no timesteps; a σ is
             NaN, infinite or less than 0.
@@ -184,6 +186,7 @@ class DiffusionModel:
     notices: tuple[str, ...] = ()
     guidance: GuidanceRecord | None = None
     noise_input: NoiseInput | None = None
+    onload: torch.device | None = None
 
     def __post_init__(self) -> None:
         check_sigmas(self.sigmas)
@@ -203,6 +206,11 @@ class DiffusionModel:
                 got="an input of int64" if whole else f"timestep_max={self.timestep_max:g}",
                 remedy="leave noise_input out, where the input holds timesteps" if whole else "give both the same",
             )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the denoiser computes."""
+        return self.onload or next(self.denoiser.parameters()).device
 
     @property
     def timestep_place(self) -> int:

@@ -105,8 +105,10 @@ def _memory(place: Place) -> str:
     import torch
 
     most, all_of_it = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    offloaded = ", with the model's weights in host memory" if place.offload else ""
     return (
-        f"; a call takes {most / 2**30:.1f} of the GPU's {all_of_it / 2**30:.0f} GiB, a call of a search by probes more"
+        f"; a call takes {most / 2**30:.1f} of the GPU's {all_of_it / 2**30:.0f} GiB{offloaded}, a call of a search by probes "
+        "more"
     )
 
 

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -44,6 +45,14 @@ class Caller:
         self._model = model
         self._names: dict[int, str] = {}
         self._calls: dict[str, Counter[str]] = {}
+
+    def calls(self) -> dict[str, Counter[str]]:
+        """How many calls of each kind each module has made so far."""
+        return {kind: counts.copy() for kind, counts in self._calls.items()}
+
+    def go_on_from(self, calls: Mapping[str, Counter[str]]) -> None:
+        """Name calls as after these ones."""
+        self._calls = {kind: counts.copy() for kind, counts in calls.items()}
 
     def name(self, kind: str) -> str:
         """The calling module's path, with `#2`, `#3`, … for its further calls of a kind in one forward."""
@@ -95,7 +104,7 @@ class Interception(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, hooks: Hooks, timestep: Tensor) -> None:
         super().__init__()
-        self._hooks, self._caller = hooks, Caller(model, timestep)
+        self._model, self._hooks, self._caller = model, hooks, Caller(model, timestep)
         self._unfused = (
             Unfused(self._attend, timestep.shape[0], self._caller.module) if unfused_attention in hooks else None
         )
@@ -110,6 +119,17 @@ class Interception(TorchFunctionMode):
         if self._unfused is not None and (hook := self._hooks.get(left_softmax)) is not None:
             for softmax in self._unfused.left():
                 hook(self._caller, (softmax,), {})
+
+    def restart(self) -> Callable[[], Interception]:
+        """Gives interceptions for what follows now, each time that it is computed again: its calls have the same names."""
+        calls = self._caller.calls()
+
+        def again() -> Interception:
+            other = Interception(self._model, self._hooks, self._caller.timestep)
+            other._caller.go_on_from(calls)
+            return other
+
+        return again
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         if func in _COMPOSITE:
@@ -170,6 +190,7 @@ class InterceptedDenoiser(nn.Module):
         timestep_input: which of them is the timestep; a scalar or [B].
         hooks: what happens at calls of torch's functions.
         noise_input: what the timestep input holds, where it is no timestep: callers see its places.
+        around: what surrounds each forward, within its interception.
     """
 
     def __init__(
@@ -179,6 +200,7 @@ class InterceptedDenoiser(nn.Module):
         timestep_input: str,
         hooks: Hooks,
         noise_input: NoiseInput | None = None,
+        around: Callable[[Interception], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
         self.denoiser = denoiser
@@ -186,13 +208,14 @@ class InterceptedDenoiser(nn.Module):
         self.timestep_input = timestep_input
         self.hooks = hooks
         self.noise_input = noise_input
+        self.around = around
 
     def forward(self, *inputs: Tensor, **by_name: Tensor) -> Tensor:
         named = dict(zip(self.input_names, inputs, strict=False)) | by_name
         batch = samples_of(named, self.timestep_input)
         timestep = named[self.timestep_input].to(torch.float32).reshape(-1).expand(batch)
         timestep = place_of(self.noise_input, timestep)
-        with Interception(self.denoiser, self.hooks, timestep) as forward:
+        with Interception(self.denoiser, self.hooks, timestep) as forward, self.around(forward):
             output = first_tensor(self.denoiser(**named))
         forward.end()
         return output

@@ -35,6 +35,7 @@ def optimize(
     recipe: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     device: str | None = None,
+    offload: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -50,6 +51,8 @@ def optimize(
         recipe: sections and fields of a recipe that are to be others, as {"attention": {"modes": "auto"}}.
         device: "cpu" computes with ONNX Runtime, which is for checking and slow; a GPU otherwise, on which the conversion
             computes too.
+        offload: let the weights of the model that is converted lie in host memory, and come to the GPU block by block. Without
+            it this is done where the model does not fit the GPU otherwise, in what `pipe` leaves free.
         quiet: show no progress.
         options: of `model.options`, as height=1024, width=1024, batch=[1, 1, 2].
     Returns:
@@ -75,7 +78,7 @@ def optimize(
             got=state.detail,
             remedy=f'{state.remedy}; device="cpu" computes with ONNX Runtime, to check images, slowly',
         )
-    sections = _merged(recipe or {}, options, device)
+    sections = _merged(recipe or {}, options, device, offload)
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
     report = Reporter(Console(highlight=False, stderr=True, quiet=quiet))
     cache = Cache(default_folder())
@@ -125,11 +128,11 @@ def _denoiser_of(pipe: Any) -> str:
 
 
 def _merged(
-    recipe: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], device: str | None
+    recipe: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], device: str | None, offload: bool
 ) -> dict[str, dict[str, Any]]:
     sections = {name: dict(fields) for name, fields in _SECTIONS.items()}
     sections["engine"] = {"backend": "onnxruntime"}  # what is built for this GPU comes after
-    sections["compute"] = {"device": "cpu" if device == "cpu" else "auto"}
+    sections["compute"] = {"device": "cpu" if device == "cpu" else "auto"} | ({"offload": "on"} if offload else {})
     sections["model"] = {"source": "diffusers", "weights": "pipeline", "options": dict(options)}
     for name, fields in recipe.items():
         fixed = {"model": ("source", "weights"), "engine": ("backend",)}.get(name, ())

@@ -418,6 +418,12 @@ class ComputeSection(_Section):
         "engine's own kernels compute INT8; on a CPU their specification does in FP32, which takes hours for models of published "
         "sizes.",
     )
+    offload: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether the model's weights lie in host memory and come to the GPU block by block, by diffusers' group "
+        "offloading. That changes no number and takes longer. `auto` does so where the model does not fit the GPU otherwise. "
+        "With `off` such a model computes on the CPU, unless device is cuda.",
+    )
     precision: Literal["model", "float32"] = Field(
         default="model",
         description="Of what is called full precision, on a GPU: model.dtype, with FP32 where the model asks for it, or float32. "

@@ -465,18 +465,19 @@ def test_auto_takes_the_gpu_where_the_model_fits_and_says_so(digits_build, tmp_p
     taken = []
 
     def choose(section, model):
-        taken.append((section.device, model.weights, model.dtype))
-        return Place("cuda", "float32", "NVIDIA H100, in float32")
+        taken.append((section.device, section.offload, model.weights, model.dtype))
+        return Place("cuda", "float32", "NVIDIA H100, in float32", section.offload == "on")
 
-    def stop(model, device):
-        raise InterruptedError(device)
+    def stop(model, device, offload):
+        raise InterruptedError(f"{device}, {offload}")
 
     monkeypatch.setattr("trtconvert.evaluate.evaluation.choose_place", choose)
     monkeypatch.setattr("trtconvert.evaluate.evaluation.on_device", stop)
     console = Console(record=True, width=200, file=io.StringIO())
-    for device, chosen in (("auto", "cuda"), ("cpu", "cpu")):
-        request = Request(weights=WEIGHTS, samples=2, steps=2, device=device)
+    asked = (("auto", False, "cuda, False"), ("cpu", False, "cpu, False"), ("cuda", True, "cuda, True"))
+    for device, offload, chosen in asked:
+        request = Request(weights=WEIGHTS, samples=2, steps=2, device=device, offload=offload)
         with pytest.raises(InterruptedError, match=chosen):
             evaluation.evaluate(digits_build.bundle, request, tmp_path, ALONE, Reporter(console))
-    assert taken == [("auto", WEIGHTS, "float32")]
+    assert taken == [("auto", "auto", WEIGHTS, "float32"), ("cuda", "on", WEIGHTS, "float32")]
     assert "computes on the cuda: NVIDIA H100, in float32" in console.export_text()

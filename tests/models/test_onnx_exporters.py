@@ -121,7 +121,7 @@ def test_sites_and_layers_have_the_names_that_they_have_in_torch(model, exporter
 def test_a_model_in_float16_computes_waves_of_the_timestep_in_float32(model, files):
     """As in the torch model: in float16 those of timestep 700 would be noise."""
     made = onnx_model(files(model, "traced"), **_options(model))
-    with fitting(made, "float16"):
+    with fitting(made, "float16", made):
         _parts(made)
     inputs = made.example(0, {name: opt for name, (_, opt, _) in made.dims.items()})
     exact = made.denoiser(**inputs)

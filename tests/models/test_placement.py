@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import REPOSITORY
 from torch import nn
 
-from trtconvert.errors import BackendUnavailable
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models import placement
 from trtconvert.models.digits import digits_model
 from trtconvert.models.placed import Place, _casting, _copied, _in_float32, placed
@@ -66,6 +67,77 @@ def test_the_cpu_is_taken_where_no_gpu_serves_and_the_reason_is_said(gpu, having
 def test_the_cpu_is_taken_where_it_is_asked_for(gpu):
     gpu()
     assert choose_place(ComputeSection(device="cpu"), SECTION) == Place("cpu", "float32", "compute.device is cpu")
+
+
+def weights_of(folder, blocks: int, size: int = 2**18):
+    """A pipeline's denoiser, of so many blocks, and a layer outside of them; each of 16 bits and so many numbers."""
+    (folder / "transformer").mkdir()
+    names = [
+        "proj_in.weight",
+        *(f"transformer_blocks.{n}.{layer}.weight" for n in range(blocks) for layer in ("0", "ff")),
+    ]
+    tensors = {name: torch.zeros(size // (1 if name == names[0] else 2), dtype=torch.bfloat16) for name in names}
+    save_file(tensors, folder / "transformer/diffusion_pytorch_model.safetensors")
+    return ModelSection(source="diffusers", weights=folder, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("free", "offload"), [(2**23, False), (2**22, True), (int(1.31 * 1.5 * 2**20), True)])
+def test_a_model_that_is_larger_than_the_gpu_computes_there_block_by_block(gpu, tmp_path, free, offload):
+    model = weights_of(tmp_path, 10)  # 5.5 MiB, of which two blocks and the other layer are 1.5 MiB
+    gpu(free=free)
+    for device in ("auto", "cuda"):
+        place = choose_place(ComputeSection(device=device), model)
+        assert (place.device, place.dtype, place.offload) == ("cuda", "bfloat16", offload)
+        assert ("block by block from host memory: the weights take" in place.reason) == offload
+    assert place.reads() == {"device": "cuda", "precision": "bfloat16"}
+    never = choose_place(ComputeSection(offload="off"), model)
+    assert (never.device, never.offload) == ("cpu" if offload else "cuda", False)
+
+
+def test_the_cpu_is_taken_where_not_even_two_blocks_fit(gpu, tmp_path):
+    gpu(free=int(1.25 * 1.5 * 2**20))
+    place = choose_place(ComputeSection(), weights_of(tmp_path, 10))
+    assert place.device == "cpu" and "two blocks and the other layers take" in place.reason
+
+
+def test_files_that_are_damaged_are_left_to_whoever_loads_them(gpu, tmp_path):
+    model = weights_of(tmp_path, 10)
+    (tmp_path / "transformer/diffusion_pytorch_model.safetensors").write_bytes(b"x" * 2**23)
+    gpu(free=2**22)
+    assert choose_place(ComputeSection(), model).offload
+
+
+def test_offloading_is_had_where_it_is_asked_for(gpu):
+    gpu()
+    place = choose_place(ComputeSection(offload="on"), SECTION)
+    assert (
+        place.offload
+        and place.reason == "NVIDIA H100, in float16, block by block from host memory, as compute.offload is on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("having", "missing", "reason"),
+    [({"architecture": None}, "", "no NVIDIA GPU"), ({}, "no accelerate", "no accelerate")],
+)
+def test_offloading_that_cannot_be_had_is_refused(gpu, monkeypatch, having, missing, reason):
+    gpu(**having)
+    monkeypatch.setattr(placement, "offloading_problem", lambda: missing)
+    with pytest.raises(BackendUnavailable, match="with its weights offloaded") as error:
+        choose_place(ComputeSection(offload="on"), SECTION)
+    assert error.value.got == reason and "leave --offload out" in error.value.remedy
+
+
+def test_without_its_packages_nothing_is_offloaded(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "offloading_problem", lambda: "no accelerate")
+    gpu(free=2**22)
+    assert choose_place(ComputeSection(), weights_of(tmp_path, 10)).device == "cpu"
+
+
+def test_offloading_from_a_cpu_is_refused(gpu):
+    gpu()
+    with pytest.raises(UserError, match="the model computes on the CPU"):
+        choose_place(ComputeSection(device="cpu", offload="on"), SECTION)
 
 
 def test_on_a_cpu_the_model_is_itself():

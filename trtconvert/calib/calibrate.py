@@ -69,7 +69,7 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     Raises:
         UserError: the model fails on its own inputs; and see `find_sites`, `select_sites` and `select_layers`.
     """
-    finder = LayerFinder(model.denoiser)
+    finder = LayerFinder(model.denoiser, moving=model.onload is not None)
     found = _found(model, {} if layers.off else layer_hooks(finder))
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
@@ -103,7 +103,7 @@ def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
         UserError: the model fails on its own inputs; and see `find_sites`.
     """
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
-    device = next(model.denoiser.parameters()).device
+    device = model.device
 
     def find() -> list[Site]:
         inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
@@ -293,7 +293,7 @@ def _layer_scales(
     for layer in layers:
         readers.setdefault(layer.source, []).append(layer)
     tensors, modulated = model_tensors(model.denoiser), modulated_sources(layers, section)
-    device = next(model.denoiser.parameters()).device
+    device = model.device
     users: dict[TensorRef, set[str]] = {}
     for layer in layers:
         users.setdefault(layer.weight, set()).add(layer.source)

@@ -56,7 +56,7 @@ def calibrate_recipe(
             model = models.load(with_dtype(recipe.model), recipe.loras, as_stored=place.on_gpu)
             if recipe.engine.guidance == "fused":
                 fused_form(model)  # which refuses models that cannot
-            model = placed(model, place)
+            model = placed(model, place, report.notice)
             parts = parts_to_convert(model, recipe.attention, recipe.layers)
             if recipe.sparse_shares:
                 for ranges in recipe.engine.ranges():

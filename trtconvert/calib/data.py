@@ -160,7 +160,7 @@ def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser,
 
 def _placed(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inputs on the model's device."""
-    device = next(model.denoiser.parameters()).device
+    device = model.device
     return {name: x.to(device) for name, x in inputs.items()}
 
 

@@ -85,14 +85,16 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def fitting(model: DiffusionModel, dtype: str) -> Iterator[None]:
+def fitting(model: DiffusionModel, dtype: str, loaded: DiffusionModel) -> Iterator[None]:
     """Around a forward of a denoiser in full precision: whether it computes in a type of engines.
 
+    Args:
+        loaded: the model as it was loaded, which was not placed anywhere.
     Raises:
         UserError: see `refuse_mixed_types`, and at the end `within_float16`.
     """
     if dtype in ("float16", "bfloat16"):
-        refuse_mixed_types(model, getattr(torch, dtype))
+        refuse_mixed_types(loaded, getattr(torch, dtype))
     with within_float16(model) if dtype == "float16" else nullcontext():
         yield
 

@@ -14,6 +14,7 @@ from trtconvert.calib.layer_scales import layer_tables
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
+from trtconvert.models.offloading import tables_device
 from trtconvert.quant.decision import Choice, Decision, Unit
 from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import LayersSection
@@ -93,7 +94,7 @@ class SearchedLayers:
         layers = [layer for layer in layers if layer.name not in exact]
         stated = stated_layers(section, layers, bins)
         modes = {name: decision.modes for name, decision in stated.items()}
-        tables = layer_tables(model.denoiser, layers, calibration.layers, modes)
+        tables = layer_tables(model.denoiser, layers, calibration.layers, modes, tables_device(model, layers))
         readers: dict[str, list[Layer]] = {}
         for layer in layers:
             if auto and not layer.weight_only:

@@ -84,14 +84,19 @@ class LayerScales:
 
 
 def layer_tables(
-    model: torch.nn.Module, layers: Sequence[Layer], scales: Mapping[str, LayerScales], modes: Mapping[str, Tensor]
+    model: torch.nn.Module,
+    layers: Sequence[Layer],
+    scales: Mapping[str, LayerScales],
+    modes: Mapping[str, Tensor],
+    device: torch.device | None = None,
 ) -> dict[str, LayerTables]:
-    """The op's tables of layers by name, on the device of the weights. Tied layers with equal factors have one weight.
+    """The op's tables of layers by name. Tied layers with equal factors have one weight.
 
     Args:
         layers: to convert.
         scales: by the layers' sources.
         modes: [T] by layer.
+        device: where they are made and lie; by default that of the weights.
     """
     tensors = model_tensors(model)
     found: dict[str, LayerTables] = {}
@@ -100,11 +105,12 @@ def layer_tables(
         of_input = scales[layer.source]
         key = (layer.weight, of_input.x_factor.numpy().tobytes())
         own = layer.weight.of(tensors)
+        own = own if device is None else own.to(device)
         factor, offset = of_input.x_factor.to(own.device), of_input.x_offset.to(own.device)
         if key not in stored:
             stored[key] = layer_weight(own.float(), factor)
         weight, scale = stored[key]
-        bias = None if layer.bias is None else layer.bias.of(tensors).float()
+        bias = None if layer.bias is None else layer.bias.of(tensors).to(own.device).float()
         bias = layer_bias(bias, weight, scale, factor, offset)
         found[layer.name] = LayerTables(
             weight,

@@ -156,7 +156,7 @@ def search(
         tables = {name: AttentionTables(**calibration.tables[name], modes=of.modes) for name, of in made.items()}
         masks = {name: blocks[name].mask(of.shares) for name, of in made.items() if of.shares}
         in_int8 = Int8Sites(tables, model.timestep_max, scalings, attention.smooth_k, masks=masks)
-        return in_int8.to(next(model.denoiser.parameters()).device)
+        return in_int8.to(model.device)
 
     seeds = range(section.seed, section.seed + section.samples)
     exact = Plan.of({unit: unit.choices[:1] * bins for unit in of_sites})

@@ -9,7 +9,9 @@ all operations. The layers of a group add their ⟨Jᵀ·r, δ⟩ before they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.sites import LayerCall
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.offloading import computed_again, in_backward
 
 MOST_PROBES = 8
 """Backward passes of one call at most."""
@@ -42,12 +45,16 @@ class _Pass:
         projections: [B] Jᵀ·r times δ of each candidate in the backward pass that is under way.
         anchor: makes every output that is watched part of the graph, also where it does not depend on the inputs.
         room: bytes that what candidates change may still take.
+        complete: names of calls all of whose candidates are kept.
+        forward_over: whether a call that comes now is one that a backward pass computes again.
     """
 
     samples: int
     anchor: Tensor
     room: int
     projections: dict[int, Tensor] = field(default_factory=dict)
+    complete: set[str] = field(default_factory=set)
+    forward_over: bool = False
 
     def add(self, candidate: int, gradient: Tensor, delta: Tensor) -> None:
         products = (gradient.float() * delta.float()).reshape(self.samples, -1).sum(1)
@@ -182,16 +189,22 @@ class _Projection:
         room = self._most_kept(device) if probes > 1 else 0
         here = _Pass(samples, torch.zeros((), device=device, requires_grad=True), room)
         handler = self._watching(here)
-        denoiser = intercepted(self._model, handler, handler if self._with_layers else None)
+        offloaded, module = self._model.onload is not None, self._model.denoiser
+        around = partial(computed_again, module) if offloaded else nullcontext
+        denoiser = intercepted(self._model, handler, handler if self._with_layers else None, around)
         with torch.enable_grad():
             output = denoiser(**given)
+        here.forward_over = True
         squares = [torch.zeros(samples, device=device) for _ in self._candidates]
         if output.requires_grad:  # else nothing that is watched leads to it
-            for number, r in enumerate(drawn):
-                here.projections.clear()
-                torch.autograd.backward(output, r.to(output), retain_graph=number + 1 < probes, inputs=[here.anchor])
-                for candidate, projected in here.projections.items():
-                    squares[candidate] = squares[candidate] + projected.square()
+            with in_backward(module) if offloaded else nullcontext():
+                for number, r in enumerate(drawn):
+                    here.projections.clear()
+                    torch.autograd.backward(
+                        output, r.to(output), retain_graph=number + 1 < probes, inputs=[here.anchor]
+                    )
+                    for candidate, projected in here.projections.items():
+                        squares[candidate] = squares[candidate] + projected.square()
         each = output[0].numel() * probes
         return output.detach(), torch.stack(squares) / each if squares else drawn.new_zeros(0, samples)
 
@@ -206,11 +219,13 @@ class _Projection:
             # A candidate whose caches go on from call to call computes once, in the forward pass; others do where there is room.
             kept: dict[int, Tensor] = {}
             with torch.no_grad():
-                for number in numbers:
+                for number in () if here.forward_over else numbers:
                     if self._candidates[number].choice.delta or here.keeps(output):
                         kept[number] = own_channels(self._candidates[number].output(call), output) - output
+            if len(kept) == len(numbers):
+                here.complete.add(call.name)
             inputs = (call.q, call.k, call.v) if isinstance(call, SiteCall) else (call.x,)
-            saved = (output, *inputs) if len(kept) < len(numbers) else ()
+            saved = () if call.name in here.complete else (output, *inputs)
             bare = _without_tensors(call)
 
             def meet(gradient: Tensor, *saved: Tensor) -> None:
@@ -228,11 +243,11 @@ class _Projection:
 
 
 def _without_tensors(call: SiteCall | LayerCall) -> SiteCall | LayerCall:
-    """A call that holds no activations: a graph holds them for it."""
+    """A call that holds no activations, which a graph holds for it, and no weights, which candidates do not read."""
     nothing = torch.empty(0)
     if isinstance(call, SiteCall):
         return replace(call, q=nothing, k=nothing, v=nothing, exact=_not_kept)
-    return replace(call, x=nothing, exact=_not_kept)
+    return replace(call, x=nothing, weight=nothing, bias=None, exact=_not_kept)
 
 
 def _with_tensors(call: SiteCall | LayerCall, inputs: Sequence[Tensor]) -> SiteCall | LayerCall:

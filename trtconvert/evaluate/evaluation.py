@@ -68,6 +68,7 @@ class Request:
         features, features_weights: see `load_extractor`; reference: see `load_reference`. None: those of a model that ships.
         lpips_weights: AlexNet's weights; None leaves out LPIPS.
         device: of the full-precision model, see `on_device`; "auto" takes the GPU where there is one and the model fits.
+        offload: whether the weights of models in torch lie in host memory, see `trtconvert.models.offloading`.
         dtype: what the full-precision model computes in: "float32", or the 16 bits that it runs in today.
         int8: "bundle" runs what `runtime.load` finds; "torch" the model with the bundle's scales and modes, see `TorchInt8`.
         batch: samples drawn at once, at most `SHARD`.
@@ -83,6 +84,7 @@ class Request:
     reference: str | None = None
     lpips_weights: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    offload: bool = False
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     int8: Literal["bundle", "torch"] = "bundle"
     batch: int = BATCH
@@ -216,7 +218,7 @@ def evaluate(folder: Path, request: Request, work: Path, ranks: Ranks, report: R
     features, images = judges(bundle.manifest.recipe.model.source, request.features, request.reference)
     source = full_precision(bundle, request.weights)
     request = _with_device(request, bundle, source, report)
-    source = on_device(source, request.device) if source else None
+    source = on_device(source, request.device, offload=request.offload) if source else None
     int8, backend = _int8(bundle, source, request)
     extractor = load_extractor(features, request.features_weights, request.device)
     drawing = _Drawing(
@@ -311,15 +313,16 @@ def asks_for_classes(source: str, extractor: Extractor) -> bool:
 def _with_device(
     request: Request, bundle: runtime.LoadedBundle, source: DiffusionModel | None, report: Reporter
 ) -> Request:
-    """The request with the device that its "auto" stands for."""
-    if request.device != "auto":
-        return request
+    """The request with the device that its "auto" stands for, and with offloading where the model fits the GPU with it alone."""
     if source is None:
-        return replace(request, device="cpu")
+        return replace(request, device="cpu") if request.device == "auto" else request
+    if request.device != "auto" and not request.offload:
+        return request
     section = bundle.manifest.recipe.model.model_copy(update={"weights": request.weights, "dtype": request.dtype})
-    place = choose_place(ComputeSection(), section)
+    compute = ComputeSection(device=request.device, offload="on" if request.offload else "auto")
+    place = choose_place(compute, section)
     tell_place(place, "the full-precision model computes", report)
-    return replace(request, device="cuda" if place.on_gpu else "cpu")
+    return replace(request, device="cuda" if place.on_gpu else "cpu", offload=place.offload)
 
 
 def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: Request) -> tuple[Denoiser, str]:
@@ -331,6 +334,7 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
     asked = {
         "--int8": request.int8 == "torch",
         "--device": request.device == "cuda",
+        "--offload": request.offload,
         "--dtype": request.dtype != "float32",
     }
     if source is None and any(asked.values()):

@@ -15,6 +15,7 @@ from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, layer_hooks, with_sources_among
 from trtconvert.models.denoiser import DenoiserInType, intercepted
+from trtconvert.models.offloading import tables_device
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.reuse.schedule import Scheduler
 
@@ -50,7 +51,7 @@ class TorchInt8:
     reuse: Scheduler | None = None
 
     def __init__(self, model: DiffusionModel, folder: Path, manifest: Manifest) -> None:
-        device = next(model.denoiser.parameters()).device
+        device = model.device
         calibration = load_of_bundle(folder, manifest)
         tables = {name: of.to(device) for name, of in calibration.with_modes(modes_of_bundle(manifest)).items()}
         smooth_k = manifest.recipe.attention.smooth_k
@@ -59,7 +60,7 @@ class TorchInt8:
         records = next(component.layers for component in manifest.components.values() if component.is_denoiser)
         of_layers = converted_layers(model, records, calibration.layers)
         self._layers = Int8Layers(
-            {name: layer.tables.to(device) for name, layer in of_layers.items()},
+            {name: layer.tables for name, layer in of_layers.items()},
             model.timestep_max,
             {name: scale for name, layer in of_layers.items() if (scale := layer.change_scale) is not None},
             model.timesteps_fall,
@@ -120,7 +121,7 @@ def converted_layers(
     able = {record.name for record in records if not record.reason}
     layers = with_sources_among([layer for layer in finder.layers() if layer.name in able])
     chosen, modulated = [layer for layer in layers if layer.name in modes], {r.name for r in records if r.modulated}
-    tables = layer_tables(model.denoiser, chosen, scales, modes)
+    tables = layer_tables(model.denoiser, chosen, scales, modes, tables_device(model, chosen))
     return {
         layer.name: ConvertedLayer(
             layer, tables[layer.name], scales[layer.source].change_scale if layer.name in modulated else None

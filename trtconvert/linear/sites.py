@@ -251,19 +251,28 @@ class LayerFinder:
 
     Args:
         model: whose parameters and buffers are weights; products of other tensors are none.
+        moving: whether they get other memory while it runs, as offloaded ones do.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, moving: bool = False) -> None:
         self.found: dict[str, Layer] = {}
         self._sources = WeakIdKeyDictionary()
-        self._storages: dict[int, list[tuple[str, Tensor]]] = {}
+        self._model, self._moving = model, moving
+        self._storages = self._found_storages()
         self._calls: dict[tuple[Any, ...], str] = {}
         self._normed = WeakIdKeyDictionary()
-        for name, tensor in model_tensors(model).items():
-            self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+
+    def _found_storages(self) -> dict[int, list[tuple[str, Tensor]]]:
+        """The model's tensors with their names, by where their memory is."""
+        found: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in model_tensors(self._model).items():
+            found.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+        return found
 
     def __call__(self, call: LayerCall) -> Tensor:
         output = call.exact()
+        if self._moving:
+            self._storages = self._found_storages()
         weight = self._reference(call.weight)
         if weight is not None and call.x.dim() > 0:
             read = self._source(call)

@@ -33,14 +33,15 @@ _Inputs = dict[str, Tensor]
 def graphed(
     model: DiffusionModel, function: Callable[..., Any], *, notes: Sequence[Notes[Any]] = (), counts: bool = False
 ) -> Callable[..., Any]:
-    """A denoiser, or another function of a model's inputs, that is recorded in CUDA graphs where the model is on a GPU; elsewhere
-    the function itself.
+    """A denoiser, or another function of a model's inputs, that is recorded in CUDA graphs where the model is on a GPU.
+
+    Elsewhere, and where weights are offloaded, whose places change from call to call, it is the function itself.
 
     Args:
         function: see `Graphed`. Without state that lies on the host: no caches of layers.
         notes, counts: see `Graphed`.
     """
-    if next(model.denoiser.parameters()).device.type != "cuda":
+    if model.onload is not None or model.device.type != "cuda":
         return function
     return Graphed(function, model, notes=notes, counts=counts)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.sites import Handler, attention_hooks
-from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler, copied_with
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.interception import Hooks, InterceptedDenoiser
+from trtconvert.interception import Hooks, InterceptedDenoiser, Interception
 from trtconvert.linear.sites import LayerHandler, layer_hooks
+from trtconvert.models import offloading
 from trtconvert.models.drawings import WatchedSampler
+from trtconvert.models.offloading import offload_large_parts
 from trtconvert.models.own_sampler import SamplerError
 from trtconvert.reuse.schedule import Schedule, all_computed, reuse_of
 from trtconvert.runtime.trajectory import begin
@@ -129,11 +132,13 @@ def require_device(name: str) -> None:
         )
 
 
-def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
+def on_device(model: DiffusionModel, name: str, offload: bool = False) -> DiffusionModel:
     """The model with its denoiser on a device, whatever device its sampler works on. Moves the denoiser itself.
 
     Args:
         name: "cpu" or "cuda", which is this process's own GPU under torchrun.
+        offload: leave the denoiser on the CPU, for `DenoiserInType`, whose copies are offloaded, and have large ones of the
+            pipeline's other models offloaded.
     Raises:
         BackendUnavailable: torch sees no such device.
     """
@@ -141,18 +146,39 @@ def on_device(model: DiffusionModel, name: str) -> DiffusionModel:
     if name == "cpu":
         return model
     device = torch.device("cuda", torch.cuda.current_device())
-    return replace(model, denoiser=model.denoiser.to(device), sample=_MovingSampler(model.sample, device))
+    if offload:
+        offload_large_parts(others_of(model), pinning=False, notice=lambda _: None)
+        return sampled_from(replace(model, onload=device), device)
+    return sampled_from(replace(model, denoiser=model.denoiser.to(device)), device)
+
+
+def others_of(model: DiffusionModel) -> list[Any]:
+    """What the model's pipeline has beside its denoiser."""
+    caller = getattr(model.sample, "caller", None)
+    return [part for name, part in caller.pipe.components.items() if name != caller.component] if caller else []
+
+
+def sampled_from(model: DiffusionModel, device: torch.device) -> DiffusionModel:
+    """The model with a sampler, wherever it works, of denoisers on a device. The denoiser stays where it is."""
+    return replace(model, sample=_MovingSampler(model.sample, device))
 
 
 def intercepted(
-    model: DiffusionModel, handler: Handler | None = None, layers: LayerHandler | None = None
+    model: DiffusionModel,
+    handler: Handler | None = None,
+    layers: LayerHandler | None = None,
+    around: Callable[[Interception], AbstractContextManager[Any]] = nullcontext,
 ) -> InterceptedDenoiser:
-    """The model's denoiser with its attention calls, or those of layers, or both, going through handlers."""
+    """The model's denoiser with its attention calls, or those of layers, or both, going through handlers.
+
+    Args:
+        around: see `InterceptedDenoiser`.
+    """
     hooks = dict(attention_hooks(handler)) if handler is not None else {}
     if layers is not None:
         hooks |= layer_hooks(layers)
     names = [spec.name for spec in model.inputs]
-    return InterceptedDenoiser(model.denoiser, names, model.timestep_input, hooks, model.noise_input)
+    return InterceptedDenoiser(model.denoiser, names, model.timestep_input, hooks, model.noise_input, around)
 
 
 class DenoiserInType:
@@ -161,7 +187,8 @@ class DenoiserInType:
     Takes what the model's own takes, and casts the inputs that are floating, but for the timestep.
 
     Args:
-        model: whose denoiser is copied, on its own device, unless it has the type already.
+        model: whose denoiser is copied, on its own device, unless it has the type already. Of a model with `onload` it is copied
+            in any case, and the copy is offloaded.
         dtype: of weights, inputs and outputs.
         hooks: see `InterceptedDenoiser`.
     """
@@ -171,7 +198,13 @@ class DenoiserInType:
         self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
         self._names = [spec.name for spec in model.inputs]
         same = all(x.dtype == dtype for x in model.denoiser.parameters() if x.is_floating_point())
-        denoiser = model.denoiser if same else copy.deepcopy(model.denoiser).to(dtype)
+        if model.onload is not None:
+            denoiser = copied_with(
+                model.denoiser, lambda _, x: x.to(dtype if x.is_floating_point() else x.dtype, copy=True)
+            )
+            offloading.offload(denoiser, model.onload)
+        else:
+            denoiser = model.denoiser if same else copy.deepcopy(model.denoiser).to(dtype)
         self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks, model.noise_input)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:

@@ -126,7 +126,9 @@ def _contents(path: Path) -> str | dict[str, str]:
 def _hashes(path: Path) -> dict[str, str]:
     files = [file for file in sorted(_files(path)) if file.is_file()]
     with ThreadPoolExecutor() as pool:  # the hash of a large file lets other threads run
-        return {str(file.relative_to(path)): digest for file, digest in zip(files, pool.map(sha256, files), strict=True)}
+        return {
+            str(file.relative_to(path)): digest for file, digest in zip(files, pool.map(sha256, files), strict=True)
+        }
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten
 
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, kind_and_first_line
 from trtconvert.fake_tensors import shapes_alone
+from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
 from trtconvert.models.size_steps import refuse_rounded
 from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
@@ -636,7 +637,7 @@ class PipelineCaller:
         try:
             for part in self.pipe.components.values():
                 if isinstance(part, nn.Module) and part is not denoiser:
-                    part.to(denoiser.device)
+                    move(part, denoiser.device)
             yield
         finally:
             setattr(self.pipe, self.component, own)

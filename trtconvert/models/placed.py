@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trtconvert.errors import BackendUnavailable
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -23,11 +25,13 @@ class Place:
         device: "cpu" or "cuda".
         dtype: of weights and activations, by torch's name. FP32 on a CPU.
         reason: why this device, for people.
+        offload: whether weights lie in host memory and come to the GPU block by block, which changes no number.
     """
 
     device: str
     dtype: str
     reason: str
+    offload: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -38,29 +42,74 @@ class Place:
         return {"device": self.device, "precision": self.dtype} if self.on_gpu else {}
 
 
-def placed(model: DiffusionModel, place: Place) -> DiffusionModel:
+def placed(model: DiffusionModel, place: Place, notice: Callable[[str], None] = lambda _: None) -> DiffusionModel:
     """A model whose denoiser computes at a place. On a GPU it is a copy; inputs are cast to its type, outputs are FP32.
 
     Modules that diffusers keeps in FP32 (`_keep_in_fp32_modules`) stay in FP32. The sampler and the pipeline's other models
-    compute on the denoiser's device.
+    compute on the denoiser's device. Where the place says so, the copy lies in host memory and is offloaded, and so are large
+    ones of the other models themselves, see `trtconvert.models.offloading`.
+
+    Args:
+        notice: told where host memory is short.
+    Raises:
+        BackendUnavailable: not even what an offloaded model needs at once fits the GPU.
     """
     if not place.on_gpu:
         return model
     import torch
 
-    from trtconvert.models.denoiser import on_device
+    device = torch.device("cuda", torch.cuda.current_device())
+    if place.offload:
+        return offloaded(model, device, getattr(torch, place.dtype), notice)
+    return _with_denoiser(model, _copied(model.denoiser, device, getattr(torch, place.dtype)), device, place.dtype)
 
-    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, place.dtype)
-    denoiser = _copied(model.denoiser, device, dtype)
+
+def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[str], None]) -> DiffusionModel:
+    """See `placed`.
+
+    Args:
+        device, dtype: of torch.
+    """
+    import torch
+
+    from trtconvert.models.denoiser import others_of
+    from trtconvert.models.offloading import offload, offload_large_parts, pins, resident_bytes
+
+    sizes = (x.numel() * (dtype.itemsize if x.is_floating_point() else x.itemsize) for x in model.denoiser.parameters())
+    pinned = device.type == "cuda" and pins(sizes, model.name, notice)
+    denoiser = _copied(model.denoiser, torch.device("cpu"), dtype, pinned)
+    offload(denoiser, device)
+    need = resident_bytes(denoiser) * ROOM
+    if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
+        raise BackendUnavailable(
+            f"{model.name} does not fit the GPU, even with its weights in host memory",
+            expected=f"{need / 2**30:.1f} GiB free: {ROOM:g} times what its two largest blocks and its other layers take",
+            got=f"{free / 2**30:.1f} GiB free",
+            remedy="end other programs on the GPU, take a larger one, or compute with --device cpu",
+        )
+    offload_large_parts(others_of(model), device.type == "cuda", notice)
+    return replace(_with_denoiser(model, denoiser, device, str(dtype).removeprefix("torch.")), onload=device)
+
+
+def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtype: str) -> DiffusionModel:
+    """A model with a copy of its denoiser that computes on a device in a type."""
+    import torch
+
+    from trtconvert.models.denoiser import sampled_from
+
     floating = {spec.name for spec in model.inputs if spec.dtype == "float32" and spec.name not in model.always_float32}
     names = [spec.name for spec in model.inputs]
-    denoiser.register_forward_pre_hook(_casting(names, floating, dtype), with_kwargs=True)
+    denoiser.register_forward_pre_hook(_casting(names, floating, getattr(torch, dtype)), with_kwargs=True)
     denoiser.register_forward_hook(_in_float32)
-    return on_device(replace(model, denoiser=denoiser), "cuda")
+    return sampled_from(replace(model, denoiser=denoiser), device)
 
 
-def _copied(module: nn.Module, device: Any, dtype: Any) -> nn.Module:
-    """A copy on a device, in a type."""
+def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) -> nn.Module:
+    """A copy on a device, in a type.
+
+    Args:
+        pinned: in memory of the host from which a GPU copies at full speed.
+    """
     import torch
 
     from trtconvert.diffusion_model import copied_with
@@ -73,9 +122,11 @@ def _copied(module: nn.Module, device: Any, dtype: Any) -> nn.Module:
     }
 
     def there(name: str, x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x.to(device, copy=True)
-        return x.to(device, torch.float32 if kept & {*name.split(".")} else dtype, copy=True)
+        if x.is_floating_point():
+            there = x.to(device, torch.float32 if kept & {*name.split(".")} else dtype, copy=True)
+        else:
+            there = x.to(device, copy=True)
+        return there.pin_memory() if pinned else there
 
     return copied_with(module, there).requires_grad_(False)
 
@@ -122,9 +173,13 @@ def empty_gpu(model: DiffusionModel) -> None:
 
     import torch
 
-    pipe = getattr(getattr(model.sample, "caller", None), "pipe", None)
-    for part in pipe.components.values() if pipe is not None else ():
+    from trtconvert.models.denoiser import others_of
+    from trtconvert.models.offloading import move
+
+    for part in others_of(model):
         if isinstance(part, torch.nn.Module):
-            part.to("cpu")
+            move(part, "cpu")
     gc.collect()
     torch.cuda.empty_cache()
+    if hasattr(torch.accelerator, "empty_host_cache"):  # older ones keep pinned memory until the process ends
+        torch.accelerator.empty_host_cache()

@@ -80,6 +80,11 @@ class Int8Sites:
         return lambda call: self.attention(call) if call.name in self.tables else call.exact()
 
 
+def _beside(call: LayerCall, tables: LayerTables) -> LayerTables:
+    """The tables on the call's device, to which those come for the call that lie in host memory."""
+    return tables if tables.weight.device == call.x.device else tables.to(call.x.device)
+
+
 @dataclass(frozen=True)
 class _Caches:
     """Caches of a layer, see `trtconvert.linear.changes`; o_hat is None where all samples begin."""
@@ -125,7 +130,7 @@ class Int8Layers:
         """The call's output as its op defines it, with the layer's own tables or others, which quantise no changes."""
         if tables is None and call.name in self.change_scales:
             return self._output_of_change(call)
-        tables = tables or self.tables[call.name]
+        tables = _beside(call, tables or self.tables[call.name])
         if call.kind == "linear":
             return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
         # Whole numbers up to 127 are exact in TF32, and so are their products: only the sums are rounded, as in FP32.
@@ -135,7 +140,7 @@ class Int8Layers:
             )
 
     def _output_of_change(self, call: LayerCall) -> Tensor:
-        tables, x = self.tables[call.name], call.x
+        tables, x = _beside(call, self.tables[call.name]), call.x
         before, dtype = self._caches.get(call.name), changes.cache_dtype(x.dtype)
         if before is None or before.a_hat.shape != x.shape or before.a_hat.dtype != dtype:
             forgotten = torch.full_like(call.timestep, -math.inf, dtype=torch.float32)

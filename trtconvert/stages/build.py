@@ -43,7 +43,7 @@ class Source:
     def placed(self) -> DiffusionModel:
         """On the device and in the type that the recipe asks for."""
         if self._placed is None:
-            self._placed = placed(self.model(), self._place)
+            self._placed = placed(self.model(), self._place, self._report.notice)
         return self._placed
 
     def leave_gpu(self) -> None:

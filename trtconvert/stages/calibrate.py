@@ -53,7 +53,7 @@ def calibrate_stage(build: Build) -> Calibrated:
             from trtconvert.calib.cost import KernelCost
 
             KernelCost.load(recipe.plan.kernel_cost, masks=True)
-        with fitting(source, recipe.model.dtype):
+        with fitting(source, recipe.model.dtype, build.source.model()):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.attention.modes == "auto" and any(layer.kind == "conv" for layer in parts.layers):
             kernel_cost(recipe.plan, recipe.layers, convs=True)

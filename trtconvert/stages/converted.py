@@ -25,13 +25,14 @@ def converted_layers(recipe: Recipe, model: DiffusionModel, planned: Planned) ->
     from trtconvert.calib.layer_scales import is_modulated, layer_tables
     from trtconvert.linear.changes import can_be_modulated
     from trtconvert.linear.sites import ConvertedLayer, with_sources_among
+    from trtconvert.models.offloading import tables_device
 
     rows = {name: row for name, row in planned.plan.layers.items() if any(row)}
     modes = {name: torch.tensor(row, dtype=torch.int32) for name, row in rows.items()}
     layers = [layer for layer in planned.calibrated.layers if layer.name in modes]
     scales = planned.calibrated.calibration.layers
     of_sources = {layer.name: scales[layer.source] for layer in layers}
-    tables = layer_tables(model.denoiser, layers, scales, modes)
+    tables = layer_tables(model.denoiser, layers, scales, modes, tables_device(model, layers))
     modulated = {
         layer.name
         for layer in layers
@@ -64,5 +65,4 @@ def int8_in_torch(recipe: Recipe, model: DiffusionModel, planned: Planned) -> tu
     tables = {name: layer.tables for name, layer in converted.items()}
     of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
     layers = Int8Layers(tables, model.timestep_max, of_changes, model.timesteps_fall)
-    device = next(model.denoiser.parameters()).device
-    return sites.to(device), layers.to(device)
+    return sites.to(model.device), layers

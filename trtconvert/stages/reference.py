@@ -35,7 +35,8 @@ def reference_stage(build: Build) -> Stage:
         rows = source.dims[batch][1] if isinstance(batch, str) else batch
         recorder = CallRecorder(source, bins, rows)
         images = verify.draw(source, recorder.around(graphed(source, source.denoiser)), section, bar)
-        in_float32 = place.on_gpu and place.dtype != "float32"
+        # A whole copy in FP32 is more than what is offloaded leaves room for.
+        in_float32 = place.on_gpu and place.dtype != "float32" and not place.offload
         calls = recorder.calls(lambda: denoiser_in_float32(build.source.model()) if in_float32 else None)
         calls.save(folder / VERIFY)
         save_file({"images": images.contiguous()}, folder / FULL)
