@@ -63,11 +63,8 @@ class ScaledEpilogue {
         row_scales_[block][half] = row >= p.rows ? 0.f : p.changes ? p.row_scale[row] : row_scale_of(p, row);
         if (p.out_row_scale) out_scales_[block][half] = row < p.rows ? out_scale(p, row) : 1.f;
       }
-    if constexpr (std::is_same_v<P, ConvParams>) {
-#pragma unroll
-      for (int block = 0; block < S::kBlocks; ++block)
-        mark_broken_images(p.conv, place.row + row_of(block, 0) - threadIdx.x % 32 / 4, p.rows, row_scales_[block]);
-    }
+    if constexpr (std::is_same_v<P, ConvParams>)
+      mark_broken_images(p.conv, place.row + row_of(0, 0) - threadIdx.x % 32 / 4, kBlockRows, p.rows, row_scales_);
     of_columns_ = {};
     const int in_product = 2 * thread % kOut, product = 2 * thread / kOut;
     if (thread < kPairs && place.column + in_product < p.columns) {
