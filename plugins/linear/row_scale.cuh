@@ -47,7 +47,7 @@ __device__ __forceinline__ void mark_broken_images(const ConvShape& conv, int fi
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = first + 32 * i, image = at / vectors;
-        codes[i] = at < count ? __ldg(x + (first_image + image) * image_step + at - image * vectors) : uint4{};
+        codes[i] = at < count ? x[(first_image + image) * image_step + at - image * vectors] : uint4{};
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.calib.candidates import Candidate
@@ -32,6 +33,10 @@ _KEPT_ON_CPU = 2 * 2**30
 _KEPT_SHARE = 0.4
 """Bytes on a CPU, and share of a GPU's free memory, up to which a call of several probes keeps what candidates change: computed
 once, and not for each probe."""
+
+_DIFFERENTIATED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Backends of attention that backward passes go through. cuDNN's gradients are NaN at some shapes
+(pytorch, issue 196678)."""
 
 _DRAWN = "trtconvert.drawn"
 """The projections among the inputs of a recorded call."""
@@ -192,19 +197,20 @@ class _Projection:
         offloaded, module = self._model.onload is not None, self._model.denoiser
         around = partial(computed_again, module) if offloaded else nullcontext
         denoiser = intercepted(self._model, handler, handler if self._with_layers else None, around)
-        with torch.enable_grad():
-            output = denoiser(**given)
-        here.forward_over = True
         squares = [torch.zeros(samples, device=device) for _ in self._candidates]
-        if output.requires_grad:  # else nothing that is watched leads to it
-            with in_backward(module) if offloaded else nullcontext():
-                for number, r in enumerate(drawn):
-                    here.projections.clear()
-                    torch.autograd.backward(
-                        output, r.to(output), retain_graph=number + 1 < probes, inputs=[here.anchor]
-                    )
-                    for candidate, projected in here.projections.items():
-                        squares[candidate] = squares[candidate] + projected.square()
+        with sdpa_kernel(_DIFFERENTIATED):
+            with torch.enable_grad():
+                output = denoiser(**given)
+            here.forward_over = True
+            if output.requires_grad:  # else nothing that is watched leads to it
+                with in_backward(module) if offloaded else nullcontext():
+                    for number, r in enumerate(drawn):
+                        here.projections.clear()
+                        torch.autograd.backward(
+                            output, r.to(output), retain_graph=number + 1 < probes, inputs=[here.anchor]
+                        )
+                        for candidate, projected in here.projections.items():
+                            squares[candidate] = squares[candidate] + projected.square()
         each = output[0].numel() * probes
         return output.detach(), torch.stack(squares) / each if squares else drawn.new_zeros(0, samples)
 
