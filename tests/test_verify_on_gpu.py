@@ -46,7 +46,7 @@ def test_a_gpu_draws_what_the_recipe_asks_for_on_one(tmp_path, on_gpu, place, ex
     ],
 )
 def test_what_callers_of_optimize_say_counts_on_a_gpu_too(tmp_path, asked, expected):
-    sections = _merged({"verify": asked}, {}, None)
+    sections = _merged({"verify": asked}, {}, None, offload=False)
     sections["model"] = {"source": "tiny_models:build"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(sections))
     assert drawn(pipeline._on_place(load_recipe(tmp_path / "recipe.yaml"), GPU).verify) == expected

@@ -38,11 +38,13 @@ def test_weights_are_as_stored_where_it_is_asked_for_and_float32_otherwise(store
     assert types(models.load(stored)) == {torch.float32}
 
 
+@pytest.mark.first_case
 def test_weights_of_another_type_than_the_recipe_has_are_float32(stored):
     other = stored.model_copy(update={"dtype": "float16"})
     assert types(models.load(other, as_stored=True)) == {torch.float32}
 
 
+@pytest.mark.first_case
 def test_what_is_exported_and_what_is_copied_in_float32_are_those_of_a_model_in_float32(stored):
     narrow, wide = models.load(stored, as_stored=True), models.load(stored)
     ours, theirs = (traced(model, torch.bfloat16, like=wide).graph.initializers for model in (narrow, wide))
