@@ -93,10 +93,7 @@ class Cache:
             code: names of the modules of this package that decide the outcome; what they import counts too, see `code_modules`.
             reads: everything else that decides it, as JSON values.
         """
-        text = json.dumps(
-            {"stage": name, "code": code_identity(*sorted(code)), "reads": reads}, sort_keys=True, default=str
-        )
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = _key(code, reads, stage=name)
         folder = self.folder / f"{name}-{key[:32]}"
         if (hashes := _whole(folder)) is not None:
             return Stage(key, folder, True, hashes)
@@ -115,8 +112,13 @@ class Cache:
 
         Args: see `stage`.
         """
-        text = json.dumps({"code": code_identity(*sorted(code)), "reads": reads}, sort_keys=True, default=str)
-        return self.folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        return self.folder / f"{name}-{_key(code, reads)[:32]}"
+
+
+def _key(code: Collection[str], reads: Mapping[str, Any], **more: str) -> str:
+    """SHA-256 of all that decides a stage, or what one keeps: modules by their names, and JSON values."""
+    document = {"code": code_identity(*sorted(code)), "reads": reads} | more
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _whole(folder: Path) -> dict[str, str] | None:

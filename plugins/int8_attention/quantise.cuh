@@ -110,7 +110,7 @@ __device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]
   return x;
 }
 
-// Scale of a value token of mode 2, from its equalised channels, of which each of Lanes threads has eight. NaN where one is not
+// Scale of a value token of mode 2. Each of Lanes threads has eight of the token's equalised channels. NaN where a channel is not
 // finite.
 template <int Lanes>
 __device__ __forceinline__ float token_scale(const float (&x)[8]) {

@@ -449,7 +449,7 @@ def test_group_norms(pixels, channels, groups, silu):
     ("size", "channels", "outputs"), [((4, 4), 64, 320), ((32, 32), 320, 320), ((20, 12), 1920, 640)]
 )
 def test_convolutions_behind_group_norms(size, channels, outputs, arch):
-    """INT8 has no NaN: the norm leaves codes of -128 in the first pixel, of which the convolution makes an image of NaN."""
+    """INT8 has no NaN: the norm writes -128 into the first pixel, and the convolution turns that image into NaN."""
     batch, pixels, groups = 3, size[0] * size[1], 32
     x, shift, norm_weight, norm_bias = test_group_norm.draw(batch, pixels, channels, torch.float16)
     _, weight, scale, bias = test_int8_conv.draw(batch, size, (channels, outputs), (3, 3))

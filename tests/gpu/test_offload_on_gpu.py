@@ -64,7 +64,7 @@ def test_digits_are_calibrated_and_measured_as_without(tmp_path, pinned):
 
 
 def model_of_a_gigabyte():
-    """Digits by 28 blocks of 19 million weights: 1 GiB in 16 bits, of which two blocks are a fourteenth."""
+    """Digits by 28 blocks of 19 million weights: 1 GiB in 16 bits. Two blocks are a fourteenth."""
     denoiser = DigitsDiT(width=1024, heads=16, depth=28).eval()
     generator = torch.Generator().manual_seed(0)
     for x in denoiser.parameters():
@@ -94,7 +94,9 @@ def test_a_model_of_a_gigabyte_takes_less_memory_than_its_weights(tmp_path):
         candidates = candidates_of(there, layers.groups, sites, layers.int8, {})
         exact = intercepted(there, lambda call: call.exact())
         with torch.no_grad():
-            for _ in range(3):  # the first one finds the order of the blocks, in which they are prefetched from then on
+            for _ in range(
+                3
+            ):  # the first call finds the order of the blocks, later calls prefetch blocks in this order
                 output = exact(**inputs)
             output, errors = Probes(there, candidates, draws=8).errors(exact, inputs)
             after = exact(**inputs)

@@ -58,7 +58,7 @@ def test_scales_of_no_use(value):
 
 
 def steps_of_changes(x_of_steps, tables, **options):
-    """The results of steps, of which the first begins."""
+    """The results of steps. The first step begins the sample."""
     a_hat, o_hat, results = torch.zeros_like(x_of_steps[0]), None, []
     scale = tables.x_scale.expand(len(a_hat))[:, None]
     factor = tables.x_factor.view(-1, *[1] * (a_hat.dim() - 2)) if options else tables.x_factor

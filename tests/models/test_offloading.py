@@ -1,7 +1,7 @@
 """Weights in host memory: what is computed by the hooks of diffusers' group offloading is what is computed without them, backward
 passes among it, and what lies on the device is said.
 
-The device is the CPU here. What is let go of becomes NaN, as what lies elsewhere cannot be computed with; where weights are read
+The device is the CPU here. Weights that the hooks offload become NaN, so that a stale read shows; where weights are read
 between calls, it stays.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -192,13 +193,8 @@ OF_CHOICES = ("candidates", "layer_candidates", "sparse_candidates", "kernel_cos
 """Fields of the plan section that say between which choices a search decides, and what each costs in time."""
 
 
-def measured_reads(section: PlanSection) -> dict[str, Any]:
-    """Everything in the plan section that decides what a search measures of a choice and of a plan, as JSON values.
-
-    Raises:
-        UserError: see `search_reads`.
-    """
-    reads = search_reads(section)
+def measured_reads(reads: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `search_reads` that decides what a search measures of a choice and of a plan."""
     figures = [name for name in OF_LIMITS if reads[name] is not None]
     return {name: value for name, value in reads.items() if name not in {*OF_LIMITS, *OF_CHOICES}} | {
         "figures": figures

@@ -50,17 +50,17 @@ class KeptSearch:
             self._keep("full", tensors)
         return tensors["images"]
 
-    def figures(self, plan: Plan, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """The figures of a plan's samples, measured where they are not there."""
-        key = f"plan-{_hash(plan.record())}"
-        if key not in self._figures:
-            self._figures[key] = self._read(key) or self._written(key, measure())
-        return self._figures[key]
+    def figures(self, plan: Plan) -> dict[str, float] | None:
+        """The figures of a plan's samples; None where they were not measured."""
+        key = _plan_key(plan)
+        return self._figures.get(key) or self._read(key)
 
-    def has(self, plan: Plan) -> bool:
-        """Whether a plan's figures are there."""
-        key = f"plan-{_hash(plan.record())}"
-        return key in self._figures or self._read(key) is not None
+    def keep_figures(self, plan: Plan, figures: dict[str, float]) -> None:
+        key = _plan_key(plan)
+        self._figures[key] = figures
+        if self._folder is not None:
+            with whole_file(self._folder / f"{key}.json") as partial:
+                partial.write_text(json.dumps(figures))
 
     def _tensors(self, key: str) -> dict[str, Tensor] | None:
         if self._folder is None:
@@ -83,11 +83,9 @@ class KeptSearch:
         except (OSError, ValueError):
             return None
 
-    def _written(self, key: str, figures: dict[str, float]) -> dict[str, float]:
-        if self._folder is not None:
-            with whole_file(self._folder / f"{key}.json") as partial:
-                partial.write_text(json.dumps(figures))
-        return figures
+
+def _plan_key(plan: Plan) -> str:
+    return f"plan-{_hash(plan.record())}"
 
 
 def _hash(document: Any) -> str:

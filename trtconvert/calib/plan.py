@@ -178,16 +178,14 @@ def search(
     bar.step()
 
     def measure(plan: Plan) -> dict[str, float]:
-        def sampled() -> dict[str, float]:
-            in_int8 = searched.int8.in_plan(plan.layers)
-            return figures(budget, drawn(int8_denoiser(model, int8_sites(plan), in_int8)), full)
-
-        there = kept.has(plan)
-        found = kept.figures(plan, sampled)
-        if there:
+        known = kept.figures(plan)
+        if known is not None:
             bar.skip()
-        else:
-            bar.step()
+            return known
+        in_int8 = searched.int8.in_plan(plan.layers)
+        found = figures(budget, drawn(int8_denoiser(model, int8_sites(plan), in_int8)), full)
+        kept.keep_figures(plan, found)
+        bar.step()
         return found
 
     points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, searched.stated)

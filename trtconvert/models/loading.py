@@ -434,15 +434,22 @@ def _type_of_files(kind: Any, stored: StoredWeights) -> torch.dtype | None:
 
 def _buffers_of_float32(model: nn.Module, kind: Any, folder: Path) -> None:
     """Put FP32 tables, such as those of positions, in the place of those that the library computed in 16 bits."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        exact = kind.from_config(dict(kind.load_config(folder, local_files_only=True)))
+    exact = _without_weights(kind, folder)
     of_files = model.state_dict().keys()
     computed = {name: x for name, x in exact.named_buffers() if name not in of_files and x.is_floating_point()}
     for name, x in computed.items():
         place, _, buffer = name.rpartition(".")
         model.get_submodule(place).register_buffer(buffer, x, persistent=False)
+
+
+def _without_weights(kind: Any, folder: Path) -> nn.Module:
+    """A model of diffusers by the configuration in a folder. Its weights take no memory; its other buffers are computed."""
+    from accelerate import init_empty_weights
+
+    config = dict(kind.load_config(folder, local_files_only=True))
+    config.pop("quantization_config", None)
+    with init_empty_weights(include_buffers=False):
+        return kind.from_config(config)
 
 
 def _model_of(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, ignore: Sequence[str]) -> nn.Module:
@@ -468,12 +475,7 @@ def _model_of(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, 
 
 
 def _filled(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, ignore: Sequence[str]) -> nn.Module:
-    from accelerate import init_empty_weights
-
-    config = dict(kind.load_config(folder, local_files_only=True))
-    config.pop("quantization_config", None)
-    with init_empty_weights():
-        model: nn.Module = kind.from_config(config)
+    model = _without_weights(kind, folder)
     wanted = model.state_dict()
     spared = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
     more = [name for name in state if name not in wanted and not any(pattern.search(name) for pattern in spared)]

@@ -36,14 +36,15 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
     } | (build.guidance_reads() | build.kernel_reads())
     if recipe.layers.modiff == "auto":
         shared["dtype"] = recipe.model.dtype  # that of caches
-    reads = shared | {"plan": search_reads(recipe.plan)}
+    of_plan = search_reads(recipe.plan)
+    reads = shared | {"plan": of_plan}
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.kept_search import KeptSearch
         from trtconvert.calib.plan import search, site_scalings
         from trtconvert.evaluate.budget import load_budget
 
-        work = build.cache.work("searched", {__name__, *build.code}, shared | {"plan": measured_reads(recipe.plan)})
+        work = build.cache.work("searched", {__name__, *build.code}, shared | {"plan": measured_reads(of_plan)})
         source, sites = build.source.placed(), calibrated.chosen_sites
         form = build.as_exported(source)
         batch = opt_rows(form, profiles_of(recipe, form)[0])

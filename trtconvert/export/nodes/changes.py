@@ -29,7 +29,7 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 
-from trtconvert.export.nodes.common import DOMAIN, OPSET
+from trtconvert.export.nodes.common import DOMAIN, OPSET, marked_windows
 from trtconvert.export.nodes.layers import LAYER_METADATA
 from trtconvert.linear.changes import BROKEN
 from trtconvert.linear.reference import LEVELS
@@ -174,10 +174,6 @@ def _conv(sizes: int) -> str:
         of_scales = Reshape(weight_scale, by_channel)
         weighed_all = Mul(products, of_scales)
         one_i = Constant<value = int64[1] {{1}}>()
-        marked_pixels = ReduceMax<keepdims = 1>(marked, one_i)
-        kernel = Shape<start = 2>(weight)
-        of_window = Concat<axis = 0>(one_i, one_i, kernel)
-        window = ConstantOfShape<value = float[1] {{1.0}}>(of_window)
-        reached = Conv<strides: ints = @strides, pads: ints = @pads>(marked_pixels, window)
+        {marked_windows("reached")}
         of_outputs = Reshape(bias, by_channel)
     """

@@ -20,3 +20,17 @@ HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 def has_own_nodes(model: ir.Model) -> bool:
     """Whether the graph has a node of our domain: attention, or another that is a plugin."""
     return any(node.domain == DOMAIN for node in ir.traversal.RecursiveGraphIterator(model.graph))
+
+
+def marked_windows(result: str) -> str:
+    """Lines of a convolution's body: `result` is 1 or more where a window has a channel that is marked.
+
+    The body has `marked`, 1 or 0 for each channel of the input, and `one_i`, which is 1.
+    """
+    return f"""
+        marked_pixels = ReduceMax<keepdims = 1>(marked, one_i)
+        kernel = Shape<start = 2>(weight)
+        of_window = Concat<axis = 0>(one_i, one_i, kernel)
+        window = ConstantOfShape<value = float[1] {{1.0}}>(of_window)
+        {result} = Conv<strides: ints = @strides, pads: ints = @pads>(marked_pixels, window)
+"""

@@ -25,7 +25,7 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 
-from trtconvert.export.nodes.common import DOMAIN, OPSET
+from trtconvert.export.nodes.common import DOMAIN, OPSET, marked_windows
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, TINY_SCALE, LayerTables
 
@@ -285,11 +285,7 @@ def _conv(variant: LayerVariant) -> str:
     if LayerMode.STATIC in modes:
         lines.append(f"""
         {_BROKEN}
-        marked_pixels = ReduceMax<keepdims = 1>(marked, one_i)
-        kernel = Shape<start = 2>(weight)
-        of_window = Concat<axis = 0>(one_i, one_i, kernel)
-        window = ConstantOfShape<value = float[1] {{1.0}}>(of_window)
-        in_window = Conv<strides: ints = @strides, pads: ints = @pads>(marked_pixels, window)
+        {marked_windows("in_window")}
         is_broken_window = Greater(in_window, zero)
         calibrated = Gather<axis = 0>(x_scale, bin)
         step = Reshape(calibrated, column)

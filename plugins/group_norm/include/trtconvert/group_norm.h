@@ -10,8 +10,8 @@
  *
  * x_scale is the calibrated one of the sample's timestep bin, as of mode STATIC (layer_modes.h); what images get whose sample has no usable
  * scale is not said: the layer makes NaN of them. Where NaN or infinity is among a group's numbers, its mean or its variance, and all of
- * its results are NaN. A payload has -128 in these channels of the image's first pixel then, of which int8_conv.h makes NaN; its other
- * pixels have any codes there.
+ * its results are NaN. The payload then has -128 in these channels of the image's first pixel, and any codes in the other pixels.
+ * int8_conv.h turns such an image into NaN.
  *
  * Mean and variance (divided by their number) are those of all pixels and all channels of a group, in FP32; groups are neighbouring
  * channels, as many in each. Results are rounded once.

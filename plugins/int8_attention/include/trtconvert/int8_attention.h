@@ -126,8 +126,8 @@ typedef struct {
   const int32_t* key_index; /* null with source_keys 0 */
 
   /* The natural logarithm of each row's sum of exponentials of its scaled logits, [B, H, Nq] on the device, or null: that of the
-   * weights that the output was divided by, -inf for a row without a key, NaN where the whole row of the output is. What smooth_k
-   * subtracts does not show in it. */
+   * weights that the output was divided by, -inf for a row without a key, NaN where the whole row of the output is. It does not
+   * depend on smooth_k. */
   float* lse;
 
   int32_t block_mask_batch; /* 0: no block mask; else 1 or B */
