@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from trtconvert.calib.measure import CONV_SHAPES
 from trtconvert.errors import BackendUnavailable
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear.conv_kernel import group_norm, int8_conv
 from trtconvert.linear.reference import LEVELS, quantise_weight

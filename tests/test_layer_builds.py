@@ -17,8 +17,8 @@ from trtconvert.bundle import read_manifest, unquantised_file
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.fixed_plans import stated_attention
 from trtconvert.engine import tensorrt_rtx
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.torch_int8 import TorchInt8
-from trtconvert.evaluate.verify import relative_error
 from trtconvert.export.nodes.layers import LAYER_METADATA
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.modes import LayerMode

@@ -16,8 +16,8 @@ from trtconvert.calib.calibrate import calibrate, modulated_sources, parts_to_co
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.layer_observer import LayerObserver, changes_of
 from trtconvert.errors import UserError
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.torch_int8 import TorchInt8
-from trtconvert.evaluate.verify import relative_error
 from trtconvert.manifest_checks import contradiction
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection

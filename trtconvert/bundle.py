@@ -176,6 +176,7 @@ class EngineRecord(_Record):
             its tables it is (see `LayerTables`).
         prediction_error: [T] of the denoiser's, relative L2 error of its prediction against full precision, as it was measured on
             the GPU that built it; None for timestep bins without a recorded call. Empty where it was not measured.
+        error: of another component's, the largest relative L2 error of its outputs against FP32 in torch, likewise.
         version_compatible: later TensorRT versions load it. hardware_compatible: any GPU from sm80 on runs it.
         weight_streaming: weights may stay in host memory.
     """
@@ -196,6 +197,7 @@ class EngineRecord(_Record):
     layers: Literal["", "native", "plugin", "exact"] = ""
     layers_us: dict[Literal["native", "plugin", "exact"], _Positive] = Field(default_factory=dict)
     prediction_error: list[float | None] = Field(default_factory=list)
+    error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     refittable: bool = False
     weights: dict[str, list[_Count]] = Field(default_factory=dict)
     int8_constants: dict[str, tuple[_Name, Literal["weight", "weight_scale", "bias"]]] = Field(default_factory=dict)
@@ -447,7 +449,8 @@ class QualityRecord(_Record):
         lowering_difference: mean absolute difference of the outputs of the function and the native lowering; likewise.
         lowering_limit: the most that the gate allows it.
         type_error: [T] relative L2 error of the prediction in the model's own type against FP32, where both computed.
-        component_errors: component: the largest relative L2 error of its outputs against float32 in torch.
+        component_errors: component: the largest relative L2 error of its outputs against float32 in torch, of the TensorRT engine
+            where one was built, else of the exported model.
     """
 
     samples: _Count

@@ -7,6 +7,7 @@ from trtconvert import early
 # isort: split
 import contextlib
 import functools
+import logging
 import math
 import os
 import signal
@@ -160,10 +161,14 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtconvert")
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("--debug", is_flag=True, help="Show tracebacks, and why calls are not recorded in CUDA graphs.")
 def main(debug: bool) -> None:
     """Turn diffusion models into TensorRT engines with INT8 attention that follows the denoising timestep."""
     from trtconvert.entry_point import look_in
+
+    if debug:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("trtconvert").setLevel(logging.DEBUG)
 
     look_in(Path())
 

@@ -35,7 +35,8 @@ from trtconvert.files import is_open_file, locked, path_of, require_writable, se
 from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
-from trtconvert.stages.common import ENGINE, VERIFY, Engines
+from trtconvert.stages.common import ENGINE, VERIFY, Engines, example_of
+from trtconvert.stages.components import engine_errors
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.shapes import narrowed
 
@@ -109,7 +110,8 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
 
                 try:
                     made = engine_stages(how, name, component, read, refuse_another)
-                    built[name] = _verified(folder, manifest, name, made, report) if component.is_denoiser else made
+                    verified = _verified if component.is_denoiser else _verified_component
+                    built[name] = verified(folder, manifest, name, made, report)
                 except OSError as error:
                     if not unchanged():
                         raise _replaced(folder) from error  # with the files that the build was reading
@@ -136,7 +138,7 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
         GateError: it is above `verify.max_prediction_error` of the bundle's recipe.
     """
     component = manifest.components[name]
-    if VERIFY not in manifest.files or component.guidance is not None:
+    if VERIFY not in manifest.files:  # a bundle of an earlier version
         return engines
     from trtconvert.evaluate.gates import check_predictions
     from trtconvert.evaluate.recorded_calls import RecordedCalls
@@ -156,6 +158,26 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
                     errors = []
             check_predictions(Path(record.file).name, errors, manifest.recipe.verify, calls.type_errors)
             measured.append((record.model_copy(update={"prediction_error": errors}), stage))
+    return measured
+
+
+def _verified_component(folder: Path, manifest: Manifest, name: str, engines: Engines, report: Reporter) -> Engines:
+    """The engines of another component with the error of their outputs, on the call that the bundle holds.
+
+    Raises:
+        GateError: it is above `verify.max_component_error` of the bundle's recipe.
+    """
+    if example_of(name) not in manifest.files:  # a bundle of an earlier version
+        return engines
+    from trtconvert.evaluate.component_example import ComponentExample
+    from trtconvert.evaluate.gates import check_component
+
+    example, component, measured = ComponentExample.load(folder / example_of(name)), manifest.components[name], []
+    with report.stage(f"verify {name}"):
+        for record, stage in engines:
+            errors = engine_errors(example, component, record, stage)
+            error = check_component(name, errors, manifest.recipe.verify.max_component_error)
+            measured.append((record.model_copy(update={"error": error}), stage))
     return measured
 
 

@@ -51,6 +51,18 @@ class FusedGuidance:
         twins = {twin: negative[name] for name, twin in self.record.negative.items()}
         return {**conditions, **twins, self.record.scale: scale}
 
+    def of_rows(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs with which the denoiser predicts rows of a call as the model without guidance predicts them.
+
+        The scale is 1, so that what guidance leads away from cancels out; it is the condition of another row.
+
+        Args:
+            rows: inputs by name of a call of the model, with both halves of guidance among its rows or not.
+        """
+        negative = {name: rows[name].roll(len(rows[name]) // 2, 0) for name in self.record.negative}
+        count = len(next(iter(negative.values())))
+        return self.inputs(negative, rows, torch.ones(count))
+
 
 def guidance_of(denoiser: Any) -> FusedGuidance | None:
     """The guidance that a denoiser applies inside; None for one that is called with both halves. What wraps a denoiser says it

@@ -1,6 +1,7 @@
 """From a recipe to a bundle.
 
-    recipe ─► components ─► calibrate ─► search ─► plan ─► steps ─► reference ─► errors ─► export ─► engines ─► verify ─► bundle
+    recipe ─► components and their engines ─► calibrate ─► search ─► plan ─► steps ─► reference ─► errors
+           ─► export ─► engine ─► verify ─► bundle
 
 Each stage is a folder in the cache, filed under the hash of what the stage reads: a second build redoes what changed and
 nothing else, and loads neither the model nor torch when nothing did.
@@ -8,7 +9,6 @@ nothing else, and loads neither the model nor torch when nothing did.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from trtconvert.stages.common import (
     CALIBRATION,
     COMPONENT,
     ENGINE,
-    ERROR,
+    EXAMPLE,
     FRONTIER,
     QUALITY,
     REUSE,
@@ -44,8 +44,9 @@ from trtconvert.stages.common import (
     VERIFY,
     Engines,
     component_of,
+    example_of,
 )
-from trtconvert.stages.components import component_stages
+from trtconvert.stages.components import component_stages, verified_component
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.errors import errors_stage
 from trtconvert.stages.export import export_stage
@@ -162,7 +163,11 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
     Args:
         output: where the bundle would be, beside which the evidence of a missed gate is kept.
     """
-    others = component_stages(build)
+    of_engines = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
+    components, engines, component_errors = component_stages(build), dict[str, Engines](), dict[str, float]()
+    for name, of in components.items():
+        built = engine_stages(of_engines, name, component_of(of), of)
+        component_errors[name], engines[name] = verified_component(build, name, of, built)
     calibrated = calibrate_stage(build)
     searched = search_stage(build, calibrated)
     steps = steps_stage(build, plan_stages(build, calibrated, searched))
@@ -171,16 +176,17 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
     errors = errors_stage(build, planned) if build.place.on_gpu else None
     build.source.leave_gpu()  # which engines are built on and timed
     exported = export_stage(build, planned)
-    components = {COMPONENT: exported} | others
-    of_engines = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
-    engines = {name: engine_stages(of_engines, name, component_of(of), of) for name, of in components.items()}
-    verified = verify_stage(build, planned, steps, exported, reference, errors, engines[COMPONENT])
+    built = engine_stages(of_engines, COMPONENT, component_of(exported), exported)
+    verified = verify_stage(build, planned, steps, exported, reference, errors, built)
     try:
-        quality, engines[COMPONENT] = check_gates(build.recipe, planned, verified, engines[COMPONENT])
+        quality, built = check_gates(build.recipe, planned, verified, built)
     except GateError:
         build.report.notice(f"what missed the gate is in {_keep_evidence(verified, output)}")
         raise
-    return _Made(planned, steps, reference, verified, components, engines, quality)
+    quality = quality.model_copy(update={"component_errors": component_errors})
+    return _Made(
+        planned, steps, reference, verified, {COMPONENT: exported} | components, {COMPONENT: built} | engines, quality
+    )
 
 
 def _engines(folder: Path) -> set[str]:
@@ -257,6 +263,8 @@ def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, r
         for engine, stage in made.engines[name]:
             (folder / engine.file).parent.mkdir(exist_ok=True)
             shutil.copyfile(stage.folder / ENGINE, folder / engine.file)
+        if name != COMPONENT:
+            shutil.copyfile(exported.folder / EXAMPLE, folder / example_of(name))
         records[name] = record.model_copy(update={"engines": [engine for engine, _ in made.engines[name]]})
     if made.steps.stage is not None and made.steps.record is not None:
         shutil.copyfile(made.steps.stage.folder / REUSE, folder / REUSE)
@@ -265,13 +273,8 @@ def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, r
     shutil.copyfile(made.reference.folder / VERIFY, folder / VERIFY)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine
     images = {name: copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
-    errors = {
-        name: json.loads((stage.folder / ERROR).read_text())
-        for name, stage in made.components.items()
-        if name != COMPONENT
-    }
     weights_at = recipe.model.weights
-    if errors and weights_at is not None and (saved := pipeline_folder(weights_at, recipe.model.config)):
+    if len(records) > 1 and weights_at is not None and (saved := pipeline_folder(weights_at, recipe.model.config)):
         copy_without_models(saved, folder / PIPELINE)
     denoiser = records[COMPONENT].diffusers
     manifest = Manifest(
@@ -285,7 +288,7 @@ def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, r
         calibration=CALIBRATION,
         components=records,
         pipeline=PIPELINE if (folder / PIPELINE).is_dir() else "",
-        quality=made.quality.model_copy(update={"component_errors": errors}),
+        quality=made.quality,
     )
     bundle.write_manifest(folder, manifest)
     return bundle.read_manifest(folder)

@@ -169,6 +169,8 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         for engine in component.engines:
             if any(error is not None for error in engine.prediction_error):
                 _row(table, "prediction error", f"{engine.target}: {_by_bin(engine.prediction_error)}")
+            if engine.error is not None:
+                _row(table, "error", f"{engine.target}: {engine.error:.1e} relative to float32")
             for line in _engine_lines(engine, component.dims):
                 _row(table, "", f"{engine.target}: {line}")
         sizes = {file: f.size for file, f in manifest.files.items() if file.startswith(component.onnx)}

@@ -14,6 +14,9 @@
 namespace trtconvert {
 
 // Collects the first failure: a status and its text.
+//
+// The CUDA runtime keeps an error until somebody asks for the last one. The next launch asks, so that a failure that is reported would
+// fail a later call as well: an invalidated capture the call after the capture.
 struct Report {
   char* message;
   size_t size;
@@ -22,6 +25,8 @@ struct Report {
   Report(char* text, size_t bytes) : message(text), size(bytes) {
     if (message && size) message[0] = '\0';
   }
+
+  static void forget() { cudaGetLastError(); }
 
   __attribute__((format(printf, 3, 4))) TrtConvertStatus fail(TrtConvertStatus code, const char* format, ...) {
     status = code;
@@ -72,6 +77,7 @@ struct Report {
   }
 
   TrtConvertStatus no_device(cudaError_t error) {
+    forget();
     return fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
   }
 
@@ -86,6 +92,7 @@ struct Report {
 
   TrtConvertStatus launched(cudaError_t error, const char* kernel) {
     if (error == cudaSuccess) return TRTCONVERT_OK;
+    forget();
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
       return fail(TRTCONVERT_UNSUPPORTED_DEVICE,
                   "device: this library was compiled for %s only; rebuild it with TRTCONVERT_CUDA_ARCHITECTURES",

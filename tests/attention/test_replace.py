@@ -33,8 +33,8 @@ from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.errors import UserError
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.evaluate.torch_int8 import TorchInt8
-from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.interception import Interception
 from trtconvert.provenance import Provenance
 

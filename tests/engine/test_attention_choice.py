@@ -26,7 +26,7 @@ from trtconvert.engine.attention_choice import (
 )
 from trtconvert.engine.builder import build_plan
 from trtconvert.errors import TrtconvertError
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import lower_to_function, lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace

@@ -21,11 +21,11 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
 from trtconvert.evaluate.evaluation import Request, read_evaluation
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.table import watch_line
 from trtconvert.evaluate.torch_int8 import TorchInt8
-from trtconvert.evaluate.verify import relative_error
 from trtconvert.files import PARTIAL
 from trtconvert.models.denoiser import DenoiserInType
 from trtconvert.models.placed import Place

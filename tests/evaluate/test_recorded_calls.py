@@ -12,7 +12,9 @@ from support import REPOSITORY
 from trtconvert.errors import GateError
 from trtconvert.evaluate.gates import check_predictions
 from trtconvert.evaluate.recorded_calls import CallRecorder, RecordedCalls, relative_error
+from trtconvert.guidance import FusedGuidance, GuidedDenoiser
 from trtconvert.models.digits import digits_model
+from trtconvert.models.guidance import fused_form
 from trtconvert.recipe import VerifySection
 
 BINS = 4
@@ -40,6 +42,29 @@ def test_the_model_itself_has_no_error_and_another_has_its_own(recorded):
     assert all(error is not None and error < 1e-5 for error in calls.errors(model.denoiser))
     errors = calls.errors(lambda **named: 1.25 * model.denoiser(**named))
     assert all(error == pytest.approx(0.25, rel=1e-3) for error in errors)
+
+
+def test_guidance_inside_a_denoiser_is_held_to_the_rows_of_the_model(recorded):
+    model, calls = recorded
+    form = fused_form(model)
+    guided = GuidedDenoiser(model.denoiser, model.timestep_input, form.guidance)
+    guided.guidance = FusedGuidance(form.guidance, form.output.shape)
+    assert all(error is not None and error < 1e-5 for error in calls.errors(guided))
+    # What is wrong with the scale, or with one condition, shows.
+    twice = _Changed(guided, guidance_scale=lambda x: 2 * x)
+    assert all(error > 0.01 for error in calls.errors(twice))
+    others = _Changed(guided, label=lambda x: x.roll(1))
+    assert all(error > 0.01 for error in calls.errors(others))
+
+
+class _Changed:
+    """A denoiser with guidance inside that is given other inputs."""
+
+    def __init__(self, denoiser, **changes):
+        self._denoiser, self._changes, self.guidance = denoiser, changes, denoiser.guidance
+
+    def __call__(self, **inputs):
+        return self._denoiser(**inputs | {name: change(inputs[name]) for name, change in self._changes.items()})
 
 
 def test_calls_come_back_from_a_file_where_what_is_the_same_stands_once(recorded, tmp_path):

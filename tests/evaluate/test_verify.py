@@ -14,7 +14,8 @@ from trtconvert.bundle import QualityRecord
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.errors import GateError
 from trtconvert.evaluate.gates import check_gates, error_limit
-from trtconvert.evaluate.verify import draw, output_sqnr, psnr, relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.verify import draw, output_sqnr, psnr
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS
 from trtconvert.linear.sites import LayerFinder, select_layers

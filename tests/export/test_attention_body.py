@@ -15,7 +15,7 @@ from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering import fold_transposes, lower_to_function, lower_to_native, lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, KEY_INDEX, MASK, OP, Variant, function_body

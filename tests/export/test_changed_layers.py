@@ -12,7 +12,7 @@ from torch import nn
 
 from trtconvert.bundle import NEXT
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.changes import LAST, caches_of, require_fixed_sizes
 from trtconvert.export.lowering import expand_layers, lower_changes, quantise_products
 from trtconvert.export.nodes.changes import LINEAR, QUANTISE, change_nodes, modulated_layers

@@ -17,8 +17,8 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.bars import NoBar
 from trtconvert.diffusion_model import InputSpec
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.evaluate.verify import output_sqnr
-from trtconvert.evaluate.verify import relative_error as error
 from trtconvert.export.lowering import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.models.denoiser import intercepted

@@ -12,7 +12,7 @@ import torch
 from layered_graphs import STATIC, int8_model
 from onnxruntime import InferenceSession
 
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.float32 import in_float32
 from trtconvert.models.denoiser import intercepted

@@ -12,7 +12,7 @@ from int8_layers import tables_of
 from layer_graphs import LEVELS, layer_model, run, run_proto
 from tiny_layers import random
 
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering import lower_to_function
 from trtconvert.export.nodes.common import DOMAIN, OPSET
 from trtconvert.export.nodes.layers import (

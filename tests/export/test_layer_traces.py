@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.layers import (
     BIAS_METADATA,

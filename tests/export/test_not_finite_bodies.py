@@ -19,7 +19,7 @@ from tiny_layers import random
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering import lower_to_function
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, MASK, Variant
 from trtconvert.export.nodes.changes import CONV, PRODUCT_INPUTS, QUANTISE, QUANTISE_INPUTS, change_body

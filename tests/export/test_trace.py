@@ -21,7 +21,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes

@@ -26,7 +26,7 @@ from trtconvert.bundle import TensorRecord, read_manifest
 from trtconvert.cache import Cache
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes, block_mask_of
 from trtconvert.export.trace import SiteOptions, trace

@@ -13,6 +13,7 @@ from support import run
 from tolerances import INT8_CALL, INT8_IMAGES_PSNR, SAME_IMAGES_PSNR
 
 from trtconvert import runtime
+from trtconvert.bundle import read_manifest
 from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import psnr
@@ -107,6 +108,12 @@ def test_engines_alone_draw_a_prompt(tmp_path):
         tmp_path / "bundle",
         Cache(tmp_path / "cache"),
         Reporter(Console(quiet=True)),
+    )
+    manifest = read_manifest(tmp_path / "bundle")
+    others = {name: component.engines[0].error for name, component in manifest.components.items() if name != "denoiser"}
+    assert others == manifest.quality.component_errors
+    assert all(
+        error is not None and 0 < error < manifest.recipe.verify.max_component_error for error in others.values()
     )
     torch_pipe = load_pipeline(tmp_path / "pipeline").to("cuda", torch.float16)
 

@@ -31,7 +31,7 @@ from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes

@@ -10,7 +10,7 @@ from int8_rows import ModeTable
 from torch import Tensor
 from torch.nn import functional as F
 
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import has_group_norm_kernel, load_library
 
 pytestmark = [

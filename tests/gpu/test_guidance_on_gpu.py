@@ -12,9 +12,11 @@ from support import WEIGHTS
 from tolerances import HALF_DENOISER, INT8_IMAGES_PSNR
 
 from trtconvert import runtime
+from trtconvert.bundle import read_manifest
 from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.verify import psnr, relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.verify import psnr
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
@@ -55,6 +57,11 @@ def inputs_of(batch: int, seed: int, scale: float) -> dict[str, torch.Tensor]:
         "negative_label": torch.full((batch,), 10, device="cuda"),
         "guidance_scale": torch.linspace(1, scale, batch).cuda(),
     }
+
+
+def test_predictions_with_guidance_inside_are_measured(digits_fused):
+    (engine,) = read_manifest(digits_fused).components["denoiser"].engines
+    assert len(engine.prediction_error) == 2 and all(error and error < 0.03 for error in engine.prediction_error)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

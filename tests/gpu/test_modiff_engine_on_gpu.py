@@ -14,7 +14,8 @@ from tolerances import HALF_LAYERS
 
 from trtconvert import runtime
 from trtconvert.cache import Cache
-from trtconvert.evaluate.verify import psnr, relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.verify import psnr
 from trtconvert.models.digits import digits_model
 from trtconvert.pipeline import build as build_bundle
 from trtconvert.progress import Reporter

@@ -12,7 +12,7 @@ from int8_rows import quantised as rows_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu

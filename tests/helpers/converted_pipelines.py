@@ -16,6 +16,7 @@ from tiny_pipelines import PIPELINES, SMALL_BUILD, TOKENS
 
 from trtconvert.bundle import ComponentRecord
 from trtconvert.cache import Cache, Stage
+from trtconvert.evaluate.component_example import ComponentExample
 from trtconvert.models.diffusers import as_images
 from trtconvert.models.placed import Place
 from trtconvert.pipeline import build
@@ -23,7 +24,7 @@ from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe, load_recipe
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import SIGNATURE
+from trtconvert.stages.common import EXAMPLE, SIGNATURE
 from trtconvert.stages.components import component_stages
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -103,6 +104,12 @@ def component_records(folder: Path, recipe: Recipe) -> dict[str, tuple[Stage, Co
         name: (stage, ComponentRecord.model_validate_json((stage.folder / SIGNATURE).read_text()))
         for name, stage in stages.items()
     }
+
+
+def component_error(stage: Stage, record: ComponentRecord) -> float:
+    """The largest relative error of an output of a stage's exported model on ONNX Runtime."""
+    example = ComponentExample.load(stage.folder / EXAMPLE)
+    return max(example.errors(OnnxRuntimeComponent(stage.folder / record.onnx, record)).values())
 
 
 FP32_ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.diffusers import as_images
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 

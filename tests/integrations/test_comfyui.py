@@ -17,7 +17,7 @@ from tolerances import INT8_CALL
 from trtconvert.bundle import GuidanceRecord
 from trtconvert.cache import Cache
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter

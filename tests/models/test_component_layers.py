@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from converted_pipelines import component_records, recipe_of, save
+from converted_pipelines import component_error, component_records, recipe_of, save
 from onnx import numpy_helper
 
 from trtconvert.bundle import unquantised_file
@@ -18,7 +17,7 @@ from trtconvert.errors import GateError, UserError
 from trtconvert.linear.modes import LayerMode
 from trtconvert.recipe import EngineSection
 from trtconvert.runtime.loras import BuiltWeights
-from trtconvert.stages.common import ERROR, NATIVE
+from trtconvert.stages.common import NATIVE
 from trtconvert.weights.unquantised import Unquantised
 
 pytest.importorskip("diffusers", reason="needs diffusers")
@@ -47,7 +46,7 @@ def test_a_text_encoder_in_int8_keeps_its_limit_and_is_smaller(saved):
     in_int8 = [layer for layer in record.layers if layer.in_int8]
     assert len(in_int8) >= 10 and all(layer.modes == [LayerMode.STATIC] for layer in in_int8) and not before.layers
     assert all(layer.reason for layer in record.layers if not layer.in_int8)
-    assert json.loads((exact.folder / ERROR).read_text()) < json.loads((stage.folder / ERROR).read_text()) <= LIMIT
+    assert component_error(exact, before) < component_error(stage, record) <= LIMIT
     weights = sum(layer.in_channels * layer.out_channels for layer in in_int8)
     sizes = [
         sum(numpy_helper.to_array(x).nbytes for x in onnx.load(s.folder / r.onnx).graph.initializer)
@@ -91,7 +90,7 @@ def test_a_tighter_limit_leaves_the_layers_that_suffer_most(saved):
     stage, record = stages(saved, INT8, limit := 0.02)
     left = [layer for layer in record.layers if "INT8 would leave" in layer.reason]
     assert left and any(layer.in_int8 for layer in record.layers)
-    assert json.loads((stage.folder / ERROR).read_text()) <= limit
+    assert component_error(stage, record) <= limit
 
 
 def test_a_limit_that_no_layer_keeps_is_a_gate_that_says_so(saved):

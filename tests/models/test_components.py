@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import tiny_pipelines
 import torch
-from converted_pipelines import FP32_ON_CPU, arguments, component_records, draw, halves_of, options, recipe_of, save
+from converted_pipelines import (
+    FP32_ON_CPU,
+    arguments,
+    component_error,
+    component_records,
+    draw,
+    halves_of,
+    options,
+    recipe_of,
+    save,
+)
 from tiny_pipelines import WIDTH
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
 from trtconvert.bundle import ComponentRecord
 from trtconvert.engine import tensorrt_rtx
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import psnr, relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.verify import psnr
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.saved import INDEX
@@ -27,7 +38,6 @@ from trtconvert.runtime.pipeline import make_pipeline
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.unused import UnusedResult
-from trtconvert.stages.common import ERROR
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -62,7 +72,7 @@ def converted(request, tmp_path_factory) -> Converted:
     made = Converted(request.param, folder / "pipeline", {}, {}, {}, {})
     for name, (stage, record) in component_records(folder, recipe).items():
         made.onnx[name] = stage.folder / record.onnx
-        made.errors[name] = json.loads((stage.folder / ERROR).read_text())
+        made.errors[name] = component_error(stage, record)
         kind, key = (made.text, name) if name.startswith("text") else (made.halves, record.diffusers.method)
         kind[key] = (OnnxRuntimeComponent(made.onnx[name], record), record)
     return made

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.pipelines import shapes_of
 
 

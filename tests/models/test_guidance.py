@@ -18,7 +18,7 @@ from trtconvert import models, runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.guidance import FusedGuidance, GuidedDenoiser
 from trtconvert.manifest_checks import contradiction
 from trtconvert.models.digits import _SCHEDULE

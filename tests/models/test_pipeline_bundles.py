@@ -22,7 +22,8 @@ from trtconvert import runtime
 from trtconvert.cache import Cache
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.evaluation import full_precision
-from trtconvert.evaluate.verify import psnr, relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.verify import psnr
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.saved import INDEX, copy_without_models
 from trtconvert.pipeline import build

@@ -16,7 +16,7 @@ from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.interception import first_tensor
 from trtconvert.recipe import AttentionSection
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trtconvert import runtime
 from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.digits import draw_digits
 from trtconvert.models.samplers import initial_noise, sample
 from trtconvert.runtime.batches import AnyBatch

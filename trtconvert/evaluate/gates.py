@@ -126,3 +126,23 @@ def check_predictions(
             f"{index} a more careful one in attention.modes, or set layers.modes to dynamic; or raise "
             "verify.max_prediction_error",
         )
+
+
+def check_component(name: str, errors: Mapping[str, float], limit: float) -> float:
+    """
+    Args:
+        name: of a component; errors: relative L2 error of each output against FP32 in torch.
+    Returns:
+        The largest error.
+    Raises:
+        GateError: the largest error is above the limit, or an output is not finite.
+    """
+    output, error = max(errors.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
+    if not error <= limit:  # written so that NaN fails
+        raise GateError(
+            f"gate missed: error of '{output}' of {name} against float32",
+            expected=f"<= {limit:g}",
+            got=f"{error:.4g}",
+            remedy=f"set components.{name}.dtype to float32, or raise verify.max_component_error",
+        )
+    return error

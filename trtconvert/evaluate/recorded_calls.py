@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.guidance import guidance_of
 from trtconvert.runtime.trajectory import begin
 
 _EXPECTED, _TYPE_ERRORS = "prediction", "type_errors"
@@ -60,10 +61,15 @@ class RecordedCalls:
         return RecordedCalls(inputs, expected, type_errors)
 
     def errors(self, denoiser: Denoiser) -> list[float | None]:
-        """[T] relative L2 error of a denoiser's predictions in each bin; None for bins without a call."""
+        """[T] relative L2 error of a denoiser's predictions in each bin; None for bins without a call.
+
+        A denoiser that applies guidance inside predicts each row by itself, see `FusedGuidance.of_rows`.
+        """
         found: list[float | None] = [None] * len(self.type_errors)
+        guidance = guidance_of(denoiser)
         with torch.no_grad():
-            for index, inputs in self.inputs.items():
+            for index, recorded in self.inputs.items():
+                inputs = recorded if guidance is None else guidance.of_rows(recorded)
                 begin(denoiser)  # each call stands for itself
                 found[index] = relative_error(denoiser(**inputs).float().cpu(), self.expected[index])
         return found

@@ -161,15 +161,7 @@ def gates(manifest: Manifest) -> list[Gate]:
         ),
         *_of_export(quality, max_error),
         *_of_predictions(manifest),
-        *(
-            Gate(
-                f"{name} against float32, relative error",
-                f"at most {section.max_component_error:g}",
-                f"{error:.1e}",
-                error <= section.max_component_error,
-            )
-            for name, error in quality.component_errors.items()
-        ),
+        *_of_components(manifest),
     ]
 
 
@@ -199,6 +191,17 @@ def _of_predictions(manifest: Manifest) -> Iterator[Gate]:
             f"{error:.4f}{of_type}",
             limit is None or error <= limit,
         )
+
+
+def _of_components(manifest: Manifest) -> Iterator[Gate]:
+    """Gates of the other components: of each engine that was measured, else of the exported model."""
+    limit = manifest.recipe.verify.max_component_error
+    for name, error in manifest.quality.component_errors.items():
+        engines = [engine for engine in manifest.components[name].engines if engine.error is not None]
+        found = {f"Engine of {name} on {engine.gpu or engine.target}": engine.error or 0.0 for engine in engines}
+        for what, measured in (found or {name: error}).items():
+            title = f"{what} against float32, relative error"
+            yield Gate(title, f"at most {limit:g}", f"{measured:.1e}", measured <= limit)
 
 
 def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.bars import Steps
 from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.calib.data import batches_of
-from trtconvert.diffusion_model import Denoiser, DiffusionModel, ModelComponent
-from trtconvert.errors import GateError
+from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.evaluate.metrics import decibels
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.linear.sites import LayerCall
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
@@ -184,33 +182,3 @@ def lowering_difference(
     ((per_output,),) = pairs.values()
     outcome = next(iter(per_output.values()))  # others are caches
     return float(outcome.mean_absdiff), limit
-
-
-def check_component(source: ModelComponent, converted: Callable[..., Any], limit: float) -> float:
-    """The relative L2 error of a component's outputs against float32 in torch, on what the pipeline passes to it.
-
-    Args:
-        converted: takes the inputs by position and gives one tensor or several, in the outputs' order.
-    Returns:
-        The largest error.
-    Raises:
-        GateError: it is above the limit, or an output is not finite.
-    """
-    inputs = tuple(source.example[spec.name] for spec in source.inputs)
-    with torch.no_grad():
-        expected = source.module(*inputs)
-    got = converted(*inputs)
-    got = got if isinstance(got, tuple) else (got,)
-    errors = {
-        spec.name: relative_error(ours, theirs)
-        for spec, ours, theirs in zip(source.outputs, got, expected, strict=True)
-    }
-    name, error = max(errors.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
-    if not error <= limit:  # written so that NaN fails
-        raise GateError(
-            f"gate missed: error of '{name}' of {source.name} against float32",
-            expected=f"<= {limit:g}",
-            got=f"{error:.4g}",
-            remedy=f"set components.{source.name}.dtype to float32, or raise verify.max_component_error",
-        )
-    return error

@@ -197,9 +197,8 @@ def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:
 
 
 def _from_function(section: ModelSection) -> DiffusionModel:
-    import torch
-
     from trtconvert.diffusion_model import DiffusionModel
+    from trtconvert.weights.finite import is_finite
 
     if not section.source.partition(":")[2]:
         raise UserError(
@@ -236,7 +235,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
             remedy="return one; trtconvert/models/digits.py is an example",
         )
     for name, tensor in model.denoiser.state_dict().items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not is_finite(tensor):
             raise UserError(
                 f"the weight {name} of {model.name} is damaged",
                 expected="finite numbers",

@@ -10,6 +10,7 @@ from torch import nn
 
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError
+from trtconvert.weights.finite import is_finite
 
 
 def save_weights(module: nn.Module, path: Path, metadata: dict[str, str]) -> None:
@@ -61,7 +62,7 @@ def load_weights(module: nn.Module, path: Path) -> None:
                 got=f"{list(tensor.shape)} {tensor.dtype}",
                 remedy=remedy,
             )
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise UserError(
                 f"The weight {name} in {path} is damaged.",
                 expected="finite numbers",

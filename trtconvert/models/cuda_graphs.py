@@ -7,6 +7,8 @@ handlers. A recorded call costs the host the copies of its inputs and one launch
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import intercepted
 from trtconvert.noted import Notes
+
+_log = logging.getLogger(__name__)
 
 CLOSE = 1e-3
 """Relative L2 error up to which a repeated prediction is that of the eager call. Kernels that sum in any order differ by less."""
@@ -99,21 +103,25 @@ class Graphed:
                 with torch.no_grad(), _NoWaiting():
                     self._exact(**inputs)
                 known[key] = True
-            except Exception:  # `_Waits`, or what a model raises only where it is watched
+            except Exception as error:  # `_Waits`, or what a model raises only where it is watched
+                _log.debug("%s is not recorded in a CUDA graph: %s", type(self._module).__name__, error)
                 known[key] = False
         return known[key]
 
     def _recorded(self, first: _First, given: _Inputs) -> _Graph | None:
         """The graph of a call; None where the function cannot be recorded, or the graph gives something else."""
+        name = type(self._module).__name__
         try:
-            if self._counts:
-                of_denoiser = _Graph(self._exact, self._of_model(given), ())
-                return _Graph(self._function, given, self._notes) if of_denoiser.gives(first) else None
-            graph = _Graph(self._function, given, self._notes)
-            return graph if graph.gives(first) else None
-        except Exception:
+            # A function that counts must not count the first call twice: the denoiser repeats it.
+            if not self._counts or _Graph(self._exact, self._of_model(given), ()).gives(first):
+                graph = _Graph(self._function, given, self._notes)
+                if self._counts or graph.gives(first):
+                    return graph
+            _log.debug("%s is not recorded in a CUDA graph: the graph gives another prediction", name)
+        except Exception as error:
             # A function that runs eagerly may raise anything here. The eager call that follows tells what is wrong.
-            return None
+            _log.debug("%s is not recorded in a CUDA graph: %s", name, error, exc_info=True)
+        return None
 
 
 _Key = tuple[Any, ...]
@@ -145,7 +153,7 @@ class _Graph:
         self._inputs, self._graph = _copies(given), torch.cuda.CUDAGraph()
         starts = [len(one) for one in notes]
         try:
-            with _unharmed(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with _uncollected(), _unharmed(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._outputs = function(**self._inputs)
         finally:
             self._noted = [(one, one.cut(start)) for one, start in zip(notes, starts, strict=True)]
@@ -176,6 +184,18 @@ def _prediction(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 def _copies(given: Mapping[str, Tensor]) -> _Inputs:
     return {name: x.detach().clone() for name, x in given.items()}
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python from collecting garbage: a graph that is destroyed while another is recorded spoils the recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

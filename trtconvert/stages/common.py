@@ -19,7 +19,7 @@ NAMES, ERROR, ERRORS = "names.json", "error.json", "errors.json"
 PLAN, FRONTIER, SCALINGS = "plan.json", "frontier.json", "scalings.json"
 ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
-FULL, VERIFY = "full.safetensors", "verify.safetensors"
+FULL, VERIFY, EXAMPLE = "full.safetensors", "verify.safetensors", "example.safetensors"
 REUSE, REUSE_RECORD, CHOSEN_PLAN = "reuse.safetensors", "reuse.json", "chosen.json"
 
 Engines = list[tuple[EngineRecord, Stage]]
@@ -49,3 +49,8 @@ def run_stage(
 
 def component_of(exported: Stage) -> ComponentRecord:
     return ComponentRecord.model_validate_json((exported.folder / SIGNATURE).read_text())
+
+
+def example_of(name: str) -> str:
+    """The file of a bundle with the call that a component's engine is compared with."""
+    return f"{name}-{EXAMPLE}"

@@ -6,24 +6,26 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtconvert.bundle import ComponentRecord, TensorRecord
+from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
 from trtconvert.cache import Stage
 from trtconvert.errors import UserError
+from trtconvert.evaluate.gates import check_component
 from trtconvert.recipe import ComponentSection, Recipe
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import ERROR, NAMES, NATIVE, SIGNATURE
+from trtconvert.stages.common import ENGINE, ERROR, EXAMPLE, NAMES, NATIVE, SIGNATURE, Engines, component_of
 from trtconvert.stages.onnx_files import check_onnx, keep_unquantised, save_native, unquantised_reads
 from trtconvert.stages.records import component_records
 
 if TYPE_CHECKING:
+    from trtconvert.evaluate.component_example import ComponentExample
     from trtconvert.models import DiffusionModel
     from trtconvert.progress import Bar
 
 
 def component_stages(build: Build) -> dict[str, Stage]:
-    """Export the pipeline's other models that the recipe names, and compare each with torch, first of all: it takes little time.
+    """Export the pipeline's other models that the recipe names, first of all: what is wrong with one is known before calibration.
 
-    Each stage leaves a model, its signature and its error.
+    Each stage leaves a model, its signature, and a call in FP32 that its engine is compared with.
     """
     recipe = build.recipe
     if not recipe.components:
@@ -38,16 +40,16 @@ def component_stages(build: Build) -> dict[str, Stage]:
 
 
 def component_stage(build: Build, name: str) -> Stage:
-    """Export one of the pipeline's models beside the denoiser, and hold it to float32 in torch."""
+    """Export one of the pipeline's models beside the denoiser."""
     recipe = build.recipe
     asked: dict[str, Any] = {}
     for section in ("all", name):  # what the component says itself counts
         asked |= recipe.components.get(section, ComponentSection()).model_dump(exclude_none=True)
     limit = recipe.verify.max_component_error
-    reads = {"weights": build.weights, "component": name, "asked": asked, "dtype": recipe.model.dtype, "limit": limit}
+    reads = {"weights": build.weights, "component": name, "asked": asked, "dtype": recipe.model.dtype}
     in_int8 = asked.get("layers") == "int8"
     if in_int8:
-        reads |= unquantised_reads(recipe)
+        reads |= unquantised_reads(recipe) | {"limit": limit}
         reads["layers"] = recipe.layers.model_dump(
             mode="json", include={"kinds", "min_rows", "few_rows", "equalise", "offsets", "scales"}
         )
@@ -56,10 +58,9 @@ def component_stage(build: Build, name: str) -> Stage:
         import torch
 
         from trtconvert.calib.component_layers import component_layers
-        from trtconvert.evaluate.verify import check_component
+        from trtconvert.evaluate.component_example import ComponentExample
         from trtconvert.export import storage
         from trtconvert.export.trace import OF_COMPONENTS, trace_component
-        from trtconvert.runtime.session import OnnxRuntimeComponent
 
         components = build.source.model().components
         assert components is not None  # or there were no names
@@ -94,11 +95,56 @@ def component_stage(build: Build, name: str) -> Stage:
             engines=[],
             diffusers=source.diffusers,
         )
-        error = check_component(source, OnnxRuntimeComponent(onnx_file, component), limit)
         (folder / SIGNATURE).write_text(component.model_dump_json(indent=1))
-        (folder / ERROR).write_text(json.dumps(error))
+        ComponentExample.of(source, torch.device("cuda" if build.place.on_gpu else "cpu")).save(folder / EXAMPLE)
 
     return build.stage(f"export {name}", reads, make)
+
+
+def verified_component(build: Build, name: str, exported: Stage, engines: Engines) -> tuple[float, Engines]:
+    """Hold a component to FP32 in torch: its TensorRT engine where there is one, else its exported model on ONNX Runtime.
+
+    Returns:
+        The largest relative L2 error of an output, and the engines with theirs.
+    Raises:
+        GateError: the error is above `verify.max_component_error`, or an output is not finite.
+    """
+    runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
+    reads = {"onnx": exported.key, "engines": [stage.key for _, stage in runs]}
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.evaluate.component_example import ComponentExample
+        from trtconvert.runtime.session import OnnxRuntimeComponent
+
+        example, component = ComponentExample.load(exported.folder / EXAMPLE), component_of(exported)
+        if runs:
+            errors = engine_errors(example, component, *runs[0])
+        else:
+            errors = example.errors(OnnxRuntimeComponent(exported.folder / component.onnx, component))
+        (folder / ERROR).write_text(json.dumps(errors))
+
+    verified = build.stage(f"verify {name}", reads, make)
+    errors = json.loads((verified.folder / ERROR).read_text())
+    error = check_component(name, errors, build.recipe.verify.max_component_error)
+    return error, [
+        (of.model_copy(update={"error": error}) if (of, stage) in runs else of, stage) for of, stage in engines
+    ]
+
+
+def engine_errors(
+    example: ComponentExample, component: ComponentRecord, record: EngineRecord, stage: Stage
+) -> dict[str, float]:
+    """Relative L2 error of each output of a component's engine.
+
+    Args:
+        record, stage: what the build of the engine said, and where it left the engine.
+    """
+    from contextlib import closing
+
+    from trtconvert.runtime.bundles import engine_component
+
+    with closing(engine_component(stage.folder / ENGINE, record, component)) as engine:
+        return example.errors(engine)
 
 
 def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:

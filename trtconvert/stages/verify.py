@@ -78,8 +78,7 @@ def verify_stage(
         if runs:
             record, built = runs[0]
             with closing(engine_component(built.folder / ENGINE, record, component)) as denoiser:
-                if component.guidance is None:  # inside the engine it takes samples, and the calls are of rows
-                    prediction_error = calls.errors(AnyBatch(denoiser))
+                prediction_error = calls.errors(AnyBatch(denoiser))
                 denoiser.reuse = steps.reuse(component)
                 int8 = verify.draw(build.source.model(), AnyBatch(denoiser), section, bar)
         else:
@@ -123,6 +122,7 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
 
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import gates, verify
+        from trtconvert.evaluate.recorded_calls import relative_error
         from trtconvert.export.float32 import in_float32
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
@@ -155,14 +155,14 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
                 if dtype == torch.bfloat16
                 else verify.in_steps(in_torch, calls)
             )
-            error = verify.relative_error(verify.in_steps(denoiser, calls), exact)
+            error = relative_error(verify.in_steps(denoiser, calls), exact)
             plan = planned.plan
             if dtype == torch.float16 and error > gates.error_limit(section, plan.sites.values(), plan.layers.values()):
                 # What two ways round to FP16 may fall on different sides of INT8's edges: what both compute in FP32 does not.
                 with in_float32(exported.folder / ONNX) as path:
                     found = verify.in_steps(OnnxRuntimeComponent(path, verify.widened(component)), wide_calls)
                 layers.reset_cache()
-                error = verify.relative_error(found, verify.in_steps(in_torch.float(), wide_calls))
+                error = relative_error(found, verify.in_steps(in_torch.float(), wide_calls))
         bar.step()
         compared = typed
         if component.caches:

@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import nn
 
 from trtconvert.diffusion_model import InputSpec
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 

@@ -16,7 +16,7 @@ from tiny_layers import CHOSEN, Called, model_of, random
 from torch import nn
 from torch.nn import functional as F
 
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering import (
     can_take_changes,
     expand_layers,

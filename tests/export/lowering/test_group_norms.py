@@ -12,7 +12,7 @@ from tolerances import PIXELS_AS_TOKENS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, take_group_norms
 
 

@@ -16,7 +16,7 @@ from tolerances import PIXELS_AS_TOKENS
 from torch import Tensor
 
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, has_group_norms, take_group_norms

@@ -16,7 +16,7 @@ from tiny_convs import CHANNELS, WIDE, Odd, traced
 from torch.nn import functional as F
 
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import expand_layers, lower_to_native, quantise_products, take_group_norms
 from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, take_int8_convs

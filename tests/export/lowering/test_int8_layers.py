@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import (
     expand_layers,
     int8_layers,

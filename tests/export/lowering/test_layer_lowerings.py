@@ -15,7 +15,7 @@ from tiny_layers import CHOSEN, Called, model_of
 from torch import nn
 
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.evaluate.verify import relative_error as error
+from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export import storage
 from trtconvert.export.lowering import (
     expand_layers,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
-from trtconvert.evaluate.verify import relative_error
+from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import lower_to_native
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 

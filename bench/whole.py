@@ -1,0 +1,152 @@
+"""Figures of a bundle of a whole model on this GPU: the step and the image, beside diffusers plain, compiled and with FP8.
+
+    python bench/whole.py BUNDLE WEIGHTS [--peers plain compiled fp8] [--calls 15] [--steps 28] [--json FILE]
+
+The bundle is one that `trtconvert build` left of the pipeline in the folder WEIGHTS; its TensorRT engine computes. Peers are the
+diffusers model of those weights, in the recipe's type: `plain`, `compiled` (torch.compile of the model's repeated blocks, or of
+the model where diffusers names none) and `fp8` (compiled, and torchao's FP8: weights and activations by row).
+
+A step is one call of the denoiser with the inputs of a recorded call, on fresh noise. Calls of the peer and of the engine take
+turns; the medians are printed. An image is the recipe's sampler with the whole pipeline, encoders and VAE too, of one sample: the
+first one, then the median of three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trtconvert import models, runtime
+from trtconvert.bundle import read_manifest
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.evaluate.recorded_calls import RecordedCalls
+from trtconvert.models.placed import placed
+from trtconvert.models.placement import choose_place
+from trtconvert.runtime.batches import AnyBatch
+from trtconvert.stages.common import VERIFY
+
+LEAST_FP8 = 1024
+"""Features from which torchao's FP8 is given a layer: it does not gain by smaller ones."""
+
+
+def step_times(
+    denoisers: dict[str, Callable[..., Tensor]], given: list[dict[str, Tensor]], noised: str, calls: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each denoiser's calls, by turns, each on noise of its own."""
+    found: dict[str, list[float]] = {name: [] for name in denoisers}
+    for number in range(calls + 3):
+        for name, denoiser in denoisers.items():
+            inputs = dict(given[number % len(given)])
+            inputs[noised] = torch.randn_like(inputs[noised])
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            denoiser(**inputs)
+            end.record()
+            torch.cuda.synchronize()
+            if number >= 3:  # before, kernels are set up and graphs recorded
+                found[name].append(start.elapsed_time(end))
+    return found
+
+
+def image_times(model: DiffusionModel, denoiser: Callable[..., Tensor], steps: int) -> tuple[float, float]:
+    """Seconds of the first image and the median of three further ones."""
+    seconds = []
+    for seed in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model.sample(denoiser, [seed], steps=steps, solver="ddim")
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds[0], statistics.median(seconds[1:])
+
+
+def network(denoiser: nn.Module) -> nn.Module:
+    """The diffusers model in a denoiser."""
+    from diffusers import ModelMixin
+
+    return next(module for module in denoiser.modules() if isinstance(module, ModelMixin))
+
+
+def compile_blocks(module: Any) -> None:
+    if getattr(module, "_repeated_blocks", None):
+        module.compile_repeated_blocks(dynamic=False)
+    else:
+        module.compile(dynamic=False)
+
+
+def to_fp8(module: nn.Module) -> None:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    def large(layer: nn.Module, _: str) -> bool:
+        return isinstance(layer, nn.Linear) and min(layer.in_features, layer.out_features) >= LEAST_FP8
+
+    quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), filter_fn=large)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument(
+        "--peers", nargs="*", default=["plain", "compiled", "fp8"], choices=["plain", "compiled", "fp8"]
+    )
+    parser.add_argument("--calls", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    manifest = read_manifest(given.bundle)
+    recipe = manifest.recipe
+    rows: dict[str, dict[str, float]] = {}
+
+    def tell(name: str, **figures: float) -> None:
+        rows.setdefault(name, {}).update({key: round(value, 3) for key, value in figures.items()})
+        print(json.dumps({name: rows[name]}), flush=True)
+        if given.json:
+            card = torch.cuda.get_device_name()
+            record = {"date": str(datetime.date.today()), "card": card, "model": manifest.model, "rows": rows}
+            given.json.write_text(json.dumps(record, indent=1))
+
+    began = time.perf_counter()
+    bundle = runtime.load(given.bundle, backend="tensorrt")
+    engine = AnyBatch(bundle["denoiser"])
+    tell("trtconvert", load_s=time.perf_counter() - began)
+
+    section = recipe.model.model_copy(update={"weights": given.weights})
+    source = models.load(section, recipe.loras, as_stored=True)
+    on_gpu = placed(source, choose_place(recipe.compute, section))
+    calls, noised = RecordedCalls.load(given.bundle / VERIFY), source.inputs[0].name
+    recorded = [{name: x.cuda() for name, x in inputs.items()} for inputs in calls.inputs.values()]
+    with torch.no_grad():
+        first, further = image_times(on_gpu, engine, given.steps)
+        tell("trtconvert", first_image_s=first, image_s=further)
+        module: Any = network(on_gpu.denoiser)
+        for peer in given.peers:
+            if peer == "fp8":
+                to_fp8(module)
+            if peer != "plain":
+                torch.compiler.reset()
+                compile_blocks(module)
+            began = time.perf_counter()
+            on_gpu.denoiser(**recorded[0])
+            torch.cuda.synchronize()
+            tell(peer, first_call_s=time.perf_counter() - began)
+            times = step_times({"trtconvert": engine, peer: on_gpu.denoiser}, recorded, noised, given.calls)
+            ours, theirs = (statistics.median(times[name]) for name in ("trtconvert", peer))
+            first, further = image_times(on_gpu, on_gpu.denoiser, given.steps)
+            tell(
+                peer, step_ms=theirs, trtconvert_step_ms=ours, ratio=theirs / ours, first_image_s=first, image_s=further
+            )
+
+
+if __name__ == "__main__":
+    main()
