@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 Entry = TypeVar("Entry")
@@ -55,3 +56,76 @@ class Notes(Generic[Entry]):
         for name, entry in entries:
             values = {f.name: copied(getattr(entry, f.name)) for f in fields(entry)}  # type: ignore[arg-type]
             self.add(name, replace(entry, **values))  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The samples of several calls, by call and timestep bin. All tensors are on the CPU.
+
+    Attributes:
+        call, bin: [G] of each group, in the order of the calls and, within a call, of the bins.
+        counts: [G] samples.
+        order: [N] places of the samples, group after group.
+    """
+
+    call: Tensor
+    bin: Tensor
+    counts: Tensor
+    order: Tensor
+    _orders: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def of(sizes: Iterable[int], index: Tensor, bins: int) -> Groups:
+        """
+        Args:
+            sizes: samples of each call; index: [N] timestep bin of each sample, of so many.
+        """
+        samples = torch.tensor(list(sizes))
+        group = torch.repeat_interleave(torch.arange(len(samples)), samples) * bins + index
+        groups, counts = group.unique(return_counts=True)
+        return Groups(groups // bins, groups % bins, counts, group.argsort(stable=True))
+
+    def on(self, device: torch.device) -> Tensor:
+        """The order on a device."""
+        if device not in self._orders:
+            self._orders[device] = self.order.to(device)
+        return self._orders[device]
+
+    def over(self, x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Reduce the samples of each group, where they lie: [N, …] to [G, …].
+
+        Args:
+            reduce: takes a tensor and the dimension of the samples, as torch.sum does.
+        """
+        ordered, sizes = x.index_select(0, self.on(x.device)), self.counts.tolist()
+        if len(set(sizes)) == 1:
+            return reduce(ordered.unflatten(0, (len(sizes), sizes[0])), 1)
+        return torch.stack([reduce(members, 0) for members in ordered.split(sizes)])
+
+
+class GroupsOfCalls:
+    """Groups of calls that many operations were called in alike: they are found once.
+
+    Args:
+        bin_of: the timestep bin of timesteps; bins: how many there are.
+    """
+
+    def __init__(self, bin_of: Callable[[Tensor], Tensor], bins: int) -> None:
+        self._bin_of, self._bins = bin_of, bins
+        self._known: dict[tuple[tuple[int, ...], bytes], Groups] = {}
+
+    def __call__(self, sizes: Iterable[int], timestep: Tensor) -> Groups:
+        """
+        Args:
+            sizes: samples of each call; timestep: [N] of each sample, on the CPU.
+        """
+        key = tuple(sizes), timestep.numpy().tobytes()
+        if key not in self._known:
+            self._known[key] = Groups.of(key[0], self._bin_of(timestep), self._bins)
+        return self._known[key]
+
+
+def on_cpu(parts: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Each list of tensors [N, …] of one device and type as one on the CPU, in a single transfer: a GPU makes each one wait."""
+    joined = [torch.cat(of) for of in parts]
+    return [*torch.cat(joined).cpu().split([len(x) for x in joined])] if joined else []

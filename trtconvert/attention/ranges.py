@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Notes
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, on_cpu
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -127,27 +127,34 @@ class RangeObserver:
         Raises:
             UserError: NaN or Inf at a site; the message names the first.
         """
+        taken = self.notes.take()
+        # What waits for a GPU is done for all sites together.
+        timesteps = on_cpu([extremes.timestep for _, extremes in seen] for seen in taken.values())
+        reduced = {
+            site: {
+                name: torch.cat([extremes.reduced[name] for _, extremes in seen]).float() for name in seen[0][1].reduced
+            }
+            for site, seen in taken.items()
+        }
+        # Extremes carry NaN and Inf of any element, and so does the largest of them.
+        finite = {
+            site: torch.stack([x.abs().amax((1, 2)).isfinite() for x in of.values()]) for site, of in reduced.items()
+        }
+        good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+        groups = GroupsOfCalls(lambda timestep: timestep_bin(timestep, self._timestep_max, self._bins), self._bins)
         found: dict[str, Rows] = {}
         damaged: list[tuple[int, UserError]] = []
-        for site, seen in self.notes.take().items():
-            reduced = {
-                name: torch.cat([extremes.reduced[name] for _, extremes in seen]).cpu().float()
-                for name in seen[0][1].reduced
-            }
-            timestep = torch.cat([extremes.timestep for _, extremes in seen]).cpu()
-            batch = torch.tensor([len(extremes.timestep) for _, extremes in seen])
-            # Extremes carry NaN and Inf of any element, and so does the largest of them.
-            finite = torch.stack([x.abs().amax((1, 2)).isfinite() for x in reduced.values()])
-            if not finite.all():
-                sample = int((~finite).any(0).long().argmax())
-                call = int(torch.repeat_interleave(torch.arange(len(seen)), batch)[sample])
-                where = [name for name, good in zip(reduced, finite[:, sample], strict=True) if not good]
+        for (site, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
+            sizes = [len(extremes.timestep) for _, extremes in seen]
+            if not is_good:
+                rows = finite[site].cpu()
+                sample = int((~rows).any(0).long().argmax())
+                call = int(torch.repeat_interleave(torch.arange(len(seen)), torch.tensor(sizes))[sample])
+                where = [name for name, whole in zip(reduced[site], rows[:, sample], strict=True) if not whole]
                 damaged.append((seen[call][0], _non_finite(site, where[0], timestep[sample].item())))
                 continue
-            tokens = torch.repeat_interleave(torch.tensor([extremes.tokens for _, extremes in seen]), batch)
-            call = torch.repeat_interleave(torch.arange(len(seen)), batch)
-            index = timestep_bin(timestep, self._timestep_max, self._bins)
-            found[site] = _rows(reduced, tokens, call * self._bins + index, self._bins)
+            tokens = torch.tensor([extremes.tokens for _, extremes in seen])
+            found[site] = _rows(reduced[site], tokens, groups(sizes, timestep))
         if damaged:
             raise min(damaged, key=lambda item: item[0])[1]
         return found
@@ -159,18 +166,20 @@ def _of_samples(reduced: Tensor, name: str, folds: int) -> Tensor:
     return each.sum(1) if name.endswith("total") else each.amin(1) if name.endswith("low") else each.amax(1)
 
 
-def _rows(reduced: dict[str, Tensor], tokens: Tensor, group: Tensor, bins: int) -> Rows:
-    """One row per group of samples; a group is a call and a bin."""
-    groups, sizes = group.unique(return_counts=True)
-    order, sizes = group.argsort(stable=True), sizes.tolist()
+def _rows(reduced: dict[str, Tensor], tokens: Tensor, groups: Groups) -> Rows:
+    """One row per group of samples.
+
+    Args:
+        tokens: keys of a sample, by call.
+    """
 
     def over_group(x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-        return torch.stack([reduce(members, 0) for members in x[order].split(sizes)])
+        return groups.over(x, reduce).cpu()
 
     q_amax = torch.maximum(reduced["q_high"], -reduced["q_low"]).amax(-1)
     return Rows(
-        bin=groups % bins,
-        tokens=over_group(tokens, torch.sum),
+        bin=groups.bin.clone(),  # tensors of a file share no memory
+        tokens=tokens[groups.call] * groups.counts,
         q_amax=over_group(q_amax, torch.amax),
         k_low=over_group(reduced["k_low"], torch.amin),
         k_high=over_group(reduced["k_high"], torch.amax),

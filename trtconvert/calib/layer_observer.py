@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
 from trtconvert.linear.sites import LayerCall
-from trtconvert.noted import Notes
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, on_cpu
 
 ROWS = 2
 """Whole rows that are kept of each call and timestep bin."""
@@ -134,56 +134,48 @@ class LayerObserver:
         self._before.clear()
         for turn in self._turns.values():
             turn.zero_()
+        taken = self.notes.take()
+        # What waits for a GPU is done for all layers together.
+        timesteps = on_cpu([one.timestep for _, one in seen] for seen in taken.values())
+        low, high = (
+            {layer: torch.cat([getattr(one, name) for _, one in seen]) for layer, seen in taken.items()}
+            for name in ("low", "high")
+        )
+        finite = {layer: (low[layer].isfinite() & high[layer].isfinite()).all(1) for layer in taken}
+        good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+        groups = GroupsOfCalls(lambda timestep: timestep_bin(timestep, self._timestep_max, self._bins), self._bins)
         found: dict[str, LayerRows] = {}
         damaged: list[tuple[int, UserError]] = []
-        for layer, seen in self.notes.take().items():
-            # In one transfer each: on a GPU every one waits.
+        for (layer, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
             sizes = [len(one.timestep) for _, one in seen]
-            timestep, low, high, sample = (
-                torch.cat([getattr(one, name) for _, one in seen]).cpu()
-                for name in ("timestep", "low", "high", "sample")
-            )
-            finite = (low.isfinite() & high.isfinite()).all(1)
-            if not finite.all():
-                first = int((~finite).long().argmax())
+            if not is_good:
+                first = int((~finite[layer]).long().argmax())
                 call = int(torch.repeat_interleave(torch.arange(len(seen)), torch.tensor(sizes))[first])
                 damaged.append((seen[call][0], _non_finite(layer, timestep[first].item())))
                 continue
-            rows = [one.rows for _, one in seen]
-            found[layer] = self._entries(rows, sizes, timestep, low, high, sample)
+            sample = torch.cat([one.sample for _, one in seen])
+            rows = torch.tensor([one.rows for _, one in seen])
+            found[layer] = self._entries(rows, groups(sizes, timestep), low[layer], high[layer], sample)
         if damaged:
             raise min(damaged, key=lambda item: item[0])[1]
         return found
 
-    def _entries(
-        self, rows: list[int], sizes: list[int], timestep: Tensor, low: Tensor, high: Tensor, sample: Tensor
-    ) -> LayerRows:
-        """An entry for each call and timestep bin.
+    def _entries(self, rows: Tensor, groups: Groups, low: Tensor, high: Tensor, sample: Tensor) -> LayerRows:
+        """An entry for each group of samples.
 
         Args:
-            rows: of each sample, by call; sizes: samples of each call.
-            timestep: [samples of all calls]; low, high: [samples, K]; sample: [samples, S, K]. On the CPU.
+            rows: of each sample, by call; low, high: [samples, K]; sample: [samples, S, K], where they were seen.
         """
-        index = timestep_bin(timestep, self._timestep_max, self._bins)
-        call = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        group = call * self._bins + index
-        groups, counts = group.unique(return_counts=True)
-        members = group.argsort(stable=True)
-        starts = counts.cumsum(0) - counts
-        # One row of each of several samples, as far as there are so many.
+        # One row each of several samples, as far as there are so many.
         each = torch.arange(self._rows)
-        taken = members[starts[:, None] + each % counts[:, None]]
-        lowest, highest = (torch.empty(len(groups), x.shape[1]) for x in (low, high))
-        for count in counts.unique().tolist():
-            alike = counts == count
-            of_alike = members[starts[alike][:, None] + torch.arange(count)]
-            lowest[alike], highest[alike] = low[of_alike].amin(1), high[of_alike].amax(1)
+        starts = groups.counts.cumsum(0) - groups.counts
+        taken = groups.order[starts[:, None] + each % groups.counts[:, None]]
         return LayerRows(
-            bin=groups % self._bins,
-            rows=torch.tensor(rows)[groups // self._bins] * counts,
-            low=lowest,
-            high=highest,
-            sample=sample[taken, each],
+            bin=groups.bin.clone(),  # tensors of a file share no memory
+            rows=rows[groups.call] * groups.counts,
+            low=groups.over(low, torch.amin).cpu(),
+            high=groups.over(high, torch.amax).cpu(),
+            sample=sample[taken.to(sample.device), each.to(sample.device)].cpu(),
         )
 
 

@@ -89,6 +89,7 @@ def layer_tables(
     scales: Mapping[str, LayerScales],
     modes: Mapping[str, Tensor],
     device: torch.device | None = None,
+    computed_on: torch.device | None = None,
 ) -> dict[str, LayerTables]:
     """The op's tables of layers by name. Tied layers with equal factors have one weight.
 
@@ -96,7 +97,8 @@ def layer_tables(
         layers: to convert.
         scales: by the layers' sources.
         modes: [T] by layer.
-        device: where they are made and lie; by default that of the weights.
+        device: where they lie; by default that of the weights.
+        computed_on: where they are computed, one layer after the other; by default where they lie.
     """
     tensors = model_tensors(model)
     found: dict[str, LayerTables] = {}
@@ -105,22 +107,18 @@ def layer_tables(
         of_input = scales[layer.source]
         key = (layer.weight, of_input.x_factor.numpy().tobytes())
         own = layer.weight.of(tensors)
-        own = own if device is None else own.to(device)
-        factor, offset = of_input.x_factor.to(own.device), of_input.x_offset.to(own.device)
+        there = device or own.device
+        here = computed_on or there
+        factor, offset = of_input.x_factor.to(here), of_input.x_offset.to(here)
         if key not in stored:
-            stored[key] = layer_weight(own.float(), factor)
+            weight, scale = layer_weight(own.to(here).float(), factor)
+            stored[key] = weight.to(there), scale.to(there)
         weight, scale = stored[key]
-        bias = None if layer.bias is None else layer.bias.of(tensors).to(own.device).float()
-        bias = layer_bias(bias, weight, scale, factor, offset)
-        found[layer.name] = LayerTables(
-            weight,
-            scale,
-            bias,
-            factor,
-            offset,
-            of_input.x_scale.to(own.device),
-            modes[layer.name].to(own.device, torch.int32),
-        )
+        bias = None if layer.bias is None else layer.bias.of(tensors).to(here).float()
+        bias = layer_bias(bias, weight.to(here), scale.to(here), factor, offset)
+        modes_of_layer = modes[layer.name].to(torch.int32)
+        rest = (bias, factor, offset, of_input.x_scale, modes_of_layer)
+        found[layer.name] = LayerTables(weight, scale, *(x.to(there) for x in rest))
     return found
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -38,6 +39,7 @@ class Shards(Mapping[str, Rows]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._open: dict[str, tuple[Any, frozenset[str]]] = {}  # by batch: its file, and the names in the file
 
     def names(self) -> list[str]:
         """The files, in order."""
@@ -86,9 +88,13 @@ class Shards(Mapping[str, Rows]):
     def _parts(self, site: str, names: Sequence[str]) -> list[dict[str, Tensor]]:
         parts = []
         for batch in sorted(self.batches()):
-            with safe_open(self._path(f"{_ROWS}{batch:06d}"), framework="pt") as file:
-                if f"{site}/bin" in file.keys():  # noqa: SIM118 (not a dict)
-                    parts.append({name: file.get_tensor(f"{site}/{name}") for name in names})
+            stem = f"{_ROWS}{batch:06d}"
+            if stem not in self._open:  # once: there are thousands of names in each file
+                file = safe_open(self._path(stem), framework="pt")
+                self._open[stem] = file, frozenset(file.keys())
+            file, held = self._open[stem]
+            if f"{site}/bin" in held:
+                parts.append({name: file.get_tensor(f"{site}/{name}") for name in names})
         if not parts:
             raise KeyError(site)
         return parts
@@ -157,6 +163,7 @@ class Shards(Mapping[str, Rows]):
             return file.metadata()
 
     def _save(self, stem: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        self._open.pop(stem, None)
         with whole_file(self._path(stem)) as partial:
             # Written by Python, whose errors say when a disk is full; safetensors' own do not.
             partial.write_bytes(save(dict(tensors), metadata))

@@ -9,14 +9,20 @@ from trtconvert.recipe import Recipe
 from trtconvert.stages.results import Planned
 
 if TYPE_CHECKING:
+    import torch
+
     from trtconvert.linear.sites import ConvertedLayer
     from trtconvert.models import DiffusionModel
     from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 
-def converted_layers(recipe: Recipe, model: DiffusionModel, planned: Planned) -> dict[str, ConvertedLayer]:
+def converted_layers(
+    recipe: Recipe, model: DiffusionModel, planned: Planned, computed_on: torch.device | None = None
+) -> dict[str, ConvertedLayer]:
     """The layers that the plan converts, with their tables.
 
+    Args:
+        computed_on: where the tables are computed, see `layer_tables`.
     Raises:
         UserError: none of them quantises changes, where the recipe asks for it.
     """
@@ -32,7 +38,7 @@ def converted_layers(recipe: Recipe, model: DiffusionModel, planned: Planned) ->
     layers = [layer for layer in planned.calibrated.layers if layer.name in modes]
     scales = planned.calibrated.calibration.layers
     of_sources = {layer.name: scales[layer.source] for layer in layers}
-    tables = layer_tables(model.denoiser, layers, scales, modes, tables_device(model, layers))
+    tables = layer_tables(model.denoiser, layers, scales, modes, tables_device(model, layers), computed_on)
     modulated = {
         layer.name
         for layer in layers

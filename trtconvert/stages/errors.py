@@ -29,8 +29,9 @@ def errors_stage(build: Build, planned: Planned) -> Stage:
 
         source = build.source.placed()
         sites, layers = int8_in_torch(recipe, source, planned)
-        bar.total(len(batches_of(min(section.samples, verify.SITE_SAMPLES), verify.BATCH)))
-        found = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar)
+        samples = verify.samples_for_errors(planned.calibrated.chosen_sites, section.samples)
+        bar.total(len(batches_of(samples, verify.BATCH)))
+        found = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, samples, bar)
         (folder / ERRORS).write_text(json.dumps(found))
 
     return build.stage("errors", reads, make)

@@ -37,7 +37,8 @@ def export_stage(build: Build, planned: Planned) -> Stage:
         dims = covering(profiles)
         options = SiteOptions(source.timestep_max, planned.plan.scalings, recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
-        layers = converted_layers(recipe, source, planned)
+        # A processor takes minutes to quantise the weights of a large model.
+        layers = converted_layers(recipe, source, planned, torch.device("cuda") if build.place.on_gpu else None)
         exported = trace(
             source,
             planned.tables(),

@@ -135,7 +135,8 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         sites, layers = int8_in_torch(recipe, source, planned)
         tables = layers.tables
         batches = len(batches_of(section.samples, verify.BATCH))
-        bar.total(batches + len(batches_of(verify.SITE_SAMPLES, verify.BATCH)) + 2)
+        of_errors = verify.samples_for_errors(planned.calibrated.chosen_sites, section.samples)
+        bar.total(batches + len(batches_of(of_errors, verify.BATCH)) + 2)
 
         # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
         inputs = build.as_exported(source).example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
@@ -174,7 +175,7 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         )
         bar.step()
         of_sites, of_layers = verify.output_sqnr(
-            source, sites, layers, recipe.calibration.bins, section.seed, section.samples, bar
+            source, sites, layers, recipe.calibration.bins, section.seed, of_errors, bar
         )
         denoiser.reuse = steps.reuse(component)
         int8 = verify.draw(source, AnyBatch(denoiser), section, bar)
