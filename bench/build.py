@@ -2,13 +2,13 @@
 
     python bench/build.py
     python bench/build.py --models sd15 sdxl … [--work FOLDER] [--backend tensorrt|onnxruntime] [--json FILE]
-                          [--engine FIELD=VALUE …]
+                          [--engine FIELD=VALUE …] [--alone]
 
 With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
 the seconds of every stage, the most memory of the host and of the GPU, and what was found. `--engine attention=plugin
-layers=plugin` has one engine of the denoiser built, where `auto` builds and times several. Gates are set so wide that random
-weights pass them: their figures are printed, not asserted. A pipeline that lies in the folder is taken, and so are the stages in
-its cache: a build that did not end goes on.
+layers=plugin` has one engine of the denoiser built, where `auto` builds and times several. `--alone` leaves text encoders out,
+and converts the denoiser alone. Gates are set so wide that random weights pass them: their figures are printed, not asserted. A
+pipeline that lies in the folder is taken, and so are the stages in its cache: a build that did not end goes on.
 
 Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
 Markdown table with the date and the machine; nothing is asserted.
@@ -100,18 +100,21 @@ def watched_gpu() -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def build_model(name: str, work: Path, engine: dict[str, str]) -> dict[str, Any]:
+def build_model(name: str, work: Path, engine: dict[str, str], alone: bool) -> dict[str, Any]:
     """Build one pipeline: its stages' seconds, memory, and what the manifest says."""
     from published import PUBLISHED
 
-    folder = work / "pipelines" / name
+    folder = work / ("alone" if alone else "pipelines") / name
     if not (folder / "model_index.json").is_file():
-        subprocess.run([sys.executable, str(ROOT / "bench/published.py"), name, "-o", str(folder.parent)], check=True)
+        command = [sys.executable, str(ROOT / "bench/published.py"), name, "-o", str(folder.parent)]
+        subprocess.run(command + ["--alone"] * alone, check=True)
     recipe = {section: dict(fields) for section, fields in RECIPE.items()}
     for section, fields in OF_MODEL.get(name, {}).items():
         recipe[section] |= fields
     recipe["model"] = {"source": "diffusers", "weights": str(folder), "options": PUBLISHED[name].options}
     recipe["engine"] = engine
+    if alone:
+        recipe["components"] = {}
     file = work / f"{name}.yaml"
     file.write_text(json.dumps(recipe))  # JSON is YAML
     command = [sys.executable, "-m", "trtconvert.cli", "--debug", "build", str(file), "-o", str(work / "out" / name)]
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trtconvert-bench-build")
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--engine", nargs="+", default=[], metavar="FIELD=VALUE", help="of the recipe's engine section")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.models:
@@ -184,7 +188,7 @@ def main() -> None:
     rows = []
     for name in given.models:
         engine = {"backend": given.backend} | dict(field.split("=", 1) for field in given.engine)
-        rows.append(build_model(name, given.work, engine))
+        rows.append(build_model(name, given.work, engine, given.alone))
         print(json.dumps(rows[-1]), flush=True)
         if given.json:
             given.json.write_text(json.dumps({"date": str(datetime.date.today()), "models": rows}, indent=1))

@@ -1,9 +1,9 @@
 """Pipelines of diffusers in the sizes of published models, with random weights, as folders that `trtconvert build` reads.
 
-    python bench/published.py NAME... -o FOLDER [--device cuda]
+    python bench/published.py NAME... -o FOLDER [--device cuda] [--alone]
 
-Weights pass signals on, in the type in which the models are published. Tokenizers know letters alone: nothing that is measured
-depends on words.
+With `--alone` a pipeline has no text encoders, and draws what random embeddings show. Weights pass signals on, in the type in
+which the models are published. Tokenizers know letters alone: nothing that is measured depends on words.
 """
 
 from __future__ import annotations
@@ -189,8 +189,12 @@ def randomise(model: nn.Module) -> None:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
 
 
-def save(name: str, folder: Path, device: str) -> None:
-    """Write a pipeline's folder, one model after the other."""
+def save(name: str, folder: Path, device: str, alone: bool = False) -> None:
+    """Write a pipeline's folder, one model after the other.
+
+    Args:
+        alone: without text encoders.
+    """
     published = PUBLISHED[name]
     torch.manual_seed(0)
     before = torch.get_default_dtype()
@@ -200,6 +204,8 @@ def save(name: str, folder: Path, device: str) -> None:
             parts = published.make()
     finally:
         torch.set_default_dtype(before)
+    if alone:
+        parts |= {part: None for part in parts if part.startswith(("text_encoder", "tokenizer"))}
     for part in parts.values():
         if isinstance(part, nn.Module):
             randomise(part.to(getattr(torch, published.dtype)))
@@ -214,9 +220,10 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=PUBLISHED)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--alone", action="store_true")
     given = parser.parse_args()
     for name in given.names:
-        save(name, given.output / name, given.device)
+        save(name, given.output / name, given.device, given.alone)
 
 
 if __name__ == "__main__":

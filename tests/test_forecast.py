@@ -18,6 +18,8 @@ from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
 
+SITES = [SimpleNamespace(query_tokens=tokens) for tokens in (4096, 9000)]
+
 
 def recipe_of(folder, **sections):
     return load_recipe(tiny_recipe(folder, **sections))
@@ -31,18 +33,21 @@ def test_calls_are_those_of_the_stages(tmp_path):
         plan={"samples": 4, "steps": 20},
         attention={"modes": "auto"},
     )
-    found = forecast(recipe, "cuda", choices=200, step=0.5)
+    found = forecast(recipe, "cuda", choices=200, sites=SITES, step=0.5)
     assert list(found) == ["calibration", "the search", "verification"]
     assert found["calibration"] == 16 * 20 * OBSERVED["cuda"] * 0.5
-    assert found["verification"] == (1 + IN_INT8["cuda"]) * 16 * 20 * 0.5
-    fewer, exact = (forecast(recipe, "cuda", choices=n, step=0.5)["the search"] for n in (10, 60))
+    # 16 images of 20 steps; the errors of sites in 20 steps, over as many samples as make 16,384 tokens
+    assert found["verification"] == (1 + IN_INT8["cuda"]) * (16 + 4) * 20 * 0.5
+    fewer, exact = (forecast(recipe, "cuda", choices=n, sites=SITES, step=0.5)["the search"] for n in (10, 60))
     assert fewer < found["the search"] < exact, "probes take as long for any number of choices"
 
 
 def test_what_is_stated_is_not_searched(tmp_path):
-    stated = forecast(recipe_of(tmp_path, attention={"modes": "precision"}), "cpu", choices=200, step=1.0)
+    stated = forecast(recipe_of(tmp_path, attention={"modes": "precision"}), "cpu", choices=200, sites=SITES, step=1.0)
     assert "the search" not in stated and "the choice of steps" not in stated
-    reused = forecast(recipe_of(tmp_path, steps={"computed": 0.5, "calibrated": 8}), "cpu", choices=200, step=1.0)
+    reused = forecast(
+        recipe_of(tmp_path, steps={"computed": 0.5, "calibrated": 8}), "cpu", choices=200, sites=SITES, step=1.0
+    )
     assert reused["the choice of steps"] > 0
 
 

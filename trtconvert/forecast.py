@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from trtconvert.attention.sites import Site
 from trtconvert.calib.calibrate import Parts
 from trtconvert.calib.frontier import MOST_RIVALS
 from trtconvert.calib.plan import BISECTIONS, FRONTIER_DB
 from trtconvert.calib.sensitivity import MOST_EXACT, PROBES_FORWARDS
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
+from trtconvert.evaluate.verify import SITE_STEPS_PER_BIN, samples_for_errors
 from trtconvert.models.drawings import CountedDenoiser, WatchedSampler
 from trtconvert.models.placed import Place
 from trtconvert.progress import Reporter
@@ -36,12 +38,13 @@ _TIMED = {"cpu": (1, 3), "cuda": (5, 9)}
 are recorded in CUDA graphs."""
 
 
-def forecast(recipe: Recipe, device: str, choices: int, step: float) -> dict[str, float]:
+def forecast(recipe: Recipe, device: str, choices: int, sites: Sequence[Site], step: float) -> dict[str, float]:
     """Seconds of the stages that draw samples; those of data that is not drawn are left out.
 
     Args:
         device: "cpu" or "cuda".
         choices: of sites and layers, that a search measures.
+        sites: that are converted.
         step: seconds of one denoising step of one sample, in full precision.
     """
     verify, plan, bins = recipe.verify, recipe.plan, recipe.calibration.bins
@@ -61,7 +64,8 @@ def forecast(recipe: Recipe, device: str, choices: int, step: float) -> dict[str
         plans = MOST_RIVALS if recipe.plan_follows_steps else 1
         drawn = drawings(recipe.steps.calibrated, recipe.steps.computed == "auto", plans)
         steps["the choice of steps"] = recipe.steps.samples * recipe.steps.calibrated * drawn * in_int8
-    steps["verification"] = (1 + in_int8) * verify.samples * verify.steps
+    of_errors = samples_for_errors(sites, verify.samples) * SITE_STEPS_PER_BIN * bins
+    steps["verification"] = (1 + in_int8) * (verify.samples * verify.steps + of_errors)
     return {name: count * step for name, count in steps.items()}
 
 
@@ -78,7 +82,7 @@ def with_forecast(
     choices = len(parts.sites) * len(recipe.plan.candidates) + len(sources) * searched
 
     def tell(step: float) -> None:
-        found = forecast(recipe, place.device, choices, step / OBSERVED[place.device])
+        found = forecast(recipe, place.device, choices, parts.sites, step / OBSERVED[place.device])
         if (total := sum(found.values())) < LEAST_SECONDS:
             return
         parts_of_it = ", ".join(f"{name} {_words(seconds)}" for name, seconds in found.items())

@@ -122,10 +122,9 @@ def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) ->
     }
 
     def there(name: str, x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            there = x.to(device, torch.float32 if kept & {*name.split(".")} else dtype, copy=True)
-        else:
-            there = x.to(device, copy=True)
+        there = x.to(device, copy=True)
+        if x.is_floating_point():  # there, as torch would widen numbers on the CPU, and then copy more
+            there = there.to(torch.float32 if kept & {*name.split(".")} else dtype)
         return there.pin_memory() if pinned else there
 
     return copied_with(module, there).requires_grad_(False)
