@@ -37,7 +37,7 @@ def test_calls_are_those_of_the_stages(tmp_path):
     assert list(found) == ["calibration", "the search", "verification"]
     assert found["calibration"] == 16 * 20 * OBSERVED["cuda"] * 0.5
     # 16 images of 20 steps; the errors of sites in 20 steps, over as many samples as make 16,384 tokens
-    assert found["verification"] == (1 + IN_INT8["cuda"]) * (16 + 4) * 20 * 0.5
+    assert found["verification"] == pytest.approx((1 + IN_INT8["cuda"]) * (16 + 4) * 20 * 0.5)
     fewer, exact = (forecast(recipe, "cuda", choices=n, sites=SITES, step=0.5)["the search"] for n in (10, 60))
     assert fewer < found["the search"] < exact, "probes take as long for any number of choices"
 
