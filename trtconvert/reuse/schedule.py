@@ -2,8 +2,8 @@
 
 For each number of computed steps a dynamic programme takes the schedule of least modelled error. Its state is the last computed
 step and the length of the gap behind it, since an extrapolation depends on the last two computed steps. Errors within a gap add
-up as vectors, those of different gaps as squares. How far an extrapolation goes, and how much the next computed step corrects, are
-least squares over the calibrated samples.
+up as vectors, those of different gaps as squares. How far an extrapolation goes, and how much the next computed step corrects,
+are least squares over the calibrated samples.
 """
 
 from __future__ import annotations
