@@ -7,8 +7,8 @@ At a step that is left out, the prediction is extrapolated from the last two tha
 where α, fitted to the calibrated trajectories, is near (t − t_b) / (t_b − t_a). The next computed prediction, at t_n, shows how
 far the extrapolation was off. The denoiser gives p(t_n) + κ · (p(t_n) − p̂(t_n)) there: κ is fitted so that the step takes back
 what the gap has moved the sample by. All of this is linear in predictions. So are predictions between calibrated timesteps, by
-cubic interpolation. The squared norm of any sum of such errors is therefore a quadratic form of ⟨p(t_i), p(t_j)⟩. These numbers, one
-small matrix for each sample, are all that is kept.
+cubic interpolation. The squared norm of any sum of such errors is therefore a quadratic form of ⟨p(t_i), p(t_j)⟩. These
+numbers, one small matrix for each sample, are all that is kept.
 
 A unit of error in the prediction moves the sample by Δσ times a factor of the noise level, and what is computed later answers
 the move. For data of unit variance that are Gaussian the answer is known, and its product over the steps gives a weight. How much
