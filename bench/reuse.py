@@ -1,12 +1,14 @@
 """What leaving denoising steps out costs: schedules of `trtconvert.calib.reuse` beside uniform ones and as many plain steps.
 
     python bench/reuse.py [--model digits|emoji] [--steps N …] [--fewer FACTOR …] [--calibrated N] [--unseen N]
-                          [--device auto|cpu|cuda] [--int8]
+                          [--device auto|cpu|cuda] [--int8] [--peers]
 
 Schedules are chosen on some seeds and measured on others: PSNR of all unseen samples, and of the worst of them, against the same
 model with all steps computed. The fourth column has, for other numbers of steps, schedules that follow from what was measured at
 the first one. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
-FP32 and all steps. Prints a Markdown table with the date and the machine.
+FP32 and all steps. Prints a Markdown table with the date and the machine. With --peers a second table has rivals in full
+precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds, alone and with TaylorSeer). Of cache-dit the
+computed steps are those at which the last block ran.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from machine import processor
 from rich.console import Console
 from torch import Tensor
 
+from trtconvert.attention.schedules import ddpm_betas
 from trtconvert.bars import NoBar
 from trtconvert.cache import Cache
 from trtconvert.calib.budget import Measure
@@ -34,7 +37,7 @@ from trtconvert.evaluate.metrics import psnr
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import on_device
 from trtconvert.models.digits import digits_model
-from trtconvert.models.emoji import emoji_model
+from trtconvert.models.emoji import GUIDANCE, emoji_model
 from trtconvert.models.identity import identity
 from trtconvert.models.int8_denoiser import int8_denoiser
 from trtconvert.models.placed import placed
@@ -51,6 +54,9 @@ from trtconvert.stages.plan import plan_stages
 from trtconvert.stages.search import search_stage
 
 MODELS = {"digits": (digits_model, "digits-dit"), "emoji": (emoji_model, "emoji-dit")}
+THRESHOLDS = (0.08, 0.2, 0.5)
+"""Of cache-dit: its default, and larger ones, which leave out more steps."""
+
 FIRST_CALIBRATED, FIRST_UNSEEN = 500, 10_000
 
 
@@ -138,12 +144,17 @@ def main() -> None:
     parser.add_argument("--calibrated", type=int, default=32, help="seeds that schedules are chosen on")
     parser.add_argument("--unseen", type=int, default=96, help="other seeds, that figures are of")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--peers", action="store_true", help="measure rivals too; cache-dit needs the package cache-dit"
+    )
     parser.add_argument("--int8", action="store_true", help="sample with the INT8 of the shipped recipe's plan")
     options = parser.parse_args()
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as work:
         of = subject(options.model, device, options.int8, Path(work))
         measure(options, of, torch.cuda.get_device_name() if device == "cuda" else processor())
+        if options.peers:
+            rivals(options, device)
 
 
 def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
@@ -193,6 +204,93 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
                 flush=True,
             )
         print(f"<!-- {steps} steps: trajectories measured in {took:.0f} s -->", flush=True)
+
+
+def rivals(options: argparse.Namespace, device: str) -> None:
+    """Print the table of rivals."""
+    load, file = MODELS[options.model]
+    unseen = range(FIRST_UNSEEN, FIRST_UNSEEN + options.unseen)
+
+    def loaded() -> DiffusionModel:
+        return on_device(load(shipped_folder() / f"{file}.safetensors"), device)
+
+    plain = loaded()
+    print("\n| steps | rival in full precision | computed | PSNR |")
+    print("| ---: | --- | ---: | --- |")
+    for steps in options.steps:
+        expected = plain.sample(plain.denoiser, unseen, steps=steps, solver="ddim")
+        for factor in options.fewer:
+            count = int(steps / factor + 1e-9)
+            drawn = dpm_samples(plain, options.model, unseen, count)
+            print(f"| {steps} | DPM++ 2M | {count} ({steps / count:.2f}×) | {loss(drawn, expected)} |", flush=True)
+        for taylor in (False, True):
+            for threshold in THRESHOLDS:
+                drawn, computed = cache_dit_samples(loaded(), unseen, steps, threshold, taylor)
+                name = f"cache-dit DBCache F1B0, threshold {threshold}{', TaylorSeer' if taylor else ''}"
+                print(
+                    f"| {steps} | {name} | {computed} ({steps / computed:.2f}×) | {loss(drawn, expected)} |", flush=True
+                )
+
+
+def dpm_samples(model: DiffusionModel, name: str, seeds: range, steps: int) -> Tensor:
+    """By DPM-Solver++ 2M of diffusers, at the timesteps of our DDIM."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    from trtconvert.models import digits_dit, emoji_dit
+
+    of = {"digits": digits_dit, "emoji": emoji_dit}[name]
+    scheduler = DPMSolverMultistepScheduler(
+        num_train_timesteps=of.TIMESTEPS,
+        trained_betas=ddpm_betas(of.TIMESTEPS, of.BETA_SCHEDULE).numpy(),
+        prediction_type=of.PREDICTION,
+        timestep_spacing="trailing",
+    )
+    scheduler.set_timesteps(steps)
+    x = torch.zeros(0)
+
+    def denoiser(noised: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        """Our sampler calls once, and says noise and conditions: the whole trajectory is drawn in this call."""
+        nonlocal x
+        rows = len(seeds)
+        x = noised[:rows].double()
+        for at in scheduler.timesteps:
+            given = torch.cat([x.float()] * (len(noised) // rows))
+            prediction = model.denoiser(given, torch.full_like(timestep, float(at)), **conditions)
+            if len(noised) > rows:
+                unconditional, conditional = prediction.chunk(2)
+                prediction = unconditional + GUIDANCE * (conditional - unconditional)
+            x = scheduler.step(prediction.double().cpu(), at, x.cpu()).prev_sample.to(noised)
+        return torch.zeros_like(noised)
+
+    model.sample(denoiser, seeds, steps=1, solver="ddim")
+    return ((x + 1) / 2).clamp(0, 1).float().cpu()
+
+
+def cache_dit_samples(
+    model: DiffusionModel, seeds: range, steps: int, threshold: float, taylor: bool
+) -> tuple[Tensor, int]:
+    """By cache-dit, and at how many steps it computed the blocks behind the first one."""
+    import cache_dit
+
+    network, calls = model.denoiser, []
+    network.blocks[-1].norm_attn.register_forward_hook(lambda *_: calls.append(None))
+    cache_dit.enable_cache(
+        cache_dit.BlockAdapter(
+            transformer=network,
+            blocks=network.blocks,
+            forward_pattern=cache_dit.ForwardPattern.Pattern_3,
+            check_forward_pattern=False,
+        ),
+        cache_config=cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1,
+            Bn_compute_blocks=0,
+            max_warmup_steps=4,
+            residual_diff_threshold=threshold,
+            num_inference_steps=steps,
+        ),
+        calibrator_config=cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=1) if taylor else None,
+    )
+    return model.sample(network, seeds, steps=steps, solver="ddim"), len(calls)
 
 
 if __name__ == "__main__":

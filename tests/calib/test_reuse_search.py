@@ -11,11 +11,11 @@ from stated_steps import StatedSteps
 from support import Quiet
 
 from trtconvert.calib.budget import Measure
-from trtconvert.calib.reuse import PARTS, drawings, measure_trajectories, search_reuse
+from trtconvert.calib.reuse import CORRECTIONS, PARTS, drawings, measure_trajectories, search_reuse
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.models.digits import digits_model
-from trtconvert.reuse.schedule import error_of
+from trtconvert.reuse.schedule import Schedule, error_of
 from trtconvert.runtime.reuse import Reusable
 from trtconvert.shipped import shipped_folder
 
@@ -64,16 +64,19 @@ def unseen(model, reuse, steps=STEPS):
 
 def test_trajectories_are_those_of_the_model(model, measured):
     found, full, drawn = measured
-    assert drawn == PARTS + 1 and torch.equal(full, model.sample(model.denoiser, SEEDS, steps=STEPS, solver="ddim"))
+    assert drawn == 1 + len(CORRECTIONS) + PARTS and torch.equal(
+        full, model.sample(model.denoiser, SEEDS, steps=STEPS, solver="ddim")
+    )
     mean, worst = found["mean"], found["worst"]
     assert mean.timesteps.tolist() == pytest.approx([999 - 50 * step for step in range(STEPS)])
     assert mean.products.shape == (len(SEEDS), STEPS, STEPS)
     assert not mean.predicts_noise and (worst.gain >= mean.gain * 0.5).all()
     # With the gains, the modelled error has the size of the measured error.
     computed = tuple(step % 3 == 0 for step in range(STEPS))
+    assert mean.fitted and mean.correction in CORRECTIONS
     moved = model.sample(Reusable(model.denoiser, StatedSteps(computed)), SEEDS, steps=STEPS, solver="ddim")
     squared = (moved - full).double().square().mean()
-    modelled = error_of(mean, mean.timesteps, computed).mean()
+    modelled = error_of(mean, mean.timesteps, Schedule(computed, 0.0)).mean()
     assert 0.1 < float(modelled / squared) < 10
 
 

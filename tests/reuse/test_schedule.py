@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,11 +12,13 @@ from torch import Tensor
 from trtconvert.reuse.schedule import (
     LONGEST,
     Reuse,
+    Schedule,
     all_computed,
     best_schedules,
     error_of,
     extrapolation,
     least_computed,
+    stated,
 )
 from trtconvert.reuse.trajectories import Trajectories
 
@@ -68,7 +71,7 @@ def test_errors_are_those_of_what_is_extrapolated(timesteps, predictions, comput
     steps = tuple(x == "1" for x in computed)
     moved = (predictions - extrapolated(predictions, timesteps, steps)) * found.weights(timesteps)[:, None]
     expected = moved.sum(1).square().mean(1)
-    torch.testing.assert_close(error_of(found, timesteps, steps), expected, rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(error_of(found, timesteps, Schedule(steps, 0.0)), expected, rtol=1e-7, atol=1e-12)
 
 
 def cost_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...], objective: str) -> float:
@@ -79,7 +82,7 @@ def cost_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...], 
         weights = found.weights(timesteps)
         error = torch.zeros(len(computed), dtype=torch.float64)
         for step in range(place + 1, end):
-            beyond = extrapolation(timesteps.tolist(), [*before, place], step)
+            beyond = extrapolation(timesteps.tolist(), all_computed(len(computed)), [*before, place], step)
             error[step] += weights[step]
             error[place] -= weights[step] * (1 + beyond)
             if before:
@@ -87,6 +90,63 @@ def cost_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...], 
         squared = torch.einsum("i,sij,j->s", error, found.products, error)
         total += float(squared.mean() if objective == "mean" else squared.max())
     return total
+
+
+def used(predictions: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
+    """[S, N, E] what a sampler is given of a schedule with what fits it, the corrections included."""
+    given, last = [], list[int]()
+    for step, now in enumerate(schedule.computed):
+        exact = predictions[:, step]
+        if last:
+            beyond = extrapolation(timesteps.tolist(), schedule, last, step)
+            line = predictions[:, last[-1]] + beyond * (predictions[:, last[-1]] - predictions[:, last[0]])
+            given.append(exact + schedule.correction(step) * (exact - line) if now else line)
+        else:
+            given.append(exact)
+        last = [*last, step][-2:] if now else last
+    return torch.stack(given, 1)
+
+
+@pytest.mark.parametrize("computed", ["110101101", "101001001", "110010010"])
+def test_a_correction_takes_back_most_of_what_its_gap_has_moved(timesteps, predictions, computed):
+    steps = tuple(x == "1" for x in computed)
+
+    def moved(fitted: bool, correction: float) -> float:
+        found = replace(trajectories(predictions, timesteps), fitted=fitted, correction=correction)
+        schedule = stated(found, timesteps, steps)
+        assert schedule.computed == steps and any(schedule.corrections) == (correction > 0)
+        errors = (predictions - used(predictions, timesteps, schedule)) * found.weights(timesteps)[:, None]
+        of_samples = errors.sum(1).square().mean(1)
+        # The model counts, beside these, what the denoiser has answered before the correction.
+        assert (error_of(found, timesteps, schedule) >= of_samples - 1e-12).all()
+        return float(of_samples.mean())
+
+    assert moved(True, 1.0) < moved(True, 0.5) < moved(True, 0.0)
+    assert moved(False, 1.0) < moved(False, 0.0) / 4
+
+
+def test_extrapolations_go_as_far_as_fits(timesteps, predictions):
+    """No factor of the way between two predictions is nearer to what comes."""
+    found = replace(trajectories(predictions, timesteps), fitted=True)
+    schedule = stated(found, timesteps, tuple(x == "1" for x in "110010100"))
+    for step in (2, 3, 5, 7, 8):
+        before, at = schedule.before(step)
+
+        def missed(beyond: float) -> float:
+            line = predictions[:, at] + beyond * (predictions[:, at] - predictions[:, before])  # noqa: B023
+            return float((predictions[:, step] - line).square().mean())  # noqa: B023
+
+        assert schedule.ahead[step] != pytest.approx(
+            extrapolation(timesteps.tolist(), all_computed(len(timesteps)), [before, at], step), rel=1e-3
+        )
+        assert missed(schedule.ahead[step]) <= min(missed(schedule.ahead[step] + off) for off in (-0.02, 0.02))
+
+
+def test_what_is_fitted_is_known_at_calibrated_timesteps_alone(timesteps, predictions):
+    found = replace(trajectories(predictions, timesteps), fitted=True, correction=1.0)
+    longer = torch.cat([timesteps, torch.tensor([5.0, 1.0])])
+    for schedule in best_schedules(found, longer, "mean").values():
+        assert not any(schedule.correction(step) for step in (9, 10)) and schedule.computed[9:] == (True, True)
 
 
 @pytest.mark.parametrize("objective", ["mean", "worst"])
@@ -140,7 +200,9 @@ def test_other_numbers_of_steps_are_priced_by_what_lies_between(count):
     )
     steps = tuple(index % 3 == 0 for index in range(count))
     moved = (cubic(other) - extrapolated(cubic(other), other, steps)) * found.weights(other)[:, None]
-    torch.testing.assert_close(error_of(found, other, steps), moved.sum(1).square().mean(1), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        error_of(found, other, Schedule(steps, 0.0)), moved.sum(1).square().mean(1), rtol=1e-6, atol=1e-12
+    )
 
 
 def test_timesteps_may_rise():
@@ -167,6 +229,9 @@ def test_strange_lists_of_timesteps_are_computed(timesteps, predictions, times):
 
 
 def test_tensors_come_back(timesteps, predictions):
-    found = trajectories(predictions, timesteps, True)
+    found = replace(trajectories(predictions, timesteps, True), fitted=True, correction=0.75)
     again = Trajectories.of_tensors(found.tensors())
     assert again.predicts_noise is True and torch.equal(again.products, found.products)
+    assert again.fitted is True and again.correction == 0.75
+    before = {name: x for name, x in found.tensors().items() if name not in ("fitted", "correction")}
+    assert (Trajectories.of_tensors(before).fitted, Trajectories.of_tensors(before).correction) == (False, 0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trtconvert.bundle import GuidanceRecord
 from trtconvert.guidance import FusedGuidance
 from trtconvert.models.digits import digits_model
-from trtconvert.reuse.schedule import Reuse
+from trtconvert.reuse.schedule import Reuse, Schedule
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.halves import Halves
@@ -32,6 +32,18 @@ class Line:
         self.seen.append(float(timestep[0]))
         ramp = torch.arange(1.0, len(x) + 1).view(-1, 1)
         return (ramp * timestep.view(-1, 1).float() * slope + 3).expand(x.shape).contiguous()
+
+
+class Stated:
+    """A scheduler of one schedule."""
+
+    timestep_input, timestep_place, noise_input = "timestep", 1, None
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def schedule(self, timesteps):
+        return self._schedule
 
 
 def at(t: float, batch: int = 2) -> Tensor:
@@ -59,6 +71,35 @@ def test_what_goes_in_a_line_is_extrapolated_exactly(line, x):
     for t in TIMES:
         torch.testing.assert_close(denoiser(x, at(t)), Line()(x, at(t)), rtol=1e-6, atol=1e-4)
     assert line.seen == [900, 800, 100] and (denoiser.calls, denoiser.computed) == (5, 3)
+
+
+class Curve:
+    """A denoiser whose prediction is a parabola in the timestep."""
+
+    def __call__(self, x: Tensor, timestep: Tensor) -> Tensor:
+        return (timestep.view(-1, 1) / 100).square().expand(x.shape).contiguous()
+
+
+def test_a_computed_step_takes_back_what_its_gap_has_moved(x):
+    """The parabola's extrapolations miss in one direction, and the correction goes as far as the schedule says."""
+    ahead, corrections = (0.0, 0.0, 2.5, 4.0, 7.5), (0.0, 0.0, 0.0, 0.0, 0.5)
+    denoiser = Following(Curve(), Stated(Schedule(COMPUTED, 0.0, ahead, corrections)), TIMES)
+    first, second, third, fourth, last = (float(denoiser(x, at(t))[0, 0]) for t in TIMES)
+    assert (
+        (first, second) == (81, 64) and third == pytest.approx(64 - 2.5 * 17) and fourth == pytest.approx(64 - 4 * 17)
+    )
+    line = 64 - 7.5 * 17
+    assert last == pytest.approx(1 + 0.5 * (1 - line)) and (denoiser.calls, denoiser.computed) == (5, 3)
+
+
+def test_nothing_is_corrected_behind_a_gap_that_was_computed(x):
+    corrections = (0.0, 0.0, 0.0, 0.0, 0.5)
+    denoiser = Following(Curve(), Stated(Schedule(COMPUTED, 0.0, (), corrections)), TIMES)
+    wide = torch.zeros(3, 4)
+    for t in TIMES[:2]:
+        denoiser(x, at(t))
+    found = [float(denoiser(wide, at(t, 3))[0, 0]) for t in TIMES[2:]]
+    assert found == pytest.approx([36, 9, 1])
 
 
 def test_one_prediction_is_repeated(line, x):

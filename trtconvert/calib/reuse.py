@@ -1,7 +1,8 @@
 """Which steps a model may leave out: its trajectories are measured, and schedules are tried on samples under the plan's budget.
 
-The trajectories are drawn in full precision with all steps. How errors grow by noise level is measured by leaving steps out in
-one part of the trajectory after the other. Then, for a number of computed steps, the best schedules by several objectives are
+The trajectories are drawn in full precision with all steps. Of a few shares of corrections (see `trtconvert.reuse.trajectories`)
+the one is taken that serves samples best. How errors grow by noise level is measured by leaving steps out in one part of the
+trajectory after the other. Then, for a number of computed steps, the best schedules by several objectives are
 sampled, with the arithmetic that the plan gives the model. The one is taken whose worst sample is nearest to what the same
 arithmetic draws with all steps. The fewest computed steps that keep the budget are found by bisection.
 """
@@ -9,7 +10,7 @@ arithmetic draws with all steps. The fewest computed steps that keep the budget 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -25,12 +26,18 @@ from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import not_followed
 from trtconvert.models.drawings import with_progress
 from trtconvert.noise_input import place_of
-from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of
+from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of, stated
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.reuse import SAME, Reusable
 
 PARTS = 8
 """Parts of a trajectory. The growth of errors is measured in each part by itself."""
+
+CORRECTIONS = (0.0, 0.5, 0.75, 1.0)
+"""Shares of the correction that are tried. Denoisers answer what a gap has moved the sample by, some models more than others."""
+
+CORRECTED_AT = 0.4
+"""Share of computed steps at which they are tried."""
 
 OBJECTIVES: tuple[Objective, ...] = ("mean", "worst")
 
@@ -68,7 +75,7 @@ class Found:
 def drawings(steps: int, searched: bool, plans: int = 1) -> int:
     """About how often `measure_trajectories`, and `search_reuse` for each of some plans, draw all samples."""
     of_plan = 1 + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
-    return 1 + PARTS + of_plan * plans
+    return 1 + len(CORRECTIONS) + PARTS + of_plan * plans
 
 
 @torch.no_grad()
@@ -80,7 +87,7 @@ def measure_trajectories(
 
     Args:
         seeds: of the samples; steps: all of which are computed.
-        bar: told of `PARTS + 1` steps.
+        bar: told of `1 + len(CORRECTIONS) + PARTS` steps.
     Raises:
         UserError: the sampler does not say its timesteps, see `trtconvert.runtime.follow`, or its steps are all computed.
     """
@@ -90,6 +97,18 @@ def measure_trajectories(
     found = watch.trajectories()
     bar.step()
     expected = tuple(found.timesteps.tolist())
+
+    def error_with(schedule: Schedule) -> Tensor:
+        """[S] squared error of samples with a schedule."""
+        scheduler = _Stated(model, expected, schedule)
+        moved = _drawn(model, Reusable(denoiser, scheduler), seeds, steps)
+        if not scheduler.asked:
+            raise not_followed(model)
+        bar.step()
+        return squared_error(moved, full)
+
+    found = replace(found, fitted=True)
+    found = replace(found, correction=_best_correction(found, error_with, bar))
     gains = {objective: torch.ones(len(expected), dtype=torch.float64) for objective in OBJECTIVES}
     for part in torch.arange(1, len(expected)).tensor_split(PARTS):
         # In this part every third step is computed, elsewhere every step.
@@ -97,19 +116,27 @@ def measure_trajectories(
         for place, step in enumerate(part.tolist()):
             computed[step] = place % 3 == 2
         if not all(computed):
-            stated = _Stated(model, expected, tuple(computed))
-            moved = _drawn(model, Reusable(denoiser, stated), seeds, steps)
-            if not stated.asked:
-                raise not_followed(model)
-            squared = squared_error(moved, full)
-            modelled = error_of(found, found.timesteps, tuple(computed))
+            schedule = stated(found, found.timesteps, tuple(computed))
+            squared, modelled = error_with(schedule), error_of(found, found.timesteps, schedule)
             for objective, of in (("mean", Tensor.mean), ("worst", Tensor.amax)):
                 ratio = float(of(squared)) / max(float(of(modelled)), 1e-30)
                 gains[objective][part] = min(max(ratio**0.5, LEAST_GAIN), MOST_GAIN)  # type: ignore[index]
-            bar.step()
         else:
             bar.skip()
     return {objective: replace(found, gain=gain) for objective, gain in gains.items()}, full
+
+
+def _best_correction(found: Trajectories, error_with: Callable[[Schedule], Tensor], bar: Steps) -> float:
+    """The share of corrections that leaves the least error in samples."""
+    errors = dict[float, float]()
+    for share in CORRECTIONS:
+        schedules = best_schedules(replace(found, correction=share), found.timesteps, "mean")
+        count = max((n for n in schedules if n <= CORRECTED_AT * len(found.timesteps)), default=min(schedules))
+        if all(schedules[count].computed):
+            bar.skip()
+        else:
+            errors[share] = float(error_with(schedules[count]).mean())
+    return min(errors, key=errors.__getitem__, default=0.0)
 
 
 def search_reuse(
@@ -200,9 +227,9 @@ class _Stated:
         asked: whether a sampler told some of those timesteps.
     """
 
-    def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], computed: tuple[bool, ...]) -> None:
+    def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], schedule: Schedule) -> None:
         self._timesteps = torch.tensor(timesteps, dtype=torch.float64)
-        self._computed = torch.tensor(computed)
+        self._schedule = schedule
         self.timestep_input = model.timestep_input
         self.timestep_place = model.timestep_place
         self.noise_input = model.noise_input
@@ -211,10 +238,16 @@ class _Stated:
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`."""
         apart = (torch.tensor(timesteps, dtype=torch.float64)[:, None] - self._timesteps).abs()
-        nearest = apart.argmin(1)
         known = apart.amin(1) <= SAME * self._timesteps.abs().max()
         self.asked |= bool(known.any())
-        return Schedule(tuple((self._computed[nearest] | ~known).tolist()), 0.0)
+        nearest = [int(step) if knows else None for step, knows in zip(apart.argmin(1), known, strict=True)]
+        of = self._schedule
+        return Schedule(
+            tuple(step is None or of.computed[step] for step in nearest),
+            0.0,
+            tuple(0.0 if step is None else of.ahead[step] for step in nearest),
+            tuple(0.0 if step is None else of.corrections[step] for step in nearest),
+        )
 
 
 class _Watch:

@@ -2,23 +2,29 @@
 
 For each number of computed steps a dynamic programme takes the schedule of least modelled error. Its state is the last computed
 step and the length of the gap behind it, since an extrapolation depends on the last two computed steps. Errors within a gap add
-up as vectors, those of different gaps as squares.
+up as vectors, those of different gaps as squares. How far an extrapolation goes, and how much the next computed step corrects,
+are least squares over the calibrated samples.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trtconvert.noise_input import NoiseInput
 from trtconvert.reuse.trajectories import Trajectories
+
+RESPONSE = 0.35
+"""Share of a gap's error that stays after the correction, beside what the correction misses: the denoiser has answered the moved
+sample by then."""
 
 LONGEST = 8
 """Steps from one computed step to the next, at most."""
@@ -34,15 +40,28 @@ class Schedule:
     Attributes:
         computed: of each step, whether its prediction is computed; the first one is.
         error: modelled mean squared error of the final samples.
+        ahead: of each step, how far beyond the last computed prediction its own is taken to lie, in units of the way to that one
+            from the computed one before; empty for lines in the timestep.
+        corrections: of each step, the factor of its correction, see `trtconvert.reuse.trajectories`; empty for none.
     """
 
     computed: tuple[bool, ...]
     error: float
+    ahead: tuple[float, ...] = ()
+    corrections: tuple[float, ...] = ()
 
     @property
     def count(self) -> int:
         """Steps that are computed."""
         return sum(self.computed)
+
+    def before(self, step: int) -> list[int]:
+        """The last two computed steps before one, or as many as there are."""
+        return [index for index in range(step) if self.computed[index]][-2:]
+
+    def correction(self, step: int) -> float:
+        """The factor of a step's correction; 0 for none."""
+        return self.corrections[step] if self.corrections else 0.0
 
 
 def all_computed(steps: int) -> Schedule:
@@ -60,7 +79,8 @@ def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective)
     steps = len(timesteps)
     if steps < 2:
         return {steps: all_computed(steps)} if steps else {}
-    cost = _costs_of_gaps(found, timesteps, objective)
+    gaps = _gaps(found, timesteps, objective)
+    cost = gaps.cost
     best = torch.full((steps, LONGEST), math.inf, dtype=torch.float64)
     best[0] = cost[0, 0]
     ways: list[Tensor] = []
@@ -69,7 +89,8 @@ def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective)
     for count in range(1, steps + 1):
         at_end = best.masked_fill(~ends, math.inf)
         if (least := float(at_end.min())) < math.inf:
-            schedules[count] = Schedule(_walked_back(int(at_end.argmin()), ways, steps), least)
+            computed = _walked_back(int(at_end.argmin()), ways, steps)
+            schedules[count] = gaps.schedule(computed, least)
         # Of the state (step, length of its gap) the next computed step, by that length.
         before = torch.full_like(best, math.inf)
         for length in range(1, LONGEST + 1):
@@ -101,36 +122,55 @@ def least_computed(found: Trajectories, timesteps: Tensor, objective: Objective,
     return min(fitting, key=lambda schedule: schedule.count, default=all_computed(len(timesteps)))
 
 
-def error_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...]) -> Tensor:
+def stated(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...]) -> Schedule:
+    """A schedule of steps that somebody states, with what fits them. Its error is that of the mean sample."""
+    timesteps = timesteps.double()
+    schedule = _gaps(found, timesteps, "mean").schedule(computed, 0.0)
+    return replace(schedule, error=float(error_of(found, timesteps, schedule).mean()))
+
+
+def error_of(found: Trajectories, timesteps: Tensor, schedule: Schedule) -> Tensor:
     """[S] modelled squared error of each sample under a schedule, all its errors added up as vectors."""
     timesteps = timesteps.double()
-    weights, products = found.weights(timesteps), _products(found, timesteps)
-    total = torch.zeros(len(timesteps), dtype=torch.float64)
+    weights, gain = found.weights(timesteps), found.gain_at(timesteps)
+    products = _products(found, timesteps)
+    steps = len(timesteps)
+    # Rows: what the corrections leave, and what was there before them.
+    left, answered, gap = torch.zeros(3, steps, dtype=torch.float64)
     last: list[int] = []
-    for step, now in enumerate(computed):
-        if now:
-            last = [*last, step][-2:]
-        else:
-            total += weights[step] * _of_extrapolation(timesteps, last, step)
-    return torch.einsum("i,sij,j->s", total, products, total)
+    for step, now in enumerate(schedule.computed):
+        # A gap is weighed by its first step that is left out, and so is its correction.
+        weight = gain[last[-1] + 1 if last else step] * weights[step]
+        if not now:
+            gap = gap + weight * _of_extrapolation(timesteps, schedule, last, step)
+            continue
+        if factor := schedule.correction(step):
+            left = left - factor * weight * _of_extrapolation(timesteps, schedule, last, step)
+            answered = answered + gap
+        left, gap, last = left + gap, torch.zeros_like(gap), [*last, step][-2:]
+    errors = torch.stack([left + gap, RESPONSE * answered])
+    return torch.einsum("ri,sij,rj->s", errors, products, errors)
 
 
-def extrapolation(timesteps: Sequence[float], last: Sequence[int], step: int) -> float:
+def extrapolation(timesteps: Sequence[float], schedule: Schedule, last: Sequence[int], step: int) -> float:
     """How far beyond the last computed prediction another one lies, in units of the way to it from the one before.
 
     Args:
-        last: the last two computed steps; one where there are no more, whose prediction is repeated.
+        last: the last two computed steps; one where there are no more, whose prediction is repeated. Where they are not those of
+            the schedule, the line in the timestep is taken.
     """
     if len(last) < 2:
         return 0.0
+    if schedule.ahead and list(last) == schedule.before(step):
+        return schedule.ahead[step]
     before, at = (timesteps[index] for index in last)
     return (timesteps[step] - at) / (at - before)
 
 
-def _of_extrapolation(timesteps: Tensor, last: list[int], step: int) -> Tensor:
+def _of_extrapolation(timesteps: Tensor, schedule: Schedule, last: list[int], step: int) -> Tensor:
     """[M] the error of an extrapolated prediction, as a sum of computed ones."""
     error = torch.zeros(len(timesteps), dtype=torch.float64)
-    beyond = extrapolation(timesteps.tolist(), last, step)
+    beyond = extrapolation(timesteps.tolist(), schedule, last, step)
     error[step] += 1
     error[last[-1]] -= 1 + beyond
     error[last[0]] += beyond
@@ -143,51 +183,115 @@ def _products(found: Trajectories, timesteps: Tensor) -> Tensor:
     return through @ found.products @ through.T
 
 
-def _costs_of_gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> Tensor:
-    """[M, LONGEST, LONGEST] error of a gap: by its computed step, the way to it from the computed one before, and its length.
+@dataclass(frozen=True)
+class _Gaps:
+    """All gaps that a schedule may have: by their computed step, the way to it from the computed one before, and their length.
 
-    Both are counted in steps from 1. The first step has none before: whatever the way, its cost is that of repeating it.
+    Both are counted in steps from 1. The first step has none before: whatever the way, its prediction is repeated.
+
+    Attributes:
+        cost: [M, LONGEST, LONGEST] modelled squared error.
+        ahead: likewise, of the computed step behind the gap, see `Schedule`; of steps in the gap those of shorter ones.
+        corrections: likewise, at that step.
     """
+
+    cost: Tensor
+    ahead: Tensor
+    corrections: Tensor
+
+    def schedule(self, computed: tuple[bool, ...], error: float) -> Schedule:
+        """Of computed steps. Gaps that are longer than `LONGEST` are extrapolated in lines, without a correction."""
+        if all(computed):
+            return all_computed(len(computed))
+        ahead, corrections = [0.0] * len(computed), [0.0] * len(computed)
+        places = [step for step, now in enumerate(computed) if now]
+        for before, at, end in zip([0, *places], places, [*places[1:], len(computed)], strict=False):
+            distance = max(at - before, 1)
+            if max(distance, end - at) > LONGEST:
+                return Schedule(computed, error)
+            ways, factors = self.ahead[at, distance - 1].tolist(), self.corrections[at, distance - 1].tolist()
+            for step in range(at + 1, min(end + 1, len(computed))):
+                ahead[step] = ways[step - at - 1]
+            if end < len(computed):
+                corrections[end] = factors[end - at - 1]
+        return Schedule(computed, error, tuple(ahead), tuple(corrections))
+
+
+def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps:
+    """What every gap costs, and what fits it."""
     steps = len(timesteps)
-    window = 2 * LONGEST  # steps that a gap's error depends on
     known = found.covers(timesteps)
     inside = timesteps.clamp(*found.timesteps.aminmax())
-    weights = found.weights(inside)
-    # Padded, so that every window is whole.
-    products = torch.nn.functional.pad(_products(found, inside), (LONGEST, LONGEST, LONGEST, LONGEST))
+    gain = found.gain_at(inside)
+    # Padded, so that every window of steps that a gap's error depends on is whole.
+    window = 2 * LONGEST + 1
+    products = pad(_products(found, inside), (LONGEST, LONGEST + 1) * 2)
     windows = torch.stack(
         [products[:, at : at + window, at : at + window] for at in range(steps)]
     )  # of each step [S, w, w]
-    padded = torch.nn.functional.pad(weights, (0, LONGEST))
-    times = torch.cat([timesteps, timesteps[-1:].expand(LONGEST)])
-    cost = torch.full((steps, LONGEST, LONGEST), math.inf, dtype=torch.float64)
+    weights, fits = pad(found.weights(inside), (0, LONGEST + 1)), pad(known.double(), (0, LONGEST + 1))
+    weight_of_gap = torch.cat([gain[1:], gain[-1:]]).square()  # by the first step that is left out
+    gaps = _Gaps(*torch.zeros(3, steps, LONGEST, LONGEST, dtype=torch.float64))
     index = torch.arange(steps)
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        """[M, S] of each sample, ⟨x, y⟩ of sums of predictions in each window."""
+        return torch.einsum("ti,tsij,tj->ts", x, windows, y)
+
     for distance in range(1, LONGEST + 1):
-        before = index - distance
-        has = before >= 0
-        way = timesteps - timesteps[before.clamp_min(0)]
         error = torch.zeros(steps, window, dtype=torch.float64)
         for length in range(1, LONGEST + 1):
+            behind = index + length
+            line = _line(timesteps, distance, length)
+            if found.fitted:
+                way, sought = _sum(steps, {0: 1, -distance: -1}), _sum(steps, {length: 1, 0: -1})
+                fitted = product(way, sought).mean(1) / product(way, way).mean(1).clamp_min(1e-30)
+                line = torch.where((index >= distance) & (fits[behind] > 0), fitted, line)
+            missed = _sum(steps, {length: 1, 0: -1 - line, -distance: line})
+            squared = torch.zeros(steps, products.shape[0], dtype=torch.float64)
             if length > 1:
-                step = index + length - 1
-                weight = padded[step]
-                beyond = torch.where(has, (times[step] - timesteps) / way, 0.0)
-                error[:, LONGEST + length - 1] += weight
-                error[:, LONGEST] -= weight * (1 + beyond)
-                error[:, LONGEST - distance] += weight * beyond
-            squared = torch.einsum("ti,tsij,tj->ts", error, windows, error)
-            found_cost = squared.mean(1) if objective == "mean" else squared.amax(1)
-            cost[:, distance - 1, length - 1] = found_cost.clamp_min(0)
-        cost[~has & (index > 0), distance - 1] = math.inf
-    # A gap ends with the trajectory. Extrapolations to and from what was not calibrated are not known: it is computed.
-    unknown = torch.nn.functional.pad(~known, (LONGEST, LONGEST), value=False)
+                weighed = weights[behind][:, None] * missed
+                fitted = product(error, weighed).mean(1) / product(weighed, weighed).mean(1).clamp_min(1e-30)
+                factor = gaps.corrections[:, distance - 1, length - 1] = found.correction * fits[behind] * fitted
+                left = error - factor[:, None] * weighed
+                squared = product(left, left) + RESPONSE**2 * product(error, error) * (factor != 0)[:, None]
+            of_samples = squared.mean(1) if objective == "mean" else squared.amax(1)
+            gaps.cost[:, distance - 1, length - 1] = weight_of_gap * of_samples.clamp_min(0)
+            gaps.ahead[:, distance - 1, length - 1] = line
+            error = error + weights[behind][:, None] * missed
+        gaps.cost[(index < distance) & (index > 0), distance - 1] = math.inf
+    gaps.cost.masked_fill_(_impossible(known), math.inf)
+    return gaps
+
+
+def _line(timesteps: Tensor, distance: int, length: int) -> Tensor:
+    """[M] how far beyond each computed step others lie, by their timesteps."""
+    index = torch.arange(len(timesteps))
+    before, behind = (index - distance).clamp_min(0), (index + length).clamp_max(len(index) - 1)
+    beyond = (timesteps[behind] - timesteps) / (timesteps - timesteps[before])
+    return torch.where(index >= distance, beyond, 0.0)
+
+
+def _sum(steps: int, factors: Mapping[int, Tensor | float]) -> Tensor:
+    """[M, w] a sum of predictions, by their places in the window of each step, which is at 0."""
+    found = torch.zeros(steps, 2 * LONGEST + 1, dtype=torch.float64)
+    for place, factor in factors.items():
+        found[:, LONGEST + place] += factor
+    return found
+
+
+def _impossible(known: Tensor) -> Tensor:
+    """[M, LONGEST, LONGEST] gaps that are none: a gap ends with the trajectory, and extrapolations to and from what was not
+    calibrated are not known."""
+    steps, index = len(known), torch.arange(len(known))
+    found = (index[:, None] + torch.arange(1, LONGEST + 1) > steps)[:, None].repeat(1, LONGEST, 1)
+    unknown = pad(~known, (LONGEST, LONGEST), value=False)
     for distance in range(1, LONGEST + 1):
         left_out = unknown[LONGEST:][:steps] | unknown[LONGEST - distance :][:steps]
         for length in range(2, LONGEST + 1):
             left_out = left_out | unknown[LONGEST + length - 1 :][:steps]
-            cost[left_out, distance - 1, length - 1] = math.inf
-    beyond_end = index[:, None] + torch.arange(1, LONGEST + 1) > steps
-    return cost.masked_fill_(beyond_end[:, None], math.inf)
+            found[:, distance - 1, length - 1] |= left_out
+    return found
 
 
 class Scheduler(Protocol):

@@ -1,12 +1,14 @@
 """What is known of a model's trajectories: enough to price every way of leaving steps out, of any sampler and number of steps.
 
-At a step that is left out, the prediction is the line through the last two that were computed,
+At a step that is left out, the prediction is extrapolated from the last two that were computed, at t_a and t_b,
 
-    p̂(t) = p(t_b) + (p(t_b) − p(t_a)) · (t − t_b) / (t_b − t_a),
+    p̂(t) = p(t_b) + α · (p(t_b) − p(t_a)),
 
-which is linear in predictions. So are predictions between calibrated timesteps, by cubic interpolation. The squared norm of any
-sum of such errors is therefore a quadratic form of ⟨p(t_i), p(t_j)⟩, and these numbers, one small matrix for each sample, are all
-that is kept.
+where α, fitted to the calibrated trajectories, is near (t − t_b) / (t_b − t_a). The next computed prediction, at t_n, shows how
+far the extrapolation was off. The denoiser gives p(t_n) + κ · (p(t_n) − p̂(t_n)) there: κ is fitted so that the step takes back
+what the gap has moved the sample by. All of this is linear in predictions. So are predictions between calibrated timesteps, by
+cubic interpolation. The squared norm of any sum of such errors is therefore a quadratic form of ⟨p(t_i), p(t_j)⟩. These
+numbers, one small matrix for each sample, are all that is kept.
 
 A unit of error in the prediction moves the sample by Δσ times a factor of the noise level, and what is computed later answers
 the move. For data of unit variance that are Gaussian the answer is known, and its product over the steps gives a weight. How much
@@ -36,6 +38,8 @@ class Trajectories:
         sigmas: [N] FP64 noise-to-signal ratios.
         gain: [N] FP64, what an error in the prediction moves the sample by, beside what Gaussian data say.
         predicts_noise: whether predictions are the noise, whose errors weigh √(1 + σ²) of those of a velocity.
+        fitted: whether extrapolations go as far as fits the products; by the timestep alone in bundles of before.
+        correction: share of the correction of a gap that is made; 0 for none, as in bundles of before.
     """
 
     timesteps: Tensor
@@ -43,6 +47,8 @@ class Trajectories:
     sigmas: Tensor
     gain: Tensor
     predicts_noise: bool
+    fitted: bool = False
+    correction: float = 0.0
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, for `of_tensors`."""
@@ -51,8 +57,9 @@ class Trajectories:
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Self:
         """What `tensors` gave, of a file's."""
-        found = {field.name: tensors[field.name] for field in fields(cls)}
-        return cls(**found | {"predicts_noise": bool(found["predicts_noise"])})  # type: ignore[arg-type]
+        found = {field.name: tensors[field.name] for field in fields(cls) if field.name in tensors}
+        scalars = {name: x.item() for name, x in found.items() if not x.ndim}
+        return cls(**found | scalars)  # type: ignore[arg-type]
 
     def covers(self, timesteps: Tensor) -> Tensor:
         """[M] whether each timestep lies among the calibrated ones."""
@@ -79,7 +86,7 @@ class Trajectories:
         return torch.zeros(len(timesteps), len(grid), dtype=torch.float64).scatter_(1, order[near], weights)
 
     def weights(self, timesteps: Tensor) -> Tensor:
-        """[M] FP64: what a unit of error in the prediction of each step moves the final sample by.
+        """[M] FP64: what a unit of error in the prediction of each step moves the final sample by, for Gaussian data.
 
         Args:
             timesteps: [M] of a trajectory, in the order of denoising, which ends without noise.
@@ -93,7 +100,7 @@ class Trajectories:
         kept = 1 + part * (1 - signal**2)  # of a move, after the step
         later = torch.cat([kept.flip(0).cumprod(0).flip(0)[1:], kept.new_ones(1)])
         moved = part * sigma * (1 if self.predicts_noise else signal)
-        return moved * later * self.gain_at(timesteps)
+        return moved * later
 
     def gain_at(self, timesteps: Tensor) -> Tensor:
         """[M] FP64: of the calibrated timestep next to each."""

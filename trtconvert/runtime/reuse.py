@@ -1,7 +1,8 @@
 """Denoisers that leave steps out: their predictions are extrapolated from the last two that were computed.
 
 A trajectory is an object, made by `follow` for the timesteps of its calls. Which of them are computed is decided on the host
-before the first one, so that nothing waits for a device. What is left out costs one kernel.
+before the first one, so that nothing waits for a device. What is left out costs one kernel, and so does each half of a correction
+(see `trtconvert.reuse.trajectories`) at the computed step behind a gap.
 """
 
 from __future__ import annotations
@@ -123,19 +124,31 @@ class Following:
         """The prediction of a step of the schedule, which may lie some steps behind the call before."""
         self.calls = step + 1
         shapes = [(name, tuple(x.shape)) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
+        line = None
         if not self._goes_on(step, inputs, named, shapes):
             self._kept.clear()
-        elif not self._schedule.computed[step] and len(self._kept) == min(2, sum(self._schedule.computed[:step])):
-            if len(self._kept) == 1:
-                return self._kept[0].prediction.clone()
-            before, last = self._kept
-            beyond = extrapolation(self._timesteps, (before.step, last.step), step)
-            return torch.lerp(before.prediction, last.prediction, 1 + beyond)
+        elif len(self._kept) == min(2, sum(self._schedule.computed[:step])):
+            line = self._kept
+        if line is not None and not self._schedule.computed[step]:
+            return self._extrapolated(line, step)
         prediction = self._denoiser(*inputs, **named)
         self.computed += 1
-        if self._told and isinstance(prediction, Tensor) and step < len(self._timesteps):
-            self._kept = [*self._kept[-1:], _Kept(step, shapes, prediction)]
-        return prediction
+        if not self._told or not isinstance(prediction, Tensor) or step >= len(self._timesteps):
+            return prediction
+        self._kept = [*self._kept[-1:], _Kept(step, shapes, prediction)]
+        factor = self._schedule.correction(step)
+        # It is of the whole gap: of steps that were left out since the last computed one of the schedule.
+        if not factor or line is None or [kept.step for kept in line] != self._schedule.before(step):
+            return prediction
+        return torch.lerp(self._extrapolated(line, step), prediction, 1 + factor)
+
+    def _extrapolated(self, kept: list[_Kept], step: int) -> Tensor:
+        """The prediction of a step by those that are kept; a tensor of its own."""
+        if len(kept) == 1:
+            return kept[0].prediction.clone()
+        before, last = kept
+        beyond = extrapolation(self._timesteps, self._schedule, (before.step, last.step), step)
+        return torch.lerp(before.prediction, last.prediction, 1 + beyond)
 
     def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], shapes: list[Any]) -> bool:
         """Whether what is kept serves this call."""
