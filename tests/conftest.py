@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ from trtconvert.models.digits import digits_model
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
-    begun = set()
+    cases = Counter()
     for item in items:
-        if "first_case" in item.keywords:
-            test = item.nodeid.partition("[")[0]
-            if test in begun:
-                item.add_marker(pytest.mark.soak)
-            begun.add(test)
+        test = item.nodeid.partition("[")[0]
+        one_in = item.get_closest_marker("one_in")
+        if cases[test] % (one_in.args[0] if one_in else 1) or (cases[test] and "first_case" in item.keywords):
+            item.add_marker(pytest.mark.soak)
+        cases[test] += 1
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none")
