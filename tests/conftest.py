@@ -101,6 +101,13 @@ def layered_build(tmp_path_factory) -> Built:
 
 
 @pytest.fixture(scope="session")
+def stepped_build(tmp_path_factory) -> Built:
+    """A model that leaves steps out, converted. Leave its files as they are."""
+    folder = tmp_path_factory.mktemp("stepped")
+    return built(folder, tiny_recipe(folder, steps={"computed": 0.5, "calibrated": 8, "samples": 2}))
+
+
+@pytest.fixture(scope="session")
 def alexnet(tmp_path_factory) -> Path:
     """The convolutions of a file like torchvision's AlexNet, with random weights."""
     torchvision = pytest.importorskip("torchvision")

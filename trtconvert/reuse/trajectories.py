@@ -50,9 +50,26 @@ class Trajectories:
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Self:
-        """What `tensors` gave, of a file's."""
-        found = {field.name: tensors[field.name] for field in fields(cls)}
-        return cls(**found | {"predicts_noise": bool(found["predicts_noise"])})  # type: ignore[arg-type]
+        """What `tensors` gave, of a file's.
+
+        Raises:
+            ValueError: they are other tensors.
+        """
+        names = [field.name for field in fields(cls)]
+        if tensors.keys() != set(names):
+            raise ValueError(f"tensors {', '.join(sorted(tensors)) or 'none'}, where {', '.join(names)} are needed")
+        steps, samples = tensors["timesteps"].numel(), len(tensors["products"]) if tensors["products"].dim() else 0
+        shapes = {"timesteps": (steps,), "products": (samples, steps, steps), "sigmas": (steps,), "gain": (steps,)}
+        for name, shape in shapes.items():
+            x = tensors[name]
+            if x.shape != shape or 0 in shape or x.dtype != torch.float64 or not x.isfinite().all():
+                raise ValueError(f"{name} that are no finite numbers in FP64 of the shape {list(shape)}")
+        if tensors["timesteps"].unique().numel() != steps:
+            raise ValueError("timesteps of which two are equal")
+        flag = tensors["predicts_noise"]
+        if flag.dtype != torch.bool or flag.numel() != 1:
+            raise ValueError("predicts_noise that is no boolean")
+        return cls(**tensors | {"predicts_noise": bool(flag)})  # type: ignore[arg-type]
 
     def covers(self, timesteps: Tensor) -> Tensor:
         """[M] whether each timestep lies among the calibrated ones."""
