@@ -26,9 +26,9 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 # On a machine with a GPU: the tests that need one. Writes the run to tests/gpu/record.json. One process: some tests measure the device's memory
-# and times.
+# and times. PART=1/2 and PART=2/2 run half of the tests each; the record joins parts.
 test-gpu: $(STAMP)
-	PYTHONPATH=tools $(BIN)/python -m pytest -p gpu_record -m 'gpu and not soak'
+	PYTHONPATH=tools $(BIN)/python -m pytest -p gpu_record -m 'gpu and not soak' $(if $(PART),--part $(PART))
 
 # Which sources changed since the tests ran on a GPU.
 gpu-record: $(STAMP)

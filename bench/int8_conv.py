@@ -27,6 +27,7 @@ from trtconvert.errors import BackendUnavailable
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear.conv_kernel import group_norm, int8_conv
+from trtconvert.linear.convs import IMAGE_MARKS
 from trtconvert.linear.reference import LEVELS, quantise_weight
 
 BATCH = 2
@@ -66,6 +67,7 @@ class Case:
         self.x = [normal(*shape, layer.inputs).half() for _ in range(self.count)]
         self.normed = [torch.empty_like(x) for x in self.x]
         self.payload = [torch.empty_like(x, dtype=torch.int8) for x in self.x]
+        self.marks = torch.empty(BATCH, IMAGE_MARKS, dtype=torch.uint8, device="cuda")
         self.gamma, self.beta = normal(layer.inputs).half(), normal(layer.inputs).half()
         weights = [normal(layer.outputs, layer.inputs, 3, 3) / (3 * layer.inputs**0.5) for _ in range(self.count)]
         self.exact = [w.half().to(memory_format=torch.channels_last) for w in weights]
@@ -81,7 +83,8 @@ class Case:
 
     def run_norm(self, i: int, in_int8: bool = False) -> None:
         out, scale = (self.payload[i], self.x_scale) if in_int8 else (self.normed[i], None)
-        group_norm(self.x[i], self.gamma, self.beta, out, groups=GROUPS, epsilon=EPSILON, scale=scale)
+        marks = self.marks if in_int8 else None
+        group_norm(self.x[i], self.gamma, self.beta, out, groups=GROUPS, epsilon=EPSILON, scale=scale, marks=marks)
 
     def in_fp16(self, i: int) -> Tensor:
         self.run_norm(i)
@@ -91,7 +94,7 @@ class Case:
     def in_int8(self, i: int, arch: int = 0) -> Tensor:
         self.run_norm(i, in_int8=True)
         stored, scales = self.stored[i], self.scales[i]
-        int8_conv(self.payload[i], stored, scales, self.bias, self.x_scale, self.y[i], padding=1, arch=arch)
+        int8_conv(self.payload[i], self.marks, stored, scales, self.bias, self.x_scale, self.y[i], padding=1, arch=arch)
         return self.y[i].permute(0, 3, 1, 2)
 
     def right(self) -> Tensor:

@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ from trtconvert.models.digits import digits_model
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
-    begun = set()
+    cases = Counter()
     for item in items:
-        if "first_case" in item.keywords:
-            test = item.nodeid.partition("[")[0]
-            if test in begun:
-                item.add_marker(pytest.mark.soak)
-            begun.add(test)
+        test = item.nodeid.partition("[")[0]
+        one_in = item.get_closest_marker("one_in")
+        if cases[test] % (one_in.args[0] if one_in else 1) or (cases[test] and "first_case" in item.keywords):
+            item.add_marker(pytest.mark.soak)
+        cases[test] += 1
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none")
@@ -97,6 +98,13 @@ def layered_build(tmp_path_factory) -> Built:
         "calibration": {"samples": 16},
     }
     return built(folder, tiny_recipe(folder, **sections))
+
+
+@pytest.fixture(scope="session")
+def stepped_build(tmp_path_factory) -> Built:
+    """A model that leaves steps out, converted. Leave its files as they are."""
+    folder = tmp_path_factory.mktemp("stepped")
+    return built(folder, tiny_recipe(folder, steps={"computed": 0.5, "calibrated": 8, "samples": 2}))
 
 
 @pytest.fixture(scope="session")

@@ -175,7 +175,8 @@ def assert_whole_stages(cache: Path) -> None:
     for stage in cache.iterdir():
         if not stage.name.startswith("."):  # as what is not finished, and its lock
             hashes = json.loads((stage / "stage.json").read_text())
-            assert hashes == {path.name: sha256(path) for path in stage.iterdir() if path.name != "stage.json"}
+            files = [path for path in stage.iterdir() if path.name != "stage.json"]
+            assert hashes == {path.name: [path.stat().st_size, sha256(path)] for path in files}
 
 
 def stop_in(process: subprocess.Popen[str], cache: Path, stage: str, number: signal.Signals, delay: float) -> None:

@@ -89,6 +89,29 @@ def test_a_file_is_written_through_a_link_or_takes_its_place(tmp_path):
     assert contents(tmp_path / "folder") == {"link": b"2"}
 
 
+def test_what_is_no_file_keeps_its_place(tmp_path):
+    """A pipe stands for devices here: a test that fails must not replace one."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with (
+            pytest.raises(UserError, match=r"cannot be replaced(.|\n)*the path of a file"),
+            whole_file(tmp_path / name) as path,
+        ):
+            path.write_text("1")
+    assert (tmp_path / "pipe").is_fifo()
+    with whole_file(tmp_path / "link", through_link=False) as path:
+        path.write_text("2")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").read_text() == "2"
+
+
+def test_a_link_that_leads_in_a_circle_is_told(tmp_path):
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises((UserError, OSError), match="link"), whole_file(tmp_path / "link") as path:
+        path.write_text("1")
+    assert (tmp_path / "link").is_symlink()
+
+
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_block_that_fails_leaves_what_was_there(tmp_path, failure):
     write(tmp_path / "target", "1")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trtconvert.documents import read_json
 from trtconvert.errors import UserError
 from trtconvert.files import is_temporary, one_at_a_time, sha256, sweep_files, whole_folder
 from trtconvert.imports import code_hash
@@ -104,7 +105,8 @@ class Cache:
                 sweep_files(self.folder)  # what killed processes left of other stages
                 make(partial)
                 hashes = {path.name: sha256(path) for path in sorted(partial.iterdir())}
-                (partial / _INDEX).write_text(json.dumps(hashes, indent=1))
+                index = {name: [(partial / name).stat().st_size, digest] for name, digest in hashes.items()}
+                (partial / _INDEX).write_text(json.dumps(index, indent=1))
         return Stage(key, folder, False, hashes)
 
     def work(self, name: str, code: Collection[str], reads: Mapping[str, Any]) -> Path:
@@ -124,9 +126,14 @@ def _key(code: Collection[str], reads: Mapping[str, Any], **more: str) -> str:
 def _whole(folder: Path) -> dict[str, str] | None:
     """The hashes of a stage's files; None where it is not there, or damaged."""
     try:
-        hashes = json.loads((folder / _INDEX).read_text())
-        return hashes if all(sha256(folder / name) == digest for name, digest in hashes.items()) else None
-    except (OSError, ValueError, AttributeError):
+        index = {name: (size, digest) for name, (size, digest) in read_json(folder / _INDEX).items()}
+        for name, (size, digest) in index.items():
+            if (folder / name).stat().st_size != size or sha256(
+                folder / name
+            ) != digest:  # sizes first: they cost nothing
+                return None
+        return {name: digest for name, (_, digest) in index.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
         return None
 
 

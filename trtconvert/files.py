@@ -138,8 +138,11 @@ def whole_file(
         UserError: the place cannot be written, or the disk is full.
     """
     with _explained(target, instead):
-        target = target.resolve() if through_link else target.parent.resolve() / target.name
-        _refuse_folder(target)
+        try:
+            target = target.resolve() if through_link else target.parent.resolve() / target.name
+        except RuntimeError as error:  # Python's word for links that lead in a circle
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(target)) from error
+        _refuse_no_file(target)
         with _partial_folder(target) as folder:
             yield folder / target.name
             with locked(target.parent):
@@ -154,7 +157,7 @@ def require_writable(target: Path, instead: str = _INSTEAD) -> None:
         UserError: `whole_file` cannot write at a place.
     """
     with _explained(target, instead):
-        _refuse_folder(target)
+        _refuse_no_file(target)
         with _partial_folder(target):
             pass
 
@@ -168,9 +171,17 @@ def require_writable_folder(folder: Path, instead: str = _INSTEAD) -> None:
         pass
 
 
-def _refuse_folder(target: Path) -> None:
+def _refuse_no_file(target: Path) -> None:
+    """Who may write a folder could put a file in the place of a device or a pipe there: root in that of /dev/null."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if target.exists() and not target.is_file() and not target.is_symlink():
+        raise UserError(
+            f"{target} cannot be replaced",
+            expected="a file, or nothing",
+            got="a device, a pipe or a socket",
+            remedy="give the path of a file",
+        )
 
 
 def settled(folder: Path) -> Path:

@@ -26,9 +26,8 @@ constexpr int kThreads = 256;
 constexpr int kMostThreads = 512;  // where a slab has more vectors than kThreads
 constexpr int kMostBlocks = 8;     // of a cluster: as many as every device with clusters takes
 constexpr int kAtOnce = 4;         // vectors of a thread that are computed with together
-constexpr uint32_t kBrokenCodes = 0x80808080;  // -128, which no number has
 constexpr int kAhead = 3;          // times as many are on their way to shared memory meanwhile
-constexpr int kWideSlab = 512;     // channels; wider ones only where a group is, or what is whole groups and whole vectors
+constexpr int kWideSlab = 512;     // channels; wider ones only where the narrowest slab is
 static_assert(kMostThreads * kVector == TRTCONVERT_GROUP_NORM_MOST_CHANNELS);
 
 // How many vectors the threads of each row have: the first rows one more than the others.
@@ -64,6 +63,7 @@ struct Params {
   const float4* factor;  // [2 vectors], or null
   TrtConvertModeTable table;
   int sample_images;
+  uint8_t* marks;        // [B, TRTCONVERT_IMAGE_MARKS]
 };
 
 // Shared memory of a thread block, one after another.
@@ -154,6 +154,12 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
   const int64_t step = int64_t{p.rows} * p.vectors;
   uint4* const kept = shared + thread;
   const int kept_step = layout.columns, in_shared = min(count, p.kept);
+
+  // The slabs of an image share out its marks. A slab whose groups are not finite sets its first mark at the end.
+  if constexpr (kQuantises) {
+    const int mark = slab + thread * static_cast<int>(gridDim.y);
+    if (block == 0 && mark < TRTCONVERT_IMAGE_MARKS) p.marks[image * TRTCONVERT_IMAGE_MARKS + mark] = 0;
+  }
 
   int copied = 0;
   const uint4* source = x;
@@ -339,7 +345,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
     bool broken = false;  // a group of this thread's, or what it is scaled by
 #pragma unroll
     for (int c = 0; c < kVector; ++c) broken |= !isfinite(factor[c]) || !isfinite(offset[c]);
-    if (broken && block == 0 && row == 0) p.payload[image * p.pixels * p.vectors + vector] = make_uint2(kBrokenCodes, kBrokenCodes);
+    if (broken && block == 0 && row == 0) p.marks[image * TRTCONVERT_IMAGE_MARKS + slab] = 1;
   }
 }
 
@@ -461,10 +467,13 @@ double cycles(const Plan& plan, const Room& room) {
 // How the work is shared out: what takes least time by an estimate. Finding it takes the host about 1 µs.
 Plan plan_of(const TrtConvertGroupNormParams& c, const Room& room) {
   const int unit = std::lcm(c.channels / c.groups, kVector), units = c.channels / unit;  // channels that are whole groups and vectors
+  const int most_slabs = c.table.mode_set ? TRTCONVERT_IMAGE_MARKS : units;
+  int least_width = 1;
+  while (units % least_width || units / least_width > most_slabs) ++least_width;
   Plan best = {};
   double least = 0;
-  for (int width = 1; width <= units; ++width) {
-    if (units % width || (width > 1 && unit * width > kWideSlab)) continue;
+  for (int width = least_width; width <= units; ++width) {
+    if (units % width || (width > least_width && unit * width > kWideSlab)) continue;
     for (int blocks = 1; blocks <= kMostBlocks && blocks <= c.pixels; ++blocks) {
       if (!room.clusters[blocks]) continue;
       const Plan plan = shared_out(c, unit * width, blocks, room.block_bytes);
@@ -514,7 +523,7 @@ TrtConvertStatus check_tensors(const TrtConvertGroupNormParams& c, Report& repor
   if (!quantises) return TRTCONVERT_OK;
   if (c.normed)
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "normed: expected null where a payload is wanted, got %p", c.normed);
-  if (report.check_tensors({{"factor", c.factor, true}, {"payload", c.payload}})) return report.status;
+  if (report.check_tensors({{"factor", c.factor, true}, {"payload", c.payload}, {"marks", c.marks}})) return report.status;
   return check_table_tensors(c.table, report);
 }
 
@@ -558,6 +567,7 @@ TrtConvertStatus trtconvert_group_norm_run(const TrtConvertGroupNormParams* para
   const auto stream = static_cast<cudaStream_t>(params->stream);
   if (params->table.mode_set) {
     plan.params.payload = static_cast<uint2*>(params->payload);
+    plan.params.marks = static_cast<uint8_t*>(params->marks);
     plan.params.factor = reinterpret_cast<const float4*>(params->factor);
     plan.params.table = params->table;
     plan.params.sample_images = static_cast<int>(params->batch / params->table.batch);

@@ -61,7 +61,7 @@ TrtConvertStatus check(const TrtConvertInt8ConvParams* c, Report& report) {
 
 TrtConvertStatus check_tensors(const TrtConvertInt8ConvParams& c, Report& report) {
   if (report.check_tensors({{"x", c.x}, {"weight", c.weight}, {"weight_scale", c.weight_scale}, {"bias", c.bias, true},
-                            {"residual", c.residual, true}, {"y", c.y}}))
+                            {"residual", c.residual, true}, {"y", c.y}, {"marks", c.marks}}))
     return report.status;
   return check_table_tensors(c.table, report);
 }
@@ -85,7 +85,7 @@ void describe_work(const TrtConvertInt8ConvParams& c, int tile_rows, int tile_co
   p.row_tiles = tiles(p.rows, tile_rows);
   p.column_tiles = tiles(c.out_channels, tile_columns);
   conv = {c.height, c.width, c.in_channels, out.height, out.width, c.kernel_w, c.stride_y, c.stride_x, c.pad_y, c.pad_x,
-          tiles(c.in_channels, tile_depth), c.table, p.rows / c.table.batch, static_cast<const uint8_t*>(c.x)};
+          tiles(c.in_channels, tile_depth), c.table, p.rows / c.table.batch, static_cast<const uint2*>(c.marks)};
   p.depth_tiles = conv.chunks * window(c);
   p.group_rows = kGroupRows / tile_rows;
 }

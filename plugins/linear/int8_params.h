@@ -37,8 +37,8 @@ struct ConvShape {
   int stride_y, stride_x, pad_y, pad_x;
   int chunks;  // depth tiles of a pixel's channels
   TrtConvertModeTable table;
-  int sample_rows;  // of y
-  const uint8_t* x;
+  int sample_rows;     // of y
+  const uint2* marks;  // [images, kMarkPairs]
 };
 
 struct ConvParams : Int8Params {

@@ -84,8 +84,6 @@ __device__ __forceinline__ int weight_byte(const MmaConvParams& p, int k, int by
   return channel < p.conv.channels ? k / p.conv.chunks * p.conv.channels + channel : -1;
 }
 
-__device__ __forceinline__ float row_scale_of(const MmaConvParams& p, int row) { return row_scale_of(p.conv, row); }
-
 template <typename P, bool kBf16, bool kGeglu, bool kRows16bit>
 __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P p) {
   constexpr bool kConv = std::is_same_v<P, MmaConvParams>;
@@ -223,19 +221,29 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P
   }
 
   const bool quantises = !kRows16bit && p.out_row_scale;
+  [[maybe_unused]] SampleScale sample_scale;
 #pragma unroll
   for (int block = 0; block < kWarpRows / 16; ++block) {
-    float row_scales[1][2];
+    float row_scales[2];
+    uint2 marks[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + row_warp * kWarpRows + block * 16 + half * 8 + group;
-      row_scales[0][half] = row < p.rows && (kConv || p.row_scale) ? row_scale_of(p, row) : 1.f;
+      row_scales[half] = 1.f;
+      if constexpr (kConv) {
+        if (row < p.rows) {
+          marks[half] = marks_of(p.conv, row);
+          row_scales[half] = sample_scale.of(p.conv, row);
+        }
+      } else {
+        if (row < p.rows && p.row_scale) row_scales[half] = row_scale_of(p, row);
+      }
     }
-    if constexpr (kConv) mark_broken_images(p.conv, first_row + row_warp * kWarpRows + block * 16, 16, p.rows, row_scales);
+    if constexpr (kConv) break_marked(marks, row_scales);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int in_tile = row_warp * kWarpRows + block * 16 + half * 8 + group, row = first_row + in_tile;
-      const float row_scale = row_scales[0][half];
+      const float row_scale = row_scales[half];
       const bool begins = !kConv && p.changes && row < p.rows && signbit(p.row_scale[row]);
       const bool adds_bias = p.bias && (begins || !p.changes), adds_residual = p.residual && !begins;
       float out_scale = 1.f;

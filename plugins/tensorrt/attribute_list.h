@@ -1,7 +1,8 @@
 // Attributes of a plugin as one list: what a network's node may say, what an engine keeps, and what both are checked for.
 //
 // A plugin has a struct of them with defaults, whose values are int32_t or float, and which tells:
-//   kSerializationVersion: raised whenever an attribute is added or changes its meaning;
+//   kSerializationVersion: raised whenever an attribute or a tensor is added or changes its meaning;
+//   kOldestVersion, where engines of earlier versions are read too: the first one of them. Attributes that came later have their defaults;
 //   list(): std::tuple of attribute(...), in the order in which an engine keeps them.
 #pragma once
 
@@ -26,14 +27,21 @@ struct Attribute {
   Value Attributes::*value;
   bool (*read)(nvinfer1::PluginField const& field, Value& value) noexcept;  // false, and a logged reason, where it is refused
   bool required;                                                            // of a network's node; an engine has all
+  int32_t since;                                                            // the serialization version that it came with
 };
 
 template <typename Attributes, typename Value>
 constexpr Attribute<Attributes, Value> attribute(char const* name, Value Attributes::*value,
                                                  bool (*read)(nvinfer1::PluginField const&, Value&) noexcept,
-                                                 bool required = false) noexcept {
-  return {name, value, read, required};
+                                                 bool required = false, int32_t since = 1) noexcept {
+  return {name, value, read, required, since};
 }
+
+// The first serialization version that a plugin reads.
+template <typename Attributes, typename = void>
+constexpr int32_t kOldestVersionOf = Attributes::kSerializationVersion;
+template <typename Attributes>
+constexpr int32_t kOldestVersionOf<Attributes, std::void_t<decltype(Attributes::kOldestVersion)>> = Attributes::kOldestVersion;
 
 // Attributes with their fields, which point into the object: it outlives their use and is never copied.
 template <typename Attributes>
@@ -58,16 +66,17 @@ class AttributeFields {
   }
 
   // Reads fields over the defaults. In the build phase they are a network's attributes, of which those that are not required may
-  // be absent; in the runtime phase they come from an engine and are exactly those that this version keeps. False, and a logged
+  // be absent; in the runtime phase they come from an engine and are exactly those that its version keeps. False, and a logged
   // reason, where a field is unknown, malformed, out of range or missing.
   static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase, Attributes& values) noexcept {
     constexpr unsigned kVersionBit = 1, kFirstBit = 2;
     bool const of_engine = phase == nvinfer1::TensorRTPhase::kRUNTIME;
     unsigned seen = 0;
+    int32_t version = Attributes::kSerializationVersion;
     auto const read = [&](nvinfer1::PluginField const& field) noexcept -> unsigned {
       std::string_view const name = field.name;
       if (name == kSerializationVersionField && of_engine)
-        return read_version(field, Attributes::kSerializationVersion) ? kVersionBit : 0;
+        return read_version(field, kOldestVersionOf<Attributes>, Attributes::kSerializationVersion, version) ? kVersionBit : 0;
       unsigned bit = 0;
       bool known = false;
       for_each([&](size_t i, auto const& of) {
@@ -79,7 +88,11 @@ class AttributeFields {
       return bit;
     };
     if (!read_fields(fields, read, seen)) return false;
-    if (of_engine) return check_complete(fields, seen, 1 + static_cast<int32_t>(kCount));
+    if (of_engine) {
+      unsigned kept = kVersionBit;
+      for_each([&](size_t i, auto const& of) { kept |= of.since <= version ? kFirstBit << i : 0; });
+      return check_complete(fields, seen, kept);
+    }
     bool complete = true;
     for_each([&](size_t i, auto const& of) {
       if (!complete || !of.required || seen & kFirstBit << i) return;

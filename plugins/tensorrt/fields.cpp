@@ -125,14 +125,17 @@ bool read_place(PluginField const& field, int32_t& value) noexcept {
   return false;
 }
 
-bool read_version(PluginField const& field, int32_t expected) noexcept {
-  int64_t version = 0;
-  if (!read_integer(field, version)) return false;
-  if (version == expected) return true;
+bool read_version(PluginField const& field, int32_t oldest, int32_t newest, int32_t& version) noexcept {
+  int64_t read = 0;
+  if (!read_integer(field, read)) return false;
+  version = static_cast<int32_t>(read);
+  if (read >= oldest && read <= newest) return true;
+  char first[16] = "";
+  if (oldest != newest) std::snprintf(first, sizeof(first), "%d to ", oldest);
   log(Severity::kERROR,
-      "the engine holds serialization version %lld, this plugin reads %d; build the engine again with this plugin, or "
+      "the engine holds serialization version %lld, this plugin reads %s%d; build the engine again with this plugin, or "
       "load the plugin that built it",
-      static_cast<long long>(version), expected);
+      static_cast<long long>(read), first, newest);
   return false;
 }
 
@@ -161,10 +164,10 @@ void refuse_attribute(char const* const* names, size_t count, char const* got) n
   log(Severity::kERROR, "expected %s%s, got '%s'; remove it", expected, listed, got);
 }
 
-bool check_complete(PluginFieldCollection const* fields, unsigned seen, int32_t expected) noexcept {
-  if (seen == (1u << expected) - 1) return true;
-  log(Severity::kERROR, "expected the %d fields that this plugin serialises, got %d; build the engine again", expected,
-      fields->nbFields);
+bool check_complete(PluginFieldCollection const* fields, unsigned seen, unsigned expected) noexcept {
+  if (seen == expected) return true;
+  log(Severity::kERROR, "expected the %d fields that this plugin serialises, got %d; build the engine again",
+      __builtin_popcount(expected), fields->nbFields);
   return false;
 }
 

@@ -31,7 +31,8 @@ bool read_mode_set(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 bool read_activation(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 // A place in a list, from 0.
 bool read_place(nvinfer1::PluginField const& field, int32_t& value) noexcept;
-bool read_version(nvinfer1::PluginField const& field, int32_t expected) noexcept;
+// The serialization version of an engine, which is one of those that a plugin reads.
+bool read_version(nvinfer1::PluginField const& field, int32_t oldest, int32_t newest, int32_t& version) noexcept;
 
 // Whether there is a collection, and each of its fields has a name.
 bool check_fields(nvinfer1::PluginFieldCollection const* fields) noexcept;
@@ -55,7 +56,7 @@ bool read_fields(nvinfer1::PluginFieldCollection const* fields, Read read, unsig
 // Logs that a plugin has no attribute of the name that it got.
 void refuse_attribute(char const* const* names, size_t count, char const* got) noexcept;
 
-// Whether an engine has all fields that its plugin serialises, which have the lowest bits.
-bool check_complete(nvinfer1::PluginFieldCollection const* fields, unsigned seen, int32_t expected) noexcept;
+// Whether an engine has the fields that its plugin serialised, by their bits.
+bool check_complete(nvinfer1::PluginFieldCollection const* fields, unsigned seen, unsigned expected) noexcept;
 
 }  // namespace trtconvert::plugin

@@ -16,6 +16,9 @@ inline bool has_mode(int32_t mode_set, TrtConvertLayerMode mode) noexcept { retu
 // Channels of a payload's element.
 inline int32_t payload_divisor(int32_t mode_set) noexcept { return has_mode(mode_set, TRTCONVERT_WEIGHT_ONLY) ? 2 : 4; }
 
+// Elements of an image's marks (layer_modes.h).
+constexpr int32_t kMarkWords = TRTCONVERT_IMAGE_MARKS / 4;
+
 // A plugin's attributes derive from it.
 struct QuantisedRowsAttributes {
   int32_t mode_set = 0;  // has to be given

@@ -18,7 +18,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.bundle import TRANSPOSED, LayerRecord, NativeSite, TensorRecord, read_manifest
 from trtconvert.engine import engine_timer, tensorrt
 from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choose, one_node_model
-from trtconvert.errors import BackendUnavailable
+from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.export import lowering
 from trtconvert.export.matching import producer_of
 from trtconvert.export.nodes.attention import attention_nodes
@@ -215,6 +215,40 @@ def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkey
     record = builds.build(int8_layers=True, caches=[CACHE], layers="auto").record
     assert built == [("plugin", True), ("plugin", True), ("native", False), ("plugin", False)]
     assert (record.layers, record.layers_us, record.plugin) == ("native", {"native": 70.0, "plugin": 75.0}, "")
+
+
+@pytest.mark.parametrize("attention", ["auto", "plugin", "native"])
+@pytest.mark.parametrize("changes", [True, False])
+def test_engines_go_on_without_layers_by_plugins_that_cannot_be_built(builds, monkeypatch, attention, changes):
+    """Changes by Q/DQ, other layers in 16 bits; the attention stays."""
+    monkeypatch.setattr(lowering, "can_take_changes", lambda model: True)
+    monkeypatch.setattr(lowering, "has_group_norms", lambda model: not changes)
+    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    build_lowered = tensorrt.build_lowered
+
+    def lacking(*arguments):
+        if arguments[5].layers == "plugin":
+            refuse()
+        return build_lowered(*arguments)
+
+    monkeypatch.setattr(tensorrt, "build_lowered", lacking)
+    builds.times = {ALL: 80.0, b"": 90.0}
+    built = builds.build(attention, int8_layers=True, caches=[CACHE] if changes else [], layers="auto")
+    instead = "native" if changes else "exact"
+    assert (built.plan, built.record.layers) == (b"" if attention == "native" else ALL, instead)
+    (told,) = [notice for notice in builds.watch.notices if notice.startswith("layers are ")]
+    assert (
+        told.startswith(f"layers are {instead}: an engine with layers that are plugin cannot")
+        and "node 7 has no" in told
+    )
+
+
+@pytest.mark.parametrize("attention", ["auto", "plugin"])
+def test_layers_that_were_asked_for_by_name_have_no_others_instead(builds, monkeypatch, attention):
+    monkeypatch.setattr(tensorrt, "build_lowered", refuse)
+    with pytest.raises(TrtconvertError):
+        builds.build(attention, int8_layers=True, layers="plugin")
+    assert not [notice for notice in builds.watch.notices if notice.startswith("layers are ")]
 
 
 @pytest.mark.parametrize("lacking", ["", "kernels for sm_80"])

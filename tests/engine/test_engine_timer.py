@@ -20,6 +20,7 @@ from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
 from trtconvert.export.changes import LAST
 from trtconvert.linear.changes import steps_of
+from trtconvert.manifest_checks import CACHE
 
 
 class Device:
@@ -141,6 +142,21 @@ def test_layers_that_quantise_changes_are_timed_at_a_step_that_goes_on(device, m
     denoiser_microseconds(device, [*SIGNATURE, cache], "timestep", BATCHES, b"plan", {100.0: 1})
     begins = [steps_of(torch.full_like(last, 100.0), last, falls).begins for last in seen for falls in (True, False)]
     assert begins and not any(of_call.any() for of_call in begins)
+
+
+def test_caches_are_one_set(device, monkeypatch):
+    """They may take gigabytes, and calls of a trajectory read the same memory over and over too."""
+    cache = TensorRecord(name=f"{CACHE}a.a_hat", dtype="float32", shape=["batch", 8])
+    device.NAMES, device.num_io_tensors = (*Device.NAMES[:3], cache.name, "out"), 5
+    execute, seen = device.execute_async_v3, set()
+
+    def execute_and_see(stream):
+        seen.add((device.addresses["x"], device.addresses[cache.name]))
+        return execute(stream)
+
+    monkeypatch.setattr(device, "execute_async_v3", execute_and_see)
+    denoiser_microseconds(device, [*SIGNATURE, cache], "timestep", BATCHES[:1], b"plan", {100.0: 1, 500.0: 1})
+    assert [len(set(places)) for places in zip(*seen, strict=True)] == [engine_timer.ROTATION, 1]
 
 
 def timing_refusal(device, *parts):

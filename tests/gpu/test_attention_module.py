@@ -104,6 +104,7 @@ def test_nothing_waits_and_graphs_replay(options: str, calibrated: bool) -> None
     torch.testing.assert_close(out, attention(q, k, v, timestep), rtol=0, atol=0)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("how", ["default", "reduce-overhead"])
 def test_it_compiles_on_a_gpu(options: str, how: str) -> None:
@@ -222,6 +223,7 @@ def test_models_may_be_offloaded(offload: str, first: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first_case
 @pytest.mark.parametrize("first", [True, False])
 def test_compiled_pipelines_draw_on_a_gpu(first: bool) -> None:
     name = "pixart"

@@ -32,7 +32,14 @@ ENGINE = {"backend": "tensorrt", "attention": "plugin", "optimization_level": 1}
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]
 
 
-@pytest.mark.parametrize("name", tiny_pipelines.PIPELINES)
+OFTEN = ("stable_diffusion", "flux", "wan")
+"""One of each kind: a U-Net, joint attention, a video. `make soak` draws with the others."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.soak) for name in tiny_pipelines.PIPELINES],
+)
 def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
     """In FP16 throughout, twenty steps: each call, and what the engine draws, is torch's, from a CUDA graph but for two calls."""
     make, options = tiny_pipelines.PIPELINES[name]

@@ -38,7 +38,7 @@ class Params(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("x", "shift", "weight", "bias", "normed", "stream")),
         ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("factor", "payload")),
+        *((name, ctypes.c_void_p) for name in ("factor", "payload", "marks")),
     ]
 
 
@@ -47,7 +47,7 @@ def params(
 ) -> Params:
     """Args: x [B, pixels, C], shift [B, C], weight, bias [C]."""
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 1, "batch": x.shape[0], "pixels": x.shape[1],
+        "struct_size": ctypes.sizeof(Params), "version": 2, "batch": x.shape[0], "pixels": x.shape[1],
         "channels": x.shape[2], "groups": groups, "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype],
         "epsilon": 1e-5, "x": x.data_ptr(), "shift": shift.data_ptr() if shift is not None else None,
         "weight": weight.data_ptr(), "bias": bias.data_ptr(), "normed": normed.data_ptr(),
@@ -188,8 +188,8 @@ def test_between_convolutions_in_a_graph():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"struct_size": 8}, "params: expected version 1 of"),
-        ({"version": 2}, "got version 2"),
+        ({"struct_size": 8}, "params: expected version 2 of"),
+        ({"version": 1}, "got version 1"),
         ({"batch": 0}, "batch: expected 1..65535, got 0"),
         ({"batch": 65536}, "batch: expected 1..65535, got 65536"),
         ({"pixels": 0}, "pixels: expected 1..2^24, got 0"),

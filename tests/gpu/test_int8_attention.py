@@ -49,6 +49,7 @@ def test_every_mode_head_dim_and_length(mode: Mode, dim: int, tokens: int) -> No
     check(qkv, tables, kind=kind, layout=layout, scaling=("calibrated", "dynamic")[turn // 3 % 2])
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("queries", [1, 15, 64, 65, 1000])
 @pytest.mark.parametrize("keys", [1, 8, 16, 17, 77, 80, 81, 120, 127, 128, 129, 200])
 @pytest.mark.parametrize("dim", [32, 40, 64, 72, 96, 128, 160, 256])
@@ -159,6 +160,7 @@ def test_each_batch_element_takes_its_own_mode() -> None:
     check(qkv, tables, timestep=timestep)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("keys", [0, 77, 300, 1000])
 @pytest.mark.parametrize("queries", [60, 200, 600])
 @pytest.mark.parametrize("dim", [40, 64, 80, 96, 128, 160, 192, 256])

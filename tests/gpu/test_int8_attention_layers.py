@@ -72,6 +72,7 @@ def check_layers_before(
     assert error(out, expected.double()) <= (limit if out.dtype == torch.float16 else 8e-3)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("target_arch", [0, 80])
 @pytest.mark.parametrize("layers", ["norm", "rotary", "both"])
 @pytest.mark.parametrize("tokens", [1, 127, 1000])
@@ -89,6 +90,7 @@ def test_norm_and_rotation_in_the_same_trip(mode: Mode, dim: int, tokens: int, l
     )
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("target_arch", [0, 80])
 @pytest.mark.parametrize("layers", ["norm", "both"])
 @pytest.mark.parametrize("layout", ["BHND", "BNHD", "packed"])
@@ -110,6 +112,7 @@ def test_norm_across_heads(mode: Mode, dim: int, tokens: int, layout: str, layer
     )
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("target_arch", [0, 80])
 @pytest.mark.parametrize("layers", ["norm", "both"])
 @pytest.mark.parametrize("layout", ["BHND", "packed"])
@@ -150,6 +153,7 @@ def test_queries_of_each_part_take_its_weights_and_no_others(dim: int, target_ar
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("target_arch", [0, 80])
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 @pytest.mark.parametrize("split", [128, 512, 896])

@@ -101,6 +101,7 @@ def test_block_masks(mode: Mode, dim: int, target_arch: int) -> None:
     compare(qkv, tables, block_mask=mask, layout=layout, scaling=scaling, target_arch=target_arch)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("target_arch", [0, 80])
 @pytest.mark.parametrize("queries", [1, 64, 65, 128, 129, 300])
 @pytest.mark.parametrize("keys", [1, 64, 65, 128, 129, 192, 193, 400])
@@ -190,6 +191,7 @@ def test_an_index_outside_the_keys_is_clamped(mode: Mode, target_arch: int) -> N
     torch.testing.assert_close(got, clamped, rtol=0, atol=0)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("target_arch", [0, 80])
 @pytest.mark.parametrize("kind", ["gauss", "sharp", "k-bias"])
 @pytest.mark.parametrize(("heads", "queries", "keys"), [(2, 64, 77), (2, 300, 1000), (3, 4096, 4096), (9, 1024, 1300)])
@@ -226,6 +228,7 @@ def test_outputs_for_disjoint_keys_are_merged(mode: Mode) -> None:
     assert error(merged, whole.double()) < 2 * SAME_ARITHMETIC[mode]
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("heads", "tokens"), [(20, 2000), (6, 9000)])
 @pytest.mark.parametrize("density", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("dim", [40, 64, 96, 128, 160])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.library import has_group_norm_kernel, load_library
+from trtconvert.linear.convs import IMAGE_MARKS
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +40,7 @@ class Params(ctypes.Structure):
         ("table", ModeTable),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "weight_scale", "bias", "residual", "y", "stream")),
         ("target_arch", ctypes.c_int32),
+        ("marks", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -51,18 +54,24 @@ def one_scale(scale: float) -> Table:
     return Table(1 << STATIC, None, None, torch.tensor([scale], device="cuda"))
 
 
+@functools.cache
+def no_marks(images: int) -> Tensor:
+    """Kept, as kernels read the marks when `params` has returned."""
+    return torch.zeros(images, IMAGE_MARKS, dtype=torch.uint8, device="cuda")
+
+
 def params(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, of: Table, y: Tensor, stride: tuple[int, int] = (1, 1),
     pad: tuple[int, int] = (0, 0), /, residual: Tensor | int | None = None, **changed: object,
 ) -> Params:  # fmt: skip
     """Args: x [B, H, W, C], weight [N, R, S, C] in INT8, y and residual [B, P, Q, N]."""
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 1, "batch": len(x), "height": x.shape[1], "width": x.shape[2],
+        "struct_size": ctypes.sizeof(Params), "version": 2, "batch": len(x), "height": x.shape[1], "width": x.shape[2],
         "in_channels": x.shape[3], "out_channels": len(weight), "kernel_h": weight.shape[1], "kernel_w": weight.shape[2],
         "stride_y": stride[0], "stride_x": stride[1], "pad_y": pad[0], "pad_x": pad[1], "data_type": DATA_TYPES[y.dtype],
         "table": of.given(), "x": x.data_ptr(), "weight": weight.data_ptr(), "weight_scale": scale.data_ptr(),
         "bias": address(bias), "residual": residual if isinstance(residual, int) else address(residual), "y": y.data_ptr(),
-        "stream": torch.cuda.current_stream().cuda_stream, "target_arch": 0,
+        "stream": torch.cuda.current_stream().cuda_stream, "target_arch": 0, "marks": no_marks(len(x)).data_ptr(),
     }  # fmt: skip
     return Params(**given | changed)
 
@@ -184,11 +193,36 @@ def test_sums_far_beyond_fp32(arch):
     assert is_rounded(y, right, off)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_marked_images_are_nan(shape, arch):
+    """Whichever of its marks an image has, and wherever its rows lie in tiles."""
+    batch, size, channels, kernel, stride, pad = shape
+    x, weight, scale, bias = draw(batch, size, channels, kernel)
+    right, _ = exact(x, weight, scale, bias, torch.ones(batch, device="cuda"), stride, pad)
+
+    def result(marks: Tensor) -> Tensor:
+        y = blank(right, torch.float16)
+        given = params(x, weight, scale, bias, one_scale(1.0), y, stride, pad, target_arch=arch, marks=marks.data_ptr())
+        assert run(given) == (0, "")
+        return y
+
+    marks = no_marks(batch).clone()
+    whole = result(marks)
+    for first in range(0, IMAGE_MARKS, 5):
+        marks.zero_()
+        marked = torch.arange(first % 2, batch, 2, device="cuda")
+        marks[marked, (first + marked) % IMAGE_MARKS] = 1
+        y = result(marks)
+        assert y[marked].isnan().all()
+        y[marked] = whole[marked]
+        assert torch.equal(y, whole)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"struct_size": 8}, "params: expected version 1 of"),
-        ({"version": 2}, "got version 2"),
+        ({"struct_size": 8}, "params: expected version 2 of"),
+        ({"version": 1}, "got version 1"),
         ({"batch": 0}, "batch: expected 1..65536, got 0"),
         ({"batch": 65536, "height": 512}, "expected at most 2^24 pixels of x and of y"),
         ({"height": 0}, "height: expected 1..16384, got 0"),
@@ -206,6 +240,7 @@ def test_sums_far_beyond_fp32(arch):
         ({"target_arch": 90}, "target_arch: expected 0 or 80, got 90"),
         ({"weight": 0}, "weight: expected a device pointer, got null"),
         ({"residual": 8}, "residual: expected a pointer aligned to 16 bytes, got 0x8"),
+        ({"marks": 0}, "marks: expected a device pointer, got null"),
     ],
     ids=str,
 )
@@ -225,6 +260,11 @@ norms = pytest.mark.skipif(
 )
 
 
+def set_marks(images: int) -> Tensor:
+    """Marks that a norm has to clear."""
+    return torch.full((images, IMAGE_MARKS), 255, dtype=torch.uint8, device="cuda")
+
+
 @norms
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factored", [True, False], ids=["factor", "no factor"])
@@ -242,7 +282,7 @@ def test_norms_in_int8_are_those_of_16_bits_quantised(batch, pixels, channels, g
     payload = torch.full(x.shape, -128, dtype=torch.int8, device="cuda")
     given = test_group_norm.params(
         x, shift, weight, bias, normed, groups, silu=silu, normed=None, table=of.given(), factor=address(factor),
-        payload=payload.data_ptr(),
+        payload=payload.data_ptr(), marks=set_marks(batch).data_ptr(),
     )  # fmt: skip
     assert test_group_norm.run(given) == (0, "")
     steps = torch.tensor([0.02, 0.03], device="cuda").repeat_interleave(batch // 2).view(-1, 1, 1)
@@ -259,12 +299,15 @@ def test_norms_in_int8_are_those_of_16_bits_quantised(batch, pixels, channels, g
         ({"table": ModeTable(8, 1, 3, 1000.0)}, "rows: expected as many of each of 3 samples, got 2 in all"),
         ({"normed": 64}, "normed: expected null where a payload is wanted"),
         ({"payload": 0}, "payload: expected a device pointer, got null"),
+        ({"marks": 0}, "marks: expected a device pointer, got null"),
+        ({"marks": 8}, "marks: expected a pointer aligned to 16 bytes, got 0x8"),
     ],
-    ids=["mode_set", "samples", "normed", "payload"],
+    ids=["mode_set", "samples", "normed", "payload", "marks", "aligned"],
 )
 def test_payloads_that_are_refused(changed, said):
     x, shift, weight, bias = draw_images(2, 16, 64, torch.float16)
     payload = torch.empty(x.shape, dtype=torch.int8, device="cuda")
-    asked = {"normed": None, "table": one_scale(1.0).given(), "payload": payload.data_ptr()} | changed
+    asked = {"normed": None, "table": one_scale(1.0).given(), "payload": payload.data_ptr()}
+    asked |= {"marks": set_marks(2).data_ptr()} | changed
     status, message = test_group_norm.run(test_group_norm.params(x, shift, weight, bias, x, 8, **asked))
     assert status == INVALID_ARGUMENT and said in message

@@ -116,6 +116,7 @@ def is_rounded(y: Tensor, expected: Tensor, off: Tensor) -> bool:
     return bool(((y.double() - expected).abs() <= off + rounded).all())  # NaN is not
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(
@@ -136,6 +137,7 @@ def test_products(rows, channels, biased, dtype, arch):
     assert y[rows:].isnan().all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("channels", [(16, 8), (80, 200), (320, 1280), (640, 2560), (1280, 5120)], ids=str)
@@ -190,6 +192,7 @@ def exact_changes(
     return y + known, off + 2.0**-23 * (y.abs() + known.abs())
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("channels", [(16, 8), (80, 200), (320, 320), (640, 1280), (5120, 1280), (1280, 3840)], ids=str)
@@ -272,6 +275,7 @@ def exact_16bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     return y if bias is None else y + bias.double(), off + 4 * 2.0**-24 * magnitude
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(
@@ -341,6 +345,7 @@ def test_rows_tell_which_kernel_they_are_for(rows, arch):
     assert half[rows // 2 :].isnan().all() and torch.equal(half[: rows // 2], y[: rows // 2])
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", [NO_ACTIVATION, GEGLU, GELU, GELU_TANH])
 @pytest.mark.parametrize("channels", [(80, 208), (640, 1280), (1280, 5120)], ids=str)

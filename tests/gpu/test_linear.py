@@ -88,6 +88,7 @@ def is_right(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return bool(((y.double() - expected).abs() <= summed + rounded).all())  # NaN is not
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def test_products(rows, channels, biased, dtype):
     assert y[rows:].isnan().all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("channels", [(8, 8), (72, 200), (320, 1280), (640, 2560), (1280, 5120)], ids=str)

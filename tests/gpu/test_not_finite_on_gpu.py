@@ -443,71 +443,82 @@ def test_group_norms(pixels, channels, groups, silu):
         assert torch.equal(~normed(x, broken).isfinite(), groups_of(x, (1, 0, 5), groups))
 
 
+def quantised_norm(x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The payload of [B, pixels, C], and its images' marks, both filled with other codes before."""
+    payload = torch.full(x.shape, -128, dtype=torch.int8, device="cuda")
+    marks = test_int8_conv.set_marks(len(x))
+    called = test_group_norm.params(
+        x, shift, weight, bias, x, groups, silu=1, normed=None, table=test_int8_conv.one_scale(0.03).given(),
+        payload=payload.data_ptr(), marks=marks.data_ptr(),
+    )  # fmt: skip
+    assert test_group_norm.run(called) == (0, "")
+    return payload, marks
+
+
+@needs_group_norms
+@pytest.mark.parametrize(
+    ("pixels", "channels", "groups"),
+    [
+        (1, 8, 1),
+        (16, 64, 8),
+        (64, 1280, 32),
+        (4096, 320, 32),
+        (9216, 960, 32),
+        (50, 536, 67),  # more groups than marks, and no width of slabs between one group and all of them
+        (7, 4096, 512),
+    ],
+)
+def test_group_norms_mark_images(pixels, channels, groups):
+    """INT8 has no NaN. A group norm marks the image, whichever group is not finite."""
+    x, shift, weight, bias = test_group_norm.draw(3, pixels, channels, torch.float16)
+    whole, marks = quantised_norm(x, shift, weight, bias, groups)
+    assert whole.min() >= -127 and not marks.any()
+    for value in VALUES:
+        for channel in (0, channels // 2, channels - 1):
+            broken = x.clone()
+            broken[1, pixels // 2, channel] = value
+            payload, marks = quantised_norm(broken, shift, weight, bias, groups)
+            assert marks.any(1).tolist() == [False, True, False]
+            assert torch.equal(payload[[0, 2]], whole[[0, 2]])
+            broken = shift.clone()
+            broken[2, channel] = value
+            assert quantised_norm(x, broken, weight, bias, groups)[1].any(1).tolist() == [False, False, True]
+            for place in range(2):
+                factors = [weight.clone(), bias.clone()]
+                factors[place][channel] = value
+                assert quantised_norm(x, shift, *factors, groups)[1].any(1).all()
+
+
 @needs_group_norms
 @pytest.mark.parametrize("arch", [0, 80], ids=["best", "mma"])
 @pytest.mark.parametrize(
     ("size", "channels", "outputs"), [((4, 4), 64, 320), ((32, 32), 320, 320), ((20, 12), 1920, 640)]
 )
 def test_convolutions_behind_group_norms(size, channels, outputs, arch):
-    """INT8 has no NaN: the norm writes -128 into the first pixel, and the convolution turns that image into NaN."""
-    batch, pixels, groups = 3, size[0] * size[1], 32
-    x, shift, norm_weight, norm_bias = test_group_norm.draw(batch, pixels, channels, torch.float16)
+    """The convolution turns an image that its group norm has marked into NaN."""
+    batch, pixels = 3, size[0] * size[1]
+    x, *factors = test_group_norm.draw(batch, pixels, channels, torch.float16)
     _, weight, scale, bias = test_int8_conv.draw(batch, size, (channels, outputs), (3, 3))
     of = test_int8_conv.one_scale(0.03)
 
-    def payload_of(given: Tensor, factors: Tensor) -> Tensor:
-        payload = torch.full(given.shape, -128, dtype=torch.int8, device="cuda")
-        called = test_group_norm.params(
-            given,
-            shift,
-            factors,
-            norm_bias,
-            given,
-            groups,
-            silu=1,
-            normed=None,
-            table=of.given(),
-            payload=payload.data_ptr(),
-        )
-        assert test_group_norm.run(called) == (0, "")
-        return payload
-
-    def convolved(payload: Tensor, stride: int = 1) -> Tensor:
+    def convolved(given: Tensor, stride: int) -> Tensor:
+        payload, marks = quantised_norm(given, *factors, 32)
         y = torch.full((batch, -(-size[0] // stride), -(-size[1] // stride), outputs), torch.nan, device="cuda").half()
         called = test_int8_conv.params(
-            payload.view(batch, *size, channels), weight, scale, bias, of, y, (stride, stride), (1, 1), target_arch=arch
-        )
+            payload.view(batch, *size, channels), weight, scale, bias, of, y, (stride, stride), (1, 1), target_arch=arch,
+            marks=marks.data_ptr(),
+        )  # fmt: skip
         assert test_int8_conv.run(called) == (0, "")
         return y
 
-    whole = payload_of(x, norm_weight)
-    assert whole.min() >= -127
-    results = {stride: convolved(whole, stride) for stride in (1, 2)}
-    assert all(y.isfinite().all() for y in results.values())
-    for value in VALUES:
-        broken = x.clone()
-        broken[1, pixels // 2, 5] = value
-        payload, reached = payload_of(broken, norm_weight), groups_of(x, (1, 0, 5), groups)
-        assert (payload[:, 0][reached[:, 0]] == -128).all()  # and perhaps a vector's other channels
-        assert torch.equal(payload[[0, 2]], whole[[0, 2]])
-        for stride, y in results.items():
-            out = convolved(payload, stride)
-            assert out[1].isnan().all() and is_same(out[[0, 2]], y[[0, 2]])
-    broken = norm_weight.clone()
-    broken[7] = math.nan
-    assert convolved(payload_of(x, broken)).isnan().all()
-
-
-def test_codes_of_minus_128_in_the_first_pixel():
-    """On GPUs without group norms in INT8 too."""
-    x, weight, scale, bias = test_int8_conv.draw(2, (9, 9), (64, 128), (3, 3))
-    y = torch.full((2, 9, 9, 128), torch.nan, device="cuda").half()
-    x[1, 0, 0, 63] = -128
-    called = test_int8_conv.params(
-        x, weight, scale, bias, test_int8_conv.one_scale(1.0), y, (1, 1), (1, 1), target_arch=80
-    )
-    assert test_int8_conv.run(called) == (0, "")
-    assert y[0].isfinite().all() and y[1].isnan().all()
+    for stride in (1, 2):
+        whole = convolved(x, stride)
+        assert whole.isfinite().all()
+        for value in VALUES:
+            broken = x.clone()
+            broken[1, pixels // 2, 5] = value
+            out = convolved(broken, stride)
+            assert out[1].isnan().all() and is_same(out[[0, 2]], whole[[0, 2]])
 
 
 def test_scales_of_no_use_are_nan():

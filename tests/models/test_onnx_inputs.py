@@ -186,12 +186,12 @@ def test_conditions_are_noise_values_or_the_rows_of_a_file(tmp_path):
         ({"prediction": "velocity"}, "epsilon, v_prediction, sample, flow"),
         ({"schedule": "flow", "prediction": "epsilon"}, "do not fit together"),
         ({"timesteps": 1}, "a whole number from 2"),
-        ({"schedule": "flow", "shift": 0}, "a positive number"),
+        ({"schedule": "flow", "shift": 0}, "a number from 1e-6 to 1e6"),
         ({"output": "out"}, "no output 'out'"),
         ({"sizes": 3}, "a mapping of names to numbers"),
         ({"values": [1]}, "a mapping of names to numbers"),
         ({"sample": 1}, "model.options.sample does not fit"),
-        ({"timestep_factor": True}, "a positive number"),
+        ({"timestep_factor": True}, "a number from 1e-9 to 1e9"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, told, tmp_path):

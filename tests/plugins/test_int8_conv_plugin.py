@@ -25,11 +25,11 @@ from plugin_driver import (
     dynamic,
 )
 
-X, WEIGHT, OUT, TIMESTEP, BINS = (4, 32, 48, 80), (640, 3, 3, 80), (640,), (2,), (16,)
+X, MARKS, WEIGHT, OUT, TIMESTEP, BINS = (4, 32, 48, 80), (4, 8), (640, 3, 3, 80), (640,), (2,), (16,)
 Y = (4, 640, 16, 24)
-SHAPES = (X, WEIGHT, OUT, OUT, Y, TIMESTEP, BINS)
-NAMES = ("x", "weight", "weight_scale", "bias", "residual", "timestep", "x_scale")
-KINDS = (INT32, INT32, FLOAT, FLOAT, HALF, FLOAT, FLOAT)
+SHAPES = (X, MARKS, WEIGHT, OUT, OUT, Y, TIMESTEP, BINS)
+NAMES = ("x", "marks", "weight", "weight_scale", "bias", "residual", "timestep", "x_scale")
+KINDS = (INT32, INT32, INT32, FLOAT, FLOAT, HALF, FLOAT, FLOAT)
 GIVEN = {"stride_y": 2, "stride_x": 2, "pad_y": 1, "pad_x": 1, "bias": 1, "residual": 1, "timestep": 1}
 DEFAULTS = {
     "stride_y": 1, "stride_x": 1, "pad_y": 0, "pad_x": 0, "bias": 0, "residual": 0, "timestep": 0, "bfloat16": 0,
@@ -60,11 +60,11 @@ def tensors(*shapes: Sequence[int], kind: int = HALF, y: Sequence[int] = Y) -> l
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     driver.messages()
     given = DEFAULTS | GIVEN | {"bfloat16": 1, "timestep_max": 500.0}
-    for copy in copies_read_back(driver, driver.create(**given), {"serialization_version": 1} | given):
-        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES, kind=BF16)), 7) == 0, driver.messages()
-        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 7) == 1
+    for copy in copies_read_back(driver, driver.create(**given), {"serialization_version": 2} | given):
+        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES, kind=BF16)), 8) == 0, driver.messages()
+        assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 8) == 1
         assert "input 'residual': expected HWC8 format and BF16; got format 2 and type 1" in driver.messages()
-    assert driver.serialised(driver.create()) == {"serialization_version": 1} | DEFAULTS
+    assert driver.serialised(driver.create()) == {"serialization_version": 2} | DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
         (0, {"timestep_max": 0.0}, "attribute 'timestep_max': expected"),
         (0, {"groups": 1}, "bfloat16 and timestep_max, got 'groups'; remove it"),
         (1, {}, "expected the 10 fields that this plugin serialises, got 0"),
-        (1, DEFAULTS | {"serialization_version": 2}, "serialization version 2, this plugin reads 1"),
+        (1, DEFAULTS | {"serialization_version": 1}, "serialization version 1, this plugin reads 2"),
     ],
 )
 def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
@@ -95,28 +95,28 @@ def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:
             right = (kind, form) == (descs[position].type, descs[position].format)
             wanted = "HWC8" if descs[position].format == HWC8 else "linear"
             descs[position].type, descs[position].format = kind, form
-            assert driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 7) == right
-            if position < 7 and not right:
-                assert driver.lib.driver_shape_change(plugin, array(descs), 7) == 1
+            assert driver.lib.driver_supports(plugin, position, dynamic(descs, descs), 8) == right
+            if position < 8 and not right:
+                assert driver.lib.driver_shape_change(plugin, array(descs), 8) == 1
                 assert f"input '{name}': expected {wanted} format and" in driver.messages()
 
 
 def test_the_output_has_the_size_that_is_left(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    kind, exprs, out = ctypes.c_int32(-1), (DimsExprs * 7)(), DimsExprs()
-    assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 7)(*KINDS), 7, ctypes.byref(kind)) == 0
+    kind, exprs, out = ctypes.c_int32(-1), (DimsExprs * 8)(), DimsExprs()
+    assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 8)(*KINDS), 8, ctypes.byref(kind)) == 0
     assert kind.value == HALF
     exprs[0].nb, exprs[0].d[:4] = 4, [100, 33, 48, 80]
-    exprs[1].nb, exprs[1].d[:4] = 4, [640, 3, 4, 80]
-    assert driver.lib.driver_output_shape(plugin, exprs, 7, ctypes.byref(out)) == 0
+    exprs[2].nb, exprs[2].d[:4] = 4, [640, 3, 4, 80]
+    assert driver.lib.driver_output_shape(plugin, exprs, 8, ctypes.byref(out)) == 0
     assert list(out.d[: out.nb]) == [100, 640, 17, 24]
-    exprs[1].nb = 2
-    assert driver.lib.driver_output_shape(plugin, exprs, 7, ctypes.byref(out)) == 1
+    exprs[2].nb = 2
+    assert driver.lib.driver_output_shape(plugin, exprs, 8, ctypes.byref(out)) == 1
     assert "expected x and weight of 4 dimensions, got 4 and 2" in driver.messages()
 
 
 @pytest.mark.parametrize(
     ("attributes", "inputs"),
-    [({}, 4), ({"bias": 1}, 5), ({"residual": 1}, 5), ({"timestep": 1}, 5), (GIVEN, 7)],
+    [({}, 5), ({"bias": 1}, 6), ({"residual": 1}, 6), ({"timestep": 1}, 6), (GIVEN, 8)],
     ids=str,
 )
 def test_inputs_that_may_be_left_out(driver: Driver, attributes: dict, inputs: int) -> None:
@@ -145,6 +145,7 @@ def changed(**shapes: Sequence[int]) -> tuple[Sequence[int], ...]:
         (changed(x=(4, 32, 48, 40)), "input 'x': expected shape [4, 32, 48, 80] from x, weight and the tables, got"),
         (changed(x=(4, 32, 48)), "input 'x': expected 4 dimensions, got shape [4, 32, 48]"),
         (changed(weight=(640, 3, 80)), "input 'weight': expected 4 dimensions, got shape [640, 3, 80]"),
+        (changed(marks=(4, 32)), "input 'marks': expected shape [4, 8] from x, weight and the tables, got [4, 32]"),
         (changed(weight_scale=(320,)), "input 'weight_scale': expected shape [640] from x, weight and the tables"),
         (changed(bias=(1, 640)), "input 'bias': expected shape [640] from x, weight and the tables, got [1, 640]"),
         (changed(residual=(4, 640, 32, 48)), "input 'residual': expected shape [4, 640, 16, 24] from x, weight"),
@@ -160,7 +161,7 @@ def changed(**shapes: Sequence[int]) -> tuple[Sequence[int], ...]:
             "height: expected 1..16384, got 2147483647",
         ),
         (
-            changed(x=(1 << 20, 32, 48, 80), residual=(1 << 20, 640, 16, 24)),
+            changed(x=(1 << 20, 32, 48, 80), marks=(1 << 20, 8), residual=(1 << 20, 640, 16, 24)),
             "batch: expected 1..65536, got 1048576",
         ),
     ],
@@ -169,23 +170,23 @@ def changed(**shapes: Sequence[int]) -> tuple[Sequence[int], ...]:
 def test_shapes_that_do_not_fit_are_refused(
     driver: Driver, plugin: ctypes.c_void_p, shapes: tuple[Sequence[int], ...], said: str
 ) -> None:
-    check_shapes_are_refused(driver, plugin, tensors(*shapes), tensors(*SHAPES), 7, said)
+    check_shapes_are_refused(driver, plugin, tensors(*shapes), tensors(*SHAPES), 8, said)
 
 
 def test_addresses_are_checked_before_the_device(driver: Driver, plugin: ctypes.c_void_p) -> None:
     descs = array(tensors(*SHAPES))
     memory = ctypes.create_string_buffer(2048)
     start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 16
-    right = [start + 128 * i for i in range(8)]
-    assert driver.lib.driver_shape_change(plugin, descs, 7) == 0, driver.messages()
-    for position, name in enumerate((*NAMES[:5], None, None, "y")):
+    right = [start + 128 * i for i in range(9)]
+    assert driver.lib.driver_shape_change(plugin, descs, 8) == 0, driver.messages()
+    for position, name in enumerate((*NAMES[:6], None, None, "y")):
         if name is None:
             continue
         for wrong, said in ((right[position] + 8, "aligned to 16 bytes"), (None, "got null")):
             places = [*right[:position], wrong, *right[position + 1 :]]
-            pointers, out = (ctypes.c_void_p * 7)(*places[:7]), (ctypes.c_void_p * 1)(places[7])
+            pointers, out = (ctypes.c_void_p * 8)(*places[:8]), (ctypes.c_void_p * 1)(places[8])
             if wrong is None and name in ("bias", "residual"):
                 continue  # the C API takes none
-            assert driver.lib.driver_enqueue(plugin, descs, 7, pointers, out, None) == 1
+            assert driver.lib.driver_enqueue(plugin, descs, 8, pointers, out, None) == 1
             message = driver.messages()
             assert f"{name}: expected a" in message and said in message

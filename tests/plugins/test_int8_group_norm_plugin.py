@@ -31,6 +31,7 @@ NAMES = ("x", "weight", "bias", "shift", "factor", "timestep", "x_scale")
 KINDS = (*[HALF] * 4, *[FLOAT] * 3)
 GIVEN = {"groups": 32, "silu": 1, "shift": 1, "factor": 1, "timestep": 1}
 DEFAULTS = {"epsilon": pytest.approx(1e-5), "silu": 0, "timestep_max": 1000.0, "shift": 0, "factor": 0, "timestep": 0}
+ENGINE = DEFAULTS | {"groups": 8, "epsilon": 1e-5}
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +49,20 @@ def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
-    """Descriptions of the inputs and of the output; `kind` of those in 16 bits."""
+    """Descriptions of the inputs and of the outputs; `kind` of those in 16 bits."""
     batch, channels, height, width = (*shapes[0], 0, 0, 0, 0)[:4]
     kinds = [kind if of == HALF else of for of in KINDS]
     inputs = [(shape, of, HWC8 if i == 0 else LINEAR) for i, (shape, of) in enumerate(zip(shapes, kinds, strict=True))]
     payload = ((batch, height, width, channels // 4), INT32, LINEAR)
-    return [Desc(Dims(shape), of, form, 1.0) for shape, of, form in (*inputs, payload)]
+    return [Desc(Dims(shape), of, form, 1.0) for shape, of, form in (*inputs, payload, ((batch, 8), INT32, LINEAR))]
 
 
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     driver.messages()
     given = DEFAULTS | GIVEN | {"epsilon": 0.5, "timestep_max": 500.0}
-    for copy in copies_read_back(driver, driver.create(**given), {"serialization_version": 1} | given):
+    for copy in copies_read_back(driver, driver.create(**given), {"serialization_version": 2} | given):
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 7) == 0, driver.messages()
-    assert driver.serialised(driver.create(groups=8)) == {"serialization_version": 1, "groups": 8} | DEFAULTS
+    assert driver.serialised(driver.create(groups=8)) == {"serialization_version": 2, "groups": 8} | DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
         (0, {"groups": 8, "factor": 2}, "attribute 'factor': expected 0 or 1, got 2"),
         (0, {"groups": 8, "offset": 0}, "factor and timestep, got 'offset'; remove it"),
         (1, {"groups": 8}, "expected the 8 fields that this plugin serialises, got 1"),
+        (1, ENGINE | {"serialization_version": 1}, "serialization version 1, this plugin reads 2"),
     ],
 )
 def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
@@ -82,7 +84,7 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
 
 
 def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    for position, name in enumerate((*NAMES, "payload")):
+    for position, name in enumerate((*NAMES, "payload", "marks")):
         for kind, form in itertools.product((HALF, BF16, INT32, FLOAT), (LINEAR, HWC8)):
             descs = tensors(*SHAPES)
             wanted, in_form = descs[position].type, descs[position].format
@@ -95,15 +97,15 @@ def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:
                 assert said in driver.messages() or kind == BF16  # of x: the others are not as it then
 
 
-def test_the_output_has_four_channels_in_an_integer(driver: Driver, plugin: ctypes.c_void_p) -> None:
-    kind, exprs, out = ctypes.c_int32(-1), (DimsExprs * 7)(), DimsExprs()
-    assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 7)(*[BF16] * 4), 7, ctypes.byref(kind)) == 0
-    assert kind.value == INT32
+def test_outputs_are_four_channels_in_an_integer_and_marks_of_images(driver: Driver, plugin: ctypes.c_void_p) -> None:
+    kinds, exprs, out = (ctypes.c_int32 * 2)(), (DimsExprs * 7)(), (DimsExprs * 2)()
+    assert driver.lib.driver_output_type(plugin, (ctypes.c_int32 * 7)(*[BF16] * 4), 7, kinds) == 0
+    assert list(kinds) == [INT32, INT32]
     exprs[0].nb, exprs[0].d[:4] = 4, [100, 320, 33, 48]
-    assert driver.lib.driver_output_shape(plugin, exprs, 7, ctypes.byref(out)) == 0
-    assert list(out.d[: out.nb]) == [100, 33, 48, 80]
+    assert driver.lib.driver_output_shape(plugin, exprs, 7, out) == 0
+    assert [list(of.d[: of.nb]) for of in out] == [[100, 33, 48, 80], [100, 8]]
     exprs[0].nb = 3
-    assert driver.lib.driver_output_shape(plugin, exprs, 7, ctypes.byref(out)) == 1
+    assert driver.lib.driver_output_shape(plugin, exprs, 7, out) == 1
     assert "input 'x': expected 4 dimensions" in driver.messages()
 
 
@@ -127,9 +129,11 @@ def test_shapes_that_do_not_fit_are_refused(
 
 def test_without_what_may_be_left_out(driver: Driver) -> None:
     made = driver.create(groups=32)
-    descs = [tensors(*SHAPES)[i] for i in (0, 1, 2, 6, 7)]
+    descs = [tensors(*SHAPES)[i] for i in (0, 1, 2, 6, 7, 8)]
     descs[3].dims = Dims((1,))
     assert driver.lib.driver_shape_change(made, array(descs), 4) == 0, driver.messages()
     assert driver.lib.driver_shape_change(made, array(tensors(*SHAPES)), 7) == 1
-    assert "expected 4 inputs (x, weight, bias, x_scale) and 1 output, got 7 and 1" in driver.messages()
+    assert (
+        "expected 4 inputs (x, weight, bias, x_scale) and 2 outputs (payload, marks), got 7 and 2" in driver.messages()
+    )
     driver.lib.driver_destroy(made)

@@ -93,7 +93,22 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
         (0, {"mode_set": 4, "changes": 2}, "attribute 'changes': expected 0 or 1, got 2"),
         (0, {"mode_set": 4, "axis": 1}, "timestep_max and changes, got 'axis'; remove it"),
         (1, {"mode_set": 4}, "expected the 12 fields that this plugin serialises, got 1"),
-        (1, DEFAULTS | {"mode_set": 4, "serialization_version": 1}, "serialization version 1, this plugin reads 2"),
+        (
+            1,
+            DEFAULTS | {"mode_set": 4, "serialization_version": 0},
+            "serialization version 0, this plugin reads 1 to 2",
+        ),
+        (
+            1,
+            DEFAULTS | {"mode_set": 4, "serialization_version": 3},
+            "serialization version 3, this plugin reads 1 to 2",
+        ),
+        (
+            1,
+            DEFAULTS | {"mode_set": 4, "serialization_version": 1},
+            "expected the 11 fields that this plugin serialises",
+        ),
+        (1, {"mode_set": 4, "serialization_version": 1}, "expected the 11 fields that this plugin serialises, got 2"),
     ],
 )
 def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
@@ -101,6 +116,13 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
     assert not driver.create(phase, **attributes)
     messages = driver.messages()
     assert said in messages and "the plugin Int8Linear of layer 'layer' was not made" in messages
+
+
+def test_engines_of_an_earlier_version_are_read(driver: Driver) -> None:
+    """Version 1 had no layers of changes."""
+    given = {name: value for name, value in DEFAULTS.items() if name != "changes"} | {"mode_set": 12, "bias": 1}
+    made = driver.create(1, serialization_version=1, **given)
+    assert driver.serialised(made) == {"serialization_version": 2, "changes": 0} | given
 
 
 def test_types_and_formats(driver: Driver, plugins: list[ctypes.c_void_p]) -> None:

@@ -72,7 +72,9 @@ def test_attributes_are_serialised_and_read_back(driver: Driver, plugin: ctypes.
         (0, {"axis": 1}, "expected one of the attributes epsilon and starts_early, got 'axis'; remove it"),
         (0, {"serialization_version": 1}, "got 'serialization_version'"),
         (1, {"epsilon": 1e-5}, "expected the 3 fields that this plugin serialises, got 1"),
-        (1, {"epsilon": 1e-5, "serialization_version": 1}, "serialization version 1, this plugin reads 2"),
+        (1, {"epsilon": 1e-5, "serialization_version": 2}, "expected the 3 fields that this plugin serialises, got 2"),
+        (1, {"serialization_version": 1}, "expected the 2 fields that this plugin serialises, got 1"),
+        (1, {"epsilon": 1e-5, "serialization_version": 3}, "serialization version 3, this plugin reads 1 to 2"),
     ],
 )
 def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, attributes: dict, said: str) -> None:
@@ -80,6 +82,14 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
     assert not driver.create(phase, **attributes)
     messages = driver.messages()
     assert said in messages and "the plugin ResidualNorm of layer 'layer' was not made" in messages
+
+
+def test_engines_of_an_earlier_version_are_read(driver: Driver) -> None:
+    """The field that came later has its default there, and is not among the engine's."""
+    made = driver.create(1, serialization_version=1, epsilon=0.5)
+    assert driver.serialised(made) == {"serialization_version": 2, "epsilon": 0.5, "starts_early": 0}
+    assert not driver.create(1, serialization_version=1, epsilon=0.5, starts_early=1)
+    assert "expected the 2 fields that this plugin serialises, got 3" in driver.messages()
 
 
 def test_types_and_formats(driver: Driver, plugin: ctypes.c_void_p) -> None:

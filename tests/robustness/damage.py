@@ -8,14 +8,48 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from trtconvert.bundle import MANIFEST
+from trtconvert.errors import TrtconvertError, UserError
 
 ROUNDS = int(os.environ.get("TRTCONVERT_SOAK", "0"))
 """How many inputs of each kind are damaged, by `make soak`; where it is not set, as many as take a few seconds."""
+
+SECONDS = 5
+"""What any of them may take, on a machine that does other things too. A second is what it is to take."""
+
+
+def rounds(usual: int) -> range:
+    return range(ROUNDS or usual)
+
+
+class Watch:
+    """Counts what was read and what was refused, and fails for anything else."""
+
+    def __init__(self) -> None:
+        self.read = self.refused = 0
+
+    def __call__(self, work: Any, seed: int) -> Any:
+        started, result = time.monotonic(), None
+        try:
+            result = work()
+            self.read += 1
+        except TrtconvertError as error:
+            self.refused += 1
+            message = str(error)
+            assert all(label in message for label in ("expected: ", "got: ", "remedy: ")) or isinstance(
+                error, UserError
+            ), message
+            message.encode()  # it can be printed
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+        assert time.monotonic() - started < SECONDS, f"seed {seed}"
+        return result
+
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 5, 65, 2**31, 2**63, 2**64, 10**40, 0.5, -0.0, 1e308),
@@ -129,8 +163,14 @@ def garbled(text: str, generator: random.Random) -> str:
             return text[:at] + generator.choice(TOKENS) + text[at:]
 
 
-def damage_file(path: Path, others: list[Path], generator: random.Random) -> None:
-    """Do to a file what disks, copies and people do."""
+def damage_file(path: Path, others: list[Path], generator: random.Random, *, devices: bool = True) -> None:
+    """Do to a file what disks, copies and people do.
+
+    Args:
+        devices: whether a link to a device may take its place. Not where the damaged file is written again: with a fault there
+            a test that root runs would replace the machine's device.
+    """
+    targets = [path.name, "nowhere", *(["/dev/zero", "/dev/null"] if devices else [])]
     content = path.read_bytes()
     place = generator.randrange(len(content))
     kinds: list[Callable[[], object]] = [
@@ -144,7 +184,7 @@ def damage_file(path: Path, others: list[Path], generator: random.Random) -> Non
         lambda: path.unlink(),
         lambda: (path.unlink(), path.mkdir()),
         lambda: (path.unlink(), os.mkfifo(path)),
-        lambda: (path.unlink(), path.symlink_to(generator.choice(["/dev/zero", "/dev/null", path.name, "nowhere"]))),
+        lambda: (path.unlink(), path.symlink_to(generator.choice(targets))),
         lambda: os.truncate(path, generator.choice([10**13, len(content) + 1])),
     ]
     generator.choice(kinds)()

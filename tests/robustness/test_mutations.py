@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from damage import ODD, ROUNDS, damage_file, fresh_copy, garbled, mutated, seal
+from damage import ODD, ROUNDS, Watch, damage_file, fresh_copy, garbled, mutated, rounds, seal
 from safetensors.torch import load_file
 
 from trtconvert import runtime
@@ -21,40 +20,7 @@ from trtconvert.bundle import MANIFEST, check_files, read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.cli import main
-from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.recipe import Recipe, json_schema, load_recipe
-
-SECONDS = 5
-"""What any of them may take, on a machine that does other things too. A second is what it is to take."""
-
-
-def rounds(usual: int) -> range:
-    return range(ROUNDS or usual)
-
-
-class Watch:
-    """Counts what was read and what was refused, and fails for anything else."""
-
-    def __init__(self) -> None:
-        self.read = self.refused = 0
-
-    def __call__(self, work: Any, seed: int) -> Any:
-        started, result = time.monotonic(), None
-        try:
-            result = work()
-            self.read += 1
-        except TrtconvertError as error:
-            self.refused += 1
-            message = str(error)
-            assert all(label in message for label in ("expected: ", "got: ", "remedy: ")) or isinstance(
-                error, UserError
-            ), message
-            message.encode()  # it can be printed
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-        assert time.monotonic() - started < SECONDS, f"seed {seed}"
-        return result
-
 
 # Recipes --------------------------------------------------------------------------------------------------------------
 

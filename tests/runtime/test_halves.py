@@ -257,10 +257,30 @@ def test_writing_into_a_half_is_refused(mode, use):
         use(called(Engine()))
 
 
-def test_inputs_that_are_written_to_before_they_are_read_are_told():
+def test_inputs_that_are_written_to_before_they_are_read_are_told(mode):
     x = torch.cat([X, X])
-    with torch.no_grad():
+    with mode:
         u, c = called(Engine(), x).chunk(2)
         x.add_(1)
         with pytest.raises(UserError, match=r"wrote into 'x'(.|\n)*engine.guidance: separate"):
             u + G * (c - u)
+
+
+def test_inference_tensors_that_are_written_to_count_as_they_were():
+    """They do not tell that somebody wrote into them."""
+    engine = Engine()
+    with torch.inference_mode():
+        x, condition = torch.cat([X, X]), C.clone()
+        u, c = called(engine, x, c=condition).chunk(2)
+        x.add_(1)
+        condition.zero_()
+        torch.testing.assert_close(u + G * (c - u), EXPECTED)
+        assert engine.scales == [[G, G]]
+
+        halves, x = Halves(engine, "t", GUIDANCE, "Model"), X.clone()
+        c = called(engine, x, halves, C[2:])
+        x.add_(1)
+        u = called(engine, x, halves, C[:2])
+        with pytest.warns(RuntimeWarning, match="otherwise than in the sum of guidance"):
+            found = u + G * (c - u)  # of other samples: no sum of guidance
+    torch.testing.assert_close(found, (X + 1 + C[:2, None]) + G * (C[2:, None] - 1 - C[:2, None]))

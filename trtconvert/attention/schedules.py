@@ -358,10 +358,11 @@ class SigmaRange:
     high: float = SIGMA_MAX
 
     def __post_init__(self) -> None:
-        if not 0 < self.low < self.high < math.inf:
+        of_float32 = torch.finfo(torch.float32)
+        if not of_float32.smallest_normal <= self.low < self.high <= of_float32.max:
             raise UserError(
                 "A noise schedule has no such range.",
-                expected="0 < the least σ < the largest, both finite",
+                expected="0 < the least σ < the largest, both normal numbers of FP32",
                 got=f"{self.low:g} and {self.high:g}",
                 remedy=f"take those that the model was trained with; EDM's are {SIGMA_MIN} and {SIGMA_MAX}",
             )

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from trtconvert.calib.sensitivity import Sensitivity
-from trtconvert.files import whole_file
+from trtconvert.files import open_regular, whole_file
 from trtconvert.quant.decision import Plan, Unit
+
+_SUFFIX = ".kept"
+_LENGTH_BYTES = 8
+_HEADER_BYTES = _LENGTH_BYTES + hashlib.sha256().digest_size
 
 
 class KeptSearch:
-    """Measurements by what was measured. Each is a file, which is written whole; one that cannot be read is measured again.
+    """Measurements by what was measured. Each is a file, which is written whole and begins with its length and a SHA-256. What a
+    damaged file held is measured again.
 
     Args:
         folder: of everything that decides the measurements but for the units, the plans and the limits of the budget. None keeps
@@ -58,30 +63,47 @@ class KeptSearch:
     def keep_figures(self, plan: Plan, figures: dict[str, float]) -> None:
         key = _plan_key(plan)
         self._figures[key] = figures
-        if self._folder is not None:
-            with whole_file(self._folder / f"{key}.json") as partial:
-                partial.write_text(json.dumps(figures))
+        self._write(f"{key}.json", json.dumps(figures).encode())
 
     def _tensors(self, key: str) -> dict[str, Tensor] | None:
-        if self._folder is None:
-            return None
-        try:
-            return load_file(self._folder / f"{key}.safetensors")
-        except (OSError, SafetensorError):
-            return None
+        content = self._content(f"{key}.safetensors")
+        return None if content is None else load(content)
 
     def _keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        if self._folder is not None:
-            with whole_file(self._folder / f"{key}.safetensors") as partial:
-                save_file({name: x.contiguous() for name, x in tensors.items()}, partial)
+        self._write(f"{key}.safetensors", save({name: x.contiguous() for name, x in tensors.items()}))
 
     def _read(self, key: str) -> dict[str, float] | None:
+        content = self._content(f"{key}.json")
+        return None if content is None else json.loads(content)
+
+    def _write(self, name: str, content: bytes) -> None:
+        if self._folder is not None:
+            path = self._folder / f"{name}{_SUFFIX}"
+            with whole_file(path, through_link=False) as partial, partial.open("wb") as file:
+                file.write(_header(name, content))
+                file.write(content)
+
+    def _content(self, name: str) -> bytes | None:
+        """What `_write` wrote; None where nothing is there, or something else."""
         if self._folder is None:
             return None
         try:
-            return json.loads((self._folder / f"{key}.json").read_text())
-        except (OSError, ValueError):
+            with open_regular(self._folder / f"{name}{_SUFFIX}") as file:
+                header = file.read(_HEADER_BYTES)
+                length = int.from_bytes(header[:_LENGTH_BYTES], "little")
+                if os.fstat(file.fileno()).st_size != _HEADER_BYTES + length:  # before memory is asked for
+                    return None
+                content = file.read()
+        except OSError:
             return None
+        return content if _header(name, content) == header else None
+
+
+def _header(name: str, content: bytes) -> bytes:
+    """What a file begins with: the length of its content, and the SHA-256 of its name and its content."""
+    digest = hashlib.sha256(f"{name}\0".encode())
+    digest.update(content)
+    return len(content).to_bytes(_LENGTH_BYTES, "little") + digest.digest()
 
 
 def _plan_key(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from trtconvert.errors import BackendUnavailable
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear import conv_kernel
 from trtconvert.linear import kernel as linear_kernel
+from trtconvert.linear.convs import IMAGE_MARKS
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight
 
@@ -244,11 +245,12 @@ def _conv_call(shape: tuple[int, int, int, int, int, int], mode: LayerMode, seed
     stored = stored.permute(0, 2, 3, 1).contiguous()
     scale = in_torch().abs().amax().float()[None] / LEVELS
     payload = torch.empty_like(x, dtype=torch.int8)
+    marks = torch.empty(batch, IMAGE_MARKS, device="cuda", dtype=torch.uint8)
     y = torch.empty(batch, height, width, outputs, device="cuda", dtype=torch.float16)
 
     def in_int8() -> Tensor:
-        conv_kernel.group_norm(x, gamma, beta, payload, groups=_NORM_GROUPS, scale=scale)
-        conv_kernel.int8_conv(payload, stored, weight_scale, bias, scale, y, padding=padding)
+        conv_kernel.group_norm(x, gamma, beta, payload, groups=_NORM_GROUPS, scale=scale, marks=marks)
+        conv_kernel.int8_conv(payload, marks, stored, weight_scale, bias, scale, y, padding=padding)
         return y
 
     return in_int8

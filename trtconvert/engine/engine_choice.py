@@ -136,6 +136,29 @@ def fastest_engine(
     return _unless_plain_is_faster(engine, build_plain, timed, watch)
 
 
+def with_layers_that_build(
+    kinds: Sequence[LayerKind], make: Callable[[LayerKind], ChosenEngine], watch: BuildWatcher
+) -> tuple[ChosenEngine, Sequence[LayerKind]]:
+    """An engine with layers of the first kind that one can be built with. The watcher is told which kinds cannot be built.
+
+    Args:
+        kinds: of layers, the preferred one first; make: an engine with layers of a kind.
+    Returns:
+        The engine, and its kind with those behind it.
+    Raises:
+        TrtconvertError, KeyboardInterrupt: no engine can be built with any of the kinds.
+    """
+    for place, kind in enumerate(kinds[:-1]):
+        try:
+            return make(kind), kinds[place:]
+        except TrtconvertError as error:
+            watch.notice(
+                f"layers are {kinds[place + 1]}: an engine with layers that are {kind} cannot be built: {error.problem}: "
+                f"{error.got}"
+            )
+    return make(kinds[-1]), kinds[-1:]
+
+
 def with_fastest_layers(
     engine: ChosenEngine,
     nodes: Mapping[str, ir.Node],

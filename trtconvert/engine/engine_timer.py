@@ -17,9 +17,10 @@ from trtconvert.engine.loading import load_engine
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.export.changes import LAST
+from trtconvert.manifest_checks import CACHE
 
 ROTATION = 4
-"""Sets of inputs that take turns, so that none is read twice in a row."""
+"""Sets of inputs that take turns, so that none is read twice in a row. Caches are one set, see `denoiser_microseconds`."""
 
 _REMEDY = (
     "end other programs on the GPU, or set engine.attention to plugin or native, which needs no timing, in the recipe or by "
@@ -117,7 +118,7 @@ def denoiser_microseconds(
     """Device time of one call of a denoiser's engine in µs: the mean over timestep bins, summed over the profiles' opt shapes.
 
     Floating-point inputs are N(0, 1), others zeros, which are valid wherever they are indices. Layers that quantise changes go on
-    from a step before, as nearly all steps do, and read their caches.
+    from a step before, as nearly all steps do, and read their caches: one set for all calls, as caches may take gigabytes.
 
     Args:
         trt: the bindings' module.
@@ -131,7 +132,10 @@ def denoiser_microseconds(
         runner = EngineRunner(trt, plan)
         total = 0.0
         for index, dims in enumerate(profiles):
-            feeds = [{spec.name: _draw(spec, dims) for spec in inputs} for _ in range(ROTATION)]
+            # A trajectory reads and writes two sets of caches in turn, and the engine's outputs are the second set here.
+            caches = {spec.name: _draw(spec, dims) for spec in inputs if spec.name.startswith(CACHE)}
+            others = [spec for spec in inputs if spec.name not in caches]
+            feeds = [caches | {spec.name: _draw(spec, dims) for spec in others} for _ in range(ROTATION)]
             for timestep, count in bins.items():
                 for feed in feeds:
                     feed[timestep_input].fill_(timestep)

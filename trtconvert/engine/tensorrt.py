@@ -252,7 +252,12 @@ def build_engine(
     """
     import torch
 
-    from trtconvert.engine.engine_choice import ChosenEngine, fastest_engine, with_fastest_layers
+    from trtconvert.engine.engine_choice import (
+        ChosenEngine,
+        fastest_engine,
+        with_fastest_layers,
+        with_layers_that_build,
+    )
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
     from trtconvert.export.lowering import has_group_norms, refitted_constants
@@ -274,7 +279,7 @@ def build_engine(
 
     kinds = _layer_kinds(component, model, onnx, options, watch)
 
-    def build(native: Collection[str], options: EngineSection = options, layers: LayerKind = kinds[0]) -> bytes:
+    def build(native: Collection[str], options: EngineSection = options, *, layers: LayerKind) -> bytes:
         options = options.model_copy(update={"layers": layers})
         here = lowered(model, native, options, profiles)
         return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watch)
@@ -295,11 +300,16 @@ def build_engine(
             counts = dict(zip(told, bins.values(), strict=True))
             return denoiser_microseconds(trt, component.all_inputs, component.timestep_input, profiles, plan, counts)
 
-        # Of layers that quantise changes the last kind has no plugins.
-        without = kinds[-1] if component.caches else kinds[0]
-        plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}), layers=without)
         choice = choose_alone(trt, model, profiles, options, watch)
-        engine = fastest_engine(choice, nodes, build, plain if with_group_norms else None, time_engine, watch)
+
+        def fastest(layers: LayerKind) -> ChosenEngine:
+            # Of layers that quantise changes the last kind has no plugins.
+            without = kinds[-1] if component.caches else layers
+            plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}), layers=without)
+            with_layers = partial(build, layers=layers)
+            return fastest_engine(choice, nodes, with_layers, plain if with_group_norms else None, time_engine, watch)
+
+        engine, kinds = with_layers_that_build(kinds, fastest, watch)
         if engine.is_plain and component.caches:
             kinds = kinds[::-1]
         if len(kinds) > 1:
@@ -307,7 +317,11 @@ def build_engine(
             engine = with_fastest_layers(engine, nodes, kinds, build_others, time_engine, watch)
     else:
         native = list(nodes) if attention == "native" else []
-        engine = ChosenEngine(build(native), len(native) < len(nodes), [], None)
+
+        def with_attention(layers: LayerKind) -> ChosenEngine:
+            return ChosenEngine(build(native, layers=layers), len(native) < len(nodes), [], None)
+
+        engine, kinds = with_layers_that_build(kinds, with_attention, watch)
     chosen = _with_norms_of(engine, options).model_copy(update={"layers": engine.layers or kinds[0]})
     native = [site.name for site in engine.native_sites] if engine.with_plugin else list(nodes)
     built = lowered(model, native, chosen, profiles)

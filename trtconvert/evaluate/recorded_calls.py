@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.documents import parse_json, require_plain_types, safetensors_header
+from trtconvert.errors import UserError, first_line
 from trtconvert.guidance import guidance_of
 from trtconvert.runtime.trajectory import begin
 
@@ -47,18 +49,20 @@ class RecordedCalls:
 
     @staticmethod
     def load(path: Path) -> RecordedCalls:
-        """The calls of a file that `save` wrote."""
-        inputs: dict[int, dict[str, Tensor]] = {}
-        expected: dict[int, Tensor] = {}
-        last: dict[str, Tensor] = {}
-        with safe_open(path, "pt") as file:
-            type_errors = json.loads(file.metadata()[_TYPE_ERRORS])
-            names = list(file.keys())
-            for index in sorted({int(name.partition("/")[0]) for name in names}):
-                prefix = f"{index}/inputs/"
-                last |= {name.removeprefix(prefix): file.get_tensor(name) for name in names if name.startswith(prefix)}
-                inputs[index], expected[index] = dict(last), file.get_tensor(f"{index}/{_EXPECTED}")
-        return RecordedCalls(inputs, expected, type_errors)
+        """The calls of a file that `save` wrote.
+
+        Raises:
+            UserError: it is another file, or a damaged one.
+        """
+        try:
+            return _read(path)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(
+                f"{path} does not hold recorded calls",
+                expected="inputs and a prediction of each timestep bin that was recorded, as a build writes them",
+                got=first_line(error),
+                remedy="build the bundle again",
+            ) from error
 
     def errors(self, denoiser: Denoiser) -> list[float | None]:
         """[T] relative L2 error of a denoiser's predictions in each bin; None for bins without a call.
@@ -73,6 +77,30 @@ class RecordedCalls:
                 begin(denoiser)  # each call stands for itself
                 found[index] = relative_error(denoiser(**inputs).float().cpu(), self.expected[index])
         return found
+
+
+def _read(path: Path) -> RecordedCalls:
+    """See `RecordedCalls.load`. Raises OSError, ValueError, SafetensorError."""
+    header = safetensors_header(path)
+    require_plain_types(header)
+    metadata = header.pop("__metadata__", {})
+    type_errors = parse_json(str(metadata.get(_TYPE_ERRORS, "null") if isinstance(metadata, dict) else "null"))
+    if not isinstance(type_errors, list) or not all(x is None or isinstance(x, float) for x in type_errors):
+        raise ValueError(f"{_TYPE_ERRORS} that are no list of an error or nothing for each timestep bin")
+    inputs: dict[int, dict[str, Tensor]] = {}
+    expected: dict[int, Tensor] = {}
+    last: dict[str, Tensor] = {}
+    with safe_open(path, "pt") as file:
+        for index in range(len(type_errors)):
+            prefix, prediction = f"{index}/inputs/", f"{index}/{_EXPECTED}"
+            own = {name.removeprefix(prefix) for name in header if name.startswith(prefix)}
+            if not own and prediction not in header:
+                continue  # no step came to the bin
+            last |= {name: file.get_tensor(prefix + name) for name in own}
+            inputs[index], expected[index] = dict(last), file.get_tensor(prediction)
+    if not expected:
+        raise ValueError("no calls")
+    return RecordedCalls(inputs, expected, type_errors)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -17,6 +17,9 @@ FEWEST_PIXELS, FEWEST_OUTPUTS = 128, 2**17
 LEAST_DEPTH = 640
 """Numbers of a window below which reading the images takes most of the time, as of linear layers."""
 
+IMAGE_MARKS = 32
+"""Bytes of an image that say whether a norm in front found NaN or infinity in it, see layer_modes.h."""
+
 PIXELS = "of single pixels, which is a product"
 NOT_NORMED = "behind no group norm that would give its input in INT8"
 

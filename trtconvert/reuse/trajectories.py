@@ -17,7 +17,7 @@ the model at hand differs from that is measured, by noise level: `gain`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Self
 
 import torch
@@ -56,10 +56,28 @@ class Trajectories:
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Self:
-        """What `tensors` gave, of a file's."""
-        found = {field.name: tensors[field.name] for field in fields(cls) if field.name in tensors}
-        scalars = {name: x.item() for name, x in found.items() if not x.ndim}
-        return cls(**found | scalars)  # type: ignore[arg-type]
+        """What `tensors` gave, of a file's. Bundles of before have none of those with a default.
+
+        Raises:
+            ValueError: they are other tensors.
+        """
+        known = {field.name: field.default for field in fields(cls)}
+        needed = {name for name, default in known.items() if default is MISSING}
+        if not needed <= tensors.keys() <= known.keys():
+            raise ValueError(f"tensors {', '.join(sorted(tensors)) or 'none'}, where {', '.join(known)} are needed")
+        steps, samples = tensors["timesteps"].numel(), len(tensors["products"]) if tensors["products"].dim() else 0
+        shapes = {"timesteps": (steps,), "products": (samples, steps, steps), "sigmas": (steps,), "gain": (steps,)}
+        for name, shape in shapes.items():
+            x = tensors[name]
+            if x.shape != shape or 0 in shape or x.dtype != torch.float64 or not x.isfinite().all():
+                raise ValueError(f"{name} that are no finite numbers in FP64 of the shape {list(shape)}")
+        if tensors["timesteps"].unique().numel() != steps:
+            raise ValueError("timesteps of which two are equal")
+        scalars = {name: tensors[name] for name in tensors.keys() - shapes.keys()}
+        for name, x in scalars.items():
+            if x.numel() != 1 or (x.dtype == torch.bool) != (name != "correction") or not 0 <= float(x) <= 1:
+                raise ValueError(f"{name} that is no {'share from 0 to 1' if name == 'correction' else 'boolean'}")
+        return cls(**tensors | {name: x.item() for name, x in scalars.items()})  # type: ignore[arg-type]
 
     def covers(self, timesteps: Tensor) -> Tensor:
         """[M] whether each timestep lies among the calibrated ones."""

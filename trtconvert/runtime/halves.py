@@ -63,7 +63,10 @@ class Halves:
         if first.dim() != len(self._guidance.output) or not len(first):
             return self._denoiser(**self._guidance.inputs(named, named, timestep))  # which says what it takes
         shape = shape_like(self._guidance.output, first)
-        call = _Call(self, dict(named), first, timestep, sample.dtype)
+        # Inference tensors do not count what is written into them, so that the call keeps copies.
+        kept = {name: x.clone() if x.is_inference() else x for name, x in named.items()}
+        first = next(x for name, x in kept.items() if name != self.timestep)
+        call = _Call(self, kept, first, timestep, sample.dtype)
         return Prediction.of(_Half(_Rows(call, 0, shape[0]), tuple(shape), sample.dtype))
 
     def shared(self, name: str) -> bool:
@@ -141,14 +144,18 @@ class _Call:
         halves, count = self.halves, self.first.shape[0]
         own = {name: x for name, x in self.named.items() if not halves.shared(name) or x is self.first}
         self.each = {halves.timestep: 1} | {name: rows_each(name, x, count) for name, x in own.items()}
-        self._versions = {name: x._version for name, x in self.named.items() if not x.is_inference()}
+        self._versions = {name: x._version for name, x in self._counted()}
+
+    def _counted(self) -> list[tuple[str, Tensor]]:
+        """The inputs that are the caller's own tensors. Of others the call has copies."""
+        return [(name, x) for name, x in self.named.items() if not x.is_inference()]
 
     def require_unchanged(self) -> None:
         """
         Raises:
             UserError: somebody has written into what the denoiser was given, and that it reads now.
         """
-        if changed := [name for name, version in self._versions.items() if self.named[name]._version != version]:
+        if changed := [name for name, x in self._counted() if self._versions[name] != x._version]:
             raise UserError(
                 f"the pipeline wrote into '{changed[0]}' before it added up both halves of guidance",
                 expected="inputs that stay as they are until then",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord
-from trtconvert.errors import warn
+from trtconvert.errors import UserError, first_line, warn
 from trtconvert.guidance import guidance_of
 from trtconvert.noise_input import place_of
 from trtconvert.reuse.schedule import Reuse, Scheduler, extrapolation, reuse_of
@@ -56,12 +56,23 @@ def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
 
     Args:
         folder: of the bundle, whose files were checked; component: the denoiser, which leaves steps out.
+    Raises:
+        UserError: the file is not what a build writes.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     record = component.reuse
     assert record is not None
-    found = Trajectories.of_tensors(load_file(folder / record.file))
+    try:
+        found = Trajectories.of_tensors(load_file(folder / record.file))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(
+            f"{record.file} in the bundle does not say which steps may be left out",
+            expected="what a build with steps.computed measured of trajectories",
+            got=first_line(error),
+            remedy="build the bundle again, or load the bundle with all_steps=True",
+        ) from error
     place = [spec.name for spec in component.inputs].index(component.timestep_input)
     return Reuse(found, record.objective, record.limit, component.timestep_input, place, component.noise_input)
 

@@ -51,6 +51,7 @@ void Int8GroupNormPlugin::place(void const* const* inputs, int32_t num_inputs, v
   params.table.timestep = input_of<float>(inputs, num_inputs, kTimestep);
   params.table.x_scale = input_of<float>(inputs, num_inputs, kXScale);
   params.payload = outputs[kPayload];
+  params.marks = outputs[kMarks];
 }
 
 int32_t Int8GroupNormPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInputs, DimsExprs const*, int32_t, DimsExprs* outputs,
@@ -59,6 +60,7 @@ int32_t Int8GroupNormPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nb
   outputs[kPayload] = channels_last(inputs[kX]);
   outputs[kPayload].d[3] = exprBuilder.operation(nvinfer1::DimensionOperation::kFLOOR_DIV, *inputs[kX].d[1],
                                                  *exprBuilder.constant(payload_divisor(TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC))));
+  outputs[kMarks] = {2, {inputs[kX].d[0], exprBuilder.constant(kMarkWords)}};
   return kOk;
 }
 

@@ -13,7 +13,7 @@ struct Int8GroupNormAttributes {
   float timestep_max = 1000.0f;
   int32_t shift = 0, factor = 0, timestep = 0;  // 1: whether there is such an input
 
-  static constexpr int32_t kSerializationVersion = 1;
+  static constexpr int32_t kSerializationVersion = 2;
   static constexpr auto list() {
     return std::tuple(attribute("epsilon", &Int8GroupNormAttributes::epsilon, read_epsilon),
                       attribute("groups", &Int8GroupNormAttributes::groups, read_positive, true),
@@ -49,11 +49,12 @@ class Int8GroupNormPlugin final : public LayerPlugin<Int8GroupNormPlugin, Int8Gr
   };
   enum Output : int32_t {
     kPayload,  // [B, H, W, C / 4] INT32
+    kMarks,    // [B, kMarkWords] INT32
   };
 
   static constexpr char const* kInputNames[] = {"x", "weight", "bias", "shift", "factor", "timestep", "x_scale"};
   static constexpr int32_t kFewestInputs = kInputs;
-  static constexpr char const* kOutputNames[] = {"payload"};
+  static constexpr char const* kOutputNames[] = {"payload", "marks"};
   static constexpr char kShapesFrom[] = "x and the tables";
   static constexpr uint32_t kParamsVersion = TRTCONVERT_GROUP_NORM_VERSION;
   static constexpr auto kCheck = trtconvert_group_norm_check;

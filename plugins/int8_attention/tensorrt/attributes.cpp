@@ -114,7 +114,8 @@ unsigned read_field(PluginField const& field, TensorRTPhase phase, Attributes& a
   if (name == kKHead) return read_count(field, "heads", attributes.k_head) ? kKHeadBit : 0;
   if (name == kVHead) return read_count(field, "heads", attributes.v_head) ? kVHeadBit : 0;
   if (name == kParts) return read_parts(field, attributes.parts) ? kPartsBit : 0;
-  if (name == kSerializationVersionField && phase == TensorRTPhase::kRUNTIME) return read_version(field, kSerializationVersion) ? kVersionBit : 0;
+  if (int32_t version; name == kSerializationVersionField && phase == TensorRTPhase::kRUNTIME)
+    return read_version(field, kSerializationVersion, kSerializationVersion, version) ? kVersionBit : 0;
   log(Severity::kERROR, "expected the attributes %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, got '%s'; remove it",
       kLayout, kSoftmaxScale, kTimestepMax, kScaling, kSmoothK, kBlockMask, kKeyIndex, kRotary, kNorm, kNormEpsilon, kNormSplit,
       kKvHeads, kKHead, kVHead, kParts, field.name);
@@ -142,7 +143,7 @@ bool parse_attributes(PluginFieldCollection const* fields, TensorRTPhase phase, 
   unsigned seen = 0;
   auto const read = [&](PluginField const& field) { return read_field(field, phase, attributes); };
   if (!read_fields(fields, read, seen)) return false;
-  if (phase == TensorRTPhase::kRUNTIME && !check_complete(fields, seen, SerializedAttributes::kNumFields)) return false;
+  if (phase == TensorRTPhase::kRUNTIME && !check_complete(fields, seen, (1u << SerializedAttributes::kNumFields) - 1)) return false;
   if (attributes.norm_split > 0 && !attributes.norm) {
     log(Severity::kERROR, "attribute '%s': expected 0 without an input 'norm', got %d", kNormSplit, attributes.norm_split);
     return false;

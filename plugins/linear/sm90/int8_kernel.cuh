@@ -55,16 +55,14 @@ class ScaledEpilogue {
   // Asked for here, needed behind the products.
   __device__ __forceinline__ void load(const P& p, const Place& place) {
     const int thread = threadIdx.x % kWarpgroup;
-#pragma unroll
-    for (int block = 0; block < S::kBlocks; ++block)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = place.row + row_of(block, half);
+    if constexpr (kConv) {
+      for_each_row(place, [&](int block, int half, int row) { marks_[block][half] = row < p.rows ? marks_of(p.conv, row) : uint2{}; });
+    } else {
+      for_each_row(place, [&](int block, int half, int row) {
         row_scales_[block][half] = row >= p.rows ? 0.f : p.changes ? p.row_scale[row] : row_scale_of(p, row);
         if (p.out_row_scale) out_scales_[block][half] = row < p.rows ? out_scale(p, row) : 1.f;
-      }
-    if constexpr (std::is_same_v<P, ConvParams>)
-      mark_broken_images(p.conv, place.row + row_of(0, 0) - threadIdx.x % 32 / 4, kBlockRows, p.rows, row_scales_);
+      });
+    }
     of_columns_ = {};
     const int in_product = 2 * thread % kOut, product = 2 * thread / kOut;
     if (thread < kPairs && place.column + in_product < p.columns) {
@@ -77,6 +75,12 @@ class ScaledEpilogue {
         equaliser_ = make_float4(factor.x, factor.y, offset.x, offset.y);
       }
     }
+    if constexpr (kConv) {  // behind the other loads, as the scale's address waits for the timestep
+      SampleScale scale;
+      for_each_row(place, [&](int block, int half, int row) {
+        row_scales_[block][half] = row < p.rows ? scale.of(p.conv, row) : 0.f;
+      });
+    }
   }
 
   __device__ __forceinline__ void prepare(const Int8Params& p, const Place& place) { load_residual(p, place, 0, 0, residual_[0]); }
@@ -88,7 +92,10 @@ class ScaledEpilogue {
     const int thread = threadIdx.x % kWarpgroup;
     // All have read the last tile's: a barrier lies behind.
     if (thread < kPairs) store_shared(columns_ + thread * kPairBytes, of_columns_);
-    if (p.out_row_scale) {
+    if constexpr (kConv) {
+#pragma unroll
+      for (int block = 0; block < S::kBlocks; ++block) break_marked(marks_[block], row_scales_[block]);
+    } else if (p.out_row_scale) {
       if (thread < kOut / 2) store_shared(equalisers_ + thread * kPairBytes, equaliser_);
       if (place.column == 0) store_out_scales(p, place);
       return store_boxes<Finish::kQuantised>(p, maps, place, sums);
@@ -103,6 +110,7 @@ class ScaledEpilogue {
   }
 
  private:
+  static constexpr bool kConv = std::is_same_v<P, ConvParams>;
   static constexpr int kOut = S::kOutColumns;
   static constexpr int kPairs = S::kColumns / 2;
   static constexpr int kBoxes = kOut / kStoreColumns;  // of a block
@@ -116,6 +124,14 @@ class ScaledEpilogue {
     return block * kBlockRows + threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
   }
 
+  template <typename Action>
+  static __device__ __forceinline__ void for_each_row(const Place& place, Action action) {
+#pragma unroll
+    for (int block = 0; block < S::kBlocks; ++block)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) action(block, half, place.row + row_of(block, half));
+  }
+
   static __device__ __forceinline__ float out_scale(const Int8Params& p, int row) {
     const Sample sample = sample_of(p.out_table, {TRTCONVERT_STATIC, true}, row / p.out_sample_rows);
     return sample.usable ? sample.x_scale : NAN;
@@ -124,13 +140,9 @@ class ScaledEpilogue {
   // By the consumer that has the first columns of these rows.
   __device__ __forceinline__ void store_out_scales(const Int8Params& p, const Place& place) const {
     if (threadIdx.x % 4) return;
-#pragma unroll
-    for (int block = 0; block < S::kBlocks; ++block)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = place.row + row_of(block, half);
-        if (row < p.rows) p.out_row_scale[row] = isnan(row_scales_[block][half]) ? NAN : out_scales_[block][half];
-      }
+    for_each_row(place, [&](int block, int half, int row) {
+      if (row < p.rows) p.out_row_scale[row] = isnan(row_scales_[block][half]) ? NAN : out_scales_[block][half];
+    });
   }
 
   __device__ __forceinline__ void load_residual(const Int8Params& p, const Place& place, int block, int box,
@@ -279,6 +291,7 @@ class ScaledEpilogue {
   int barrier_;
   int next_box_ = 0;
   float row_scales_[S::kBlocks][2], out_scales_[S::kBlocks][2];  // of changes with their signs
+  uint2 marks_[S::kBlocks][2];                                   // of a convolution's images
   float4 of_columns_;  // scales and biases of a pair
   float4 equaliser_;   // factors and offsets of a pair
   Residual residual_[2];

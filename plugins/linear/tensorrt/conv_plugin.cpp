@@ -53,7 +53,7 @@ bool Int8ConvPlugin::has_input(int32_t input) const noexcept {
 
 Element Int8ConvPlugin::input_element(int32_t input) noexcept {
   if (input == kResidual) return Element::k16Bit;
-  return input == kX || input == kWeight ? Element::kInt32 : Element::kFloat;
+  return input == kX || input == kMarks || input == kWeight ? Element::kInt32 : Element::kFloat;
 }
 
 bool Int8ConvPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, TrtConvertInt8ConvParams& params) const noexcept {
@@ -71,6 +71,7 @@ bool Int8ConvPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, Tr
   int64_t const width = out_size(x.d[2], weight.d[2], attributes().stride_x, attributes().pad_x);
   Dims const of_outputs{1, {outputs}};
   Dims const expected[kInputs] = {{4, {x.d[0], x.d[1], x.d[2], weight.d[3]}},
+                                  {2, {x.d[0], kMarkWords}},
                                   weight,
                                   of_outputs,
                                   of_outputs,
@@ -96,6 +97,7 @@ bool Int8ConvPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, Tr
 void Int8ConvPlugin::place(void const* const* inputs, int32_t num_inputs, void* const* outputs,
                            TrtConvertInt8ConvParams& params) const noexcept {
   params.x = inputs[kX];
+  params.marks = inputs[kMarks];
   params.weight = inputs[kWeight];
   params.weight_scale = input_of<float>(inputs, num_inputs, kWeightScale);
   params.bias = input_of<float>(inputs, num_inputs, kBias);

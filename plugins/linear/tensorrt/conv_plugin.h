@@ -15,7 +15,7 @@ struct Int8ConvAttributes {
   int32_t bfloat16 = 0;                          // of 16-bit tensors: 1 BF16, 0 FP16
   float timestep_max = 1000.0f;
 
-  static constexpr int32_t kSerializationVersion = 1;
+  static constexpr int32_t kSerializationVersion = 2;
   static constexpr auto list() {
     return std::tuple(attribute("stride_y", &Int8ConvAttributes::stride_y, read_stride),
                       attribute("stride_x", &Int8ConvAttributes::stride_x, read_stride),
@@ -43,6 +43,7 @@ class Int8ConvPlugin final : public LayerPlugin<Int8ConvPlugin, Int8ConvAttribut
 
   enum Input : int32_t {
     kX,            // a payload, [B, H, W, C / 4] INT32
+    kMarks,        // of its images, [B, kMarkWords] INT32
     kWeight,       // [N, R, S, C / 4] INT32
     kWeightScale,  // [N] FP32
     kBias,         // [N] FP32, with the attribute
@@ -55,7 +56,7 @@ class Int8ConvPlugin final : public LayerPlugin<Int8ConvPlugin, Int8ConvAttribut
     kY,  // [B, N, P, Q] in HWC8, FP16 or BF16
   };
 
-  static constexpr char const* kInputNames[] = {"x", "weight", "weight_scale", "bias", "residual", "timestep", "x_scale"};
+  static constexpr char const* kInputNames[] = {"x", "marks", "weight", "weight_scale", "bias", "residual", "timestep", "x_scale"};
   static constexpr int32_t kFewestInputs = kInputs;
   static constexpr char const* kOutputNames[] = {"y"};
   static constexpr char kShapesFrom[] = "x, weight and the tables";

@@ -20,7 +20,7 @@ struct Int8LinearAttributes {
 
   int32_t changes = 0;  // 1: of rows and the residual, see int8_linear.h
 
-  static constexpr int32_t kSerializationVersion = 2;
+  static constexpr int32_t kSerializationVersion = 2, kOldestVersion = 1;
   static constexpr auto list() {
     return std::tuple(attribute("mode_set", &Int8LinearAttributes::mode_set, read_mode_set, true),
                       attribute("activation", &Int8LinearAttributes::activation, read_activation),
@@ -32,7 +32,7 @@ struct Int8LinearAttributes {
                       attribute("out_offset", &Int8LinearAttributes::out_offset, read_flag),
                       attribute("timestep", &Int8LinearAttributes::timestep, read_flag),
                       attribute("timestep_max", &Int8LinearAttributes::timestep_max, read_timestep_max),
-                      attribute("changes", &Int8LinearAttributes::changes, read_flag));
+                      attribute("changes", &Int8LinearAttributes::changes, read_flag, false, 2));
   }
 };
 

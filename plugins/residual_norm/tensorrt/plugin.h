@@ -12,10 +12,10 @@ struct ResidualNormAttributes {
   float epsilon = 1e-5f;
   int32_t starts_early = 0;
 
-  static constexpr int32_t kSerializationVersion = 2;
+  static constexpr int32_t kSerializationVersion = 2, kOldestVersion = 1;
   static constexpr auto list() {
     return std::tuple(attribute("epsilon", &ResidualNormAttributes::epsilon, read_epsilon),
-                      attribute("starts_early", &ResidualNormAttributes::starts_early, read_flag));
+                      attribute("starts_early", &ResidualNormAttributes::starts_early, read_flag, false, 2));
   }
 };
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -22,6 +24,7 @@ from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, take_int8_convs
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
+from trtconvert.linear.convs import IMAGE_MARKS
 from trtconvert.linear.sites import LayerFinder
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection
@@ -71,15 +74,18 @@ class Int8GroupNorm(OpRun):
         normed = norm(x, weight, bias, given, groups, epsilon, silu, shift).float().permute(0, 2, 3, 1).numpy()
         of_factor = given.pop(0) if factor else np.ones(1, np.float32)
         scale = of_samples(given, timestep, timestep_max, len(x)).reshape(-1, 1, 1, 1)
-        payload = np.clip(np.rint(normed * of_factor / scale), -127, 127).astype(np.int8)
-        return (np.ascontiguousarray(payload).view(np.int32),)
+        payload = np.clip(np.rint(np.nan_to_num(normed) * of_factor / scale), -127, 127).astype(np.int8)
+        marks = np.zeros((len(x), IMAGE_MARKS), np.uint8)
+        marks[:, -1] = ~np.isfinite(normed).all((1, 2, 3))
+        return np.ascontiguousarray(payload).view(np.int32), marks.view(np.int32)
 
 
 class Int8Conv(OpRun):
     op_domain = DOMAIN
 
     def _run(
-        self, x, weight, weight_scale, *inputs, stride_y, stride_x, pad_y, pad_x, bias, residual, timestep, timestep_max, **_
+        self, x, marks, weight, weight_scale, *inputs, stride_y, stride_x, pad_y, pad_x, bias, residual, timestep, timestep_max,
+        **_,
     ):  # fmt: skip
         given = list(inputs)
         of_bias = given.pop(0) if bias else np.zeros(1, np.float32)
@@ -87,6 +93,7 @@ class Int8Conv(OpRun):
         integers = [torch.tensor(v.view(np.int8)).double().permute(0, 3, 1, 2) for v in (x, weight)]
         sums = F.conv2d(*integers, stride=(stride_y, stride_x), padding=(pad_y, pad_x)).numpy()
         scale = of_samples(given, timestep, timestep_max, len(x)).reshape(-1, 1, 1, 1)
+        scale = np.where(marks.any(1).reshape(-1, 1, 1, 1), np.nan, scale)
         y = sums * scale * weight_scale.reshape(1, -1, 1, 1) + of_bias.reshape(1, -1, 1, 1)
         return ((y if added is None else y + added).astype(np.float16),)
 
@@ -118,6 +125,19 @@ def test_plugins_compute_what_the_layers_specify(everywhere, modes, equalised):
     assert [node.attributes["shift"].as_int() for node in norms] == [0, 1, 0, 1]
     for timestep in (torch.tensor([100.0, 900.0]), torch.tensor([900.0, 900.0])):
         assert relative_error(run(graph, inputs, timestep), expected(timestep)) < tolerances.INT8_CONVS_OF_A_UNET
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_image_that_is_not_finite_stays_so(everywhere, value):
+    """INT8 has no NaN: marks go from each norm to its convolution."""
+    graph, _, inputs, _ = lowered([3])
+    assert [node.inputs[1] for node in named(graph, INT8_CONV)] == [x.outputs[1] for x in named(graph, INT8_GROUP_NORM)]
+    timestep = torch.tensor([100.0, 900.0])
+    whole = run(graph, inputs, timestep)
+    x = inputs["x"].clone()
+    x[1, 0, 0, 0] = value
+    broken = run(graph, inputs | {"x": x}, timestep)
+    assert torch.equal(broken[0], whole[0]) and not broken[1].isfinite().any()
 
 
 def test_weights_are_stored_four_channels_in_an_integer(everywhere):
@@ -185,7 +205,7 @@ def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
         "other": "of what others read too",
     }
     assert len(named(model, INT8_CONV)) == 4  # plain, shared twice, zeros
-    shared = [node.inputs[1] for node in named(model, INT8_CONV) if "shared" in str(node.inputs[1].name)]
+    shared = [node.inputs[2] for node in named(model, INT8_CONV) if "shared" in str(node.inputs[2].name)]
     assert len(shared) == 2
     timestep = torch.tensor([100.0, 900.0])
     right = expected(timestep, in_16_bits)

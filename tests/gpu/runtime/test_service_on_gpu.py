@@ -163,6 +163,7 @@ def test_weights_are_streamed_within_a_budget(tmp_path):
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.soak
 def test_ten_thousand_calls_leave_nothing(denoiser):
     sets = [make_inputs(batch) for batch in (1, 2, 3, 8)]
 
@@ -177,6 +178,7 @@ def test_ten_thousand_calls_leave_nothing(denoiser):
     assert resident() - host < CALLS_GROWTH
 
 
+@pytest.mark.soak
 def test_a_hundred_loads_leave_nothing(folder):
     def cycle() -> None:
         with runtime.load(folder, backend="tensorrt") as bundle:

@@ -160,7 +160,7 @@ TrtConvertInt8ConvParams int8_conv(Random& random) {
   p.data_type = static_cast<int32_t>(random.between(0, 1));
   p.table = mode_table(random, 1);
   p.table.mode_set = 8;
-  p.x = random.address(), p.weight = random.address(), p.y = random.address();
+  p.x = random.address(), p.weight = random.address(), p.y = random.address(), p.marks = random.address();
   p.weight_scale = random.address<float const>();
   if (random.one_in(2)) p.bias = random.address<float const>();
   if (random.one_in(2)) p.residual = random.address();
@@ -230,7 +230,7 @@ TrtConvertGroupNormParams group_norm(Random& random) {
   if (random.one_in(2)) return p;
   p.table = mode_table(random, 1);
   p.table.mode_set = 8;
-  p.normed = nullptr, p.payload = random.address();
+  p.normed = nullptr, p.payload = random.address(), p.marks = random.address();
   if (random.one_in(2)) p.factor = random.address<float const>();
   return p;
 }

@@ -9,6 +9,7 @@
 #include "calls.h"
 #include "cuda_stand_in.h"
 #include "tensorrt/abi.h"
+#include "trtconvert/layer_modes.h"
 
 using namespace nvinfer1;
 
@@ -220,6 +221,7 @@ Tensors inputs_of(std::string_view name, IPluginV3OneRuntime* runtime, Random& r
     int64_t const height = random.size(most_pixels), width = random.size(most_pixels);
     int64_t const kernel_h = random.size(random.one_in(4) ? most : 5), kernel_w = random.size(random.one_in(4) ? most : 5);
     add(tensor({batch, height, width, channels / 4}, kInt));
+    add(tensor({batch, TRTCONVERT_IMAGE_MARKS / 4}, kInt));
     add(tensor({out, kernel_h, kernel_w, channels / 4}, kInt));
     add(tensor({out}, kFloat));
     if (has("bias")) add(tensor({out}, kFloat));

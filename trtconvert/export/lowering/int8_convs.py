@@ -24,11 +24,12 @@ from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, producer_of
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.export.nodes.layers import CONV, layer_nodes
-from trtconvert.linear.convs import NOT_NORMED, PIXELS, obstacle, too_small
+from trtconvert.linear.convs import IMAGE_MARKS, NOT_NORMED, PIXELS, obstacle, too_small
 from trtconvert.linear.modes import LayerMode
 
 INT8_GROUP_NORM, INT8_CONV = "Int8GroupNorm", "Int8Conv"
 """Operators of the plugins."""
+MARK_WORDS = IMAGE_MARKS // 4
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,8 @@ def _replace(taken: _Conv) -> None:
     table.append(named_constant(graph, f"{activation.source}: scales of {len(scales)} bins", scales))
     of_table = {"timestep": int(timed), "timestep_max": float(activation.timestep_max)}
 
-    payload = _int8_norm(graph, taken, table, of_table)
-    inputs = [payload, _packed(graph, weight), named_constant(graph, f"{weight.name}: scale", weight.scale)]
+    payload, marks = _int8_norm(graph, taken, table, of_table)
+    inputs = [payload, marks, _packed(graph, weight), named_constant(graph, f"{weight.name}: scale", weight.scale)]
     bias = constant_of(conv.inputs[2]) if len(conv.inputs) > 2 else None
     if bias is not None:
         inputs.append(named_constant(graph, f"{conv.inputs[2].name}: FP32", bias.astype(np.float32)))  # type: ignore[union-attr]
@@ -190,23 +191,30 @@ def _replace(taken: _Conv) -> None:
     ir.convenience.replace_nodes_and_values(graph, last, nodes, [node], [old], node.outputs)
 
 
-def _int8_norm(graph: ir.Graph, taken: _Conv, table: Sequence[ir.Value], of_table: Mapping[str, Any]) -> ir.Value:
-    """The payload of the group norm in front of a convolution: INT32 [B, H, W, C / 4], four channels in each."""
+def _int8_norm(
+    graph: ir.Graph, taken: _Conv, table: Sequence[ir.Value], of_table: Mapping[str, Any]
+) -> tuple[ir.Value, ir.Value]:
+    """What the group norm in front of a convolution gives.
+
+    Returns:
+        The payload, INT32 [B, H, W, C / 4], four channels in each, and the marks of its images, INT32 [B, MARK_WORDS].
+    """
     norm = taken.norm
     inputs = [value for value in norm.inputs if value is not None]
     attributes: dict[str, Any] = {name: norm.attributes[name].value for name in ("epsilon", "groups", "silu")}
     attributes |= dict(of_table) | {"shift": int(len(inputs) > 3), "factor": int(taken.factor is not None)}
     if taken.factor is not None:
         inputs.append(named_constant(graph, f"{taken.weight.activation.source}: factor", taken.factor))
-    node = ir.node(INT8_GROUP_NORM, [*inputs, *table], attributes | PLUGIN, domain=DOMAIN)
+    node = ir.node(INT8_GROUP_NORM, [*inputs, *table], attributes | PLUGIN, domain=DOMAIN, num_outputs=2)
     shape = norm.outputs[0].shape
     assert shape is not None
     batch, channels, height, width = shape
     assert isinstance(channels, int)
-    payload = node.outputs[0]
+    payload, marks = node.outputs
     payload.type, payload.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([batch, height, width, channels // 4])
+    marks.type, marks.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([batch, MARK_WORDS])
     graph.insert_after(norm, node)
-    return payload
+    return payload, marks
 
 
 def _packed(graph: ir.Graph, weight: Int8Weight) -> ir.Value:

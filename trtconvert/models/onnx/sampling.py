@@ -43,12 +43,13 @@ SCHEDULES = (*BETA_SCHEDULES, FLOW, EDM)
 ODE, CONSISTENCY = "ode", "consistency"
 RANDOM = "random"
 
+_OF_NOISE = "a number from 1e-9 to 1e9"
 _FITS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "timesteps": ("a whole number from 2", lambda x: type(x) is int and 2 <= x <= 1_000_000),
-    "shift": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e6),
-    "sigma_min": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e9),
-    "sigma_max": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e9),
-    "timestep_factor": ("a positive number", lambda x: _is_number(x) and 0 < x < 1e9),
+    "shift": ("a number from 1e-6 to 1e6", lambda x: _is_number(x) and 1e-6 <= x <= 1e6),
+    "sigma_min": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
+    "sigma_max": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
+    "timestep_factor": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
 }
 """Options that are numbers: what they have to be."""
 
@@ -87,7 +88,8 @@ class Trained:
         """
         told = self.noise_input or TIMESTEP
         schedule = self.schedule or ("scaled_linear" if told in (TIMESTEP, "fraction") else EDM)
-        prediction = self.prediction or {FLOW: FLOW, EDM: DENOISED}.get(schedule, "epsilon")
+        usual = FLOW if schedule == FLOW else DENOISED if schedule == EDM else "epsilon"
+        prediction = self.prediction or usual
         for option, got, known in (
             ("schedule", schedule, SCHEDULES),
             ("prediction", prediction, PREDICTIONS),

@@ -40,4 +40,8 @@ typedef struct {
  * The sign bit of scale[0], which a NaN has too, says which of both a payload is: whoever reads it needs no table. Buffers are made for
  * the second where mode_set has WEIGHT_ONLY. */
 
+/* Bytes of an image that say whether the layer in front found NaN or infinity in it: all are 0, or the image is NaN. INT8 has no code for
+ * that. Whoever quantises an image writes all of its marks. */
+#define TRTCONVERT_IMAGE_MARKS 32
+
 #endif /* TRTCONVERT_LAYER_MODES_H_ */

@@ -10,8 +10,8 @@
  *
  * x_scale is the calibrated one of the sample's timestep bin, as of mode STATIC (layer_modes.h); what images get whose sample has no usable
  * scale is not said: the layer makes NaN of them. Where NaN or infinity is among a group's numbers, its mean or its variance, and all of
- * its results are NaN. The payload then has -128 in these channels of the image's first pixel, and any codes in the other pixels.
- * int8_conv.h turns such an image into NaN.
+ * its results are NaN. INT8 has no NaN: the payload then has any codes in these channels, and one of the image's marks is not 0. A weight,
+ * a bias and a shift that are not finite do the same. int8_conv.h turns a marked image into NaN.
  *
  * Mean and variance (divided by their number) are those of all pixels and all channels of a group, in FP32; groups are neighbouring
  * channels, as many in each. Results are rounded once.
@@ -33,7 +33,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_GROUP_NORM_VERSION 1
+#define TRTCONVERT_GROUP_NORM_VERSION 2
 
 /* Channels of an image. */
 #define TRTCONVERT_GROUP_NORM_MOST_CHANNELS 4096
@@ -62,6 +62,7 @@ typedef struct {
   TrtConvertModeTable table;
   const float* factor; /* [C], or null */
   void* payload;       /* INT8 [B, pixels, C]; overlaps none of the others */
+  void* marks;         /* bytes [B, TRTCONVERT_IMAGE_MARKS], as layer_modes.h describes; overlaps none of the others */
 } TrtConvertGroupNormParams;
 
 /* Whether the current device has thread block clusters, and the library code for it: compute capability 9.0 and later. */

@@ -6,7 +6,7 @@
  *
  * What lies outside of an image is zero. The product is exact in INT32, the rest is FP32, and y is rounded once. x_scale is the calibrated
  * one of the sample's timestep bin, as of mode STATIC (layer_modes.h); images of a sample whose scale is not usable are NaN, and those
- * whose first pixel has -128 in a channel (group_norm.h). Nothing else is said of -128.
+ * that are marked (group_norm.h).
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
  * from several threads and on several streams at once.
@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
-#define TRTCONVERT_INT8_CONV_VERSION 1
+#define TRTCONVERT_INT8_CONV_VERSION 2
 
 typedef struct {
   uint32_t struct_size;   /* sizeof(TrtConvertInt8ConvParams) of the caller */
@@ -50,6 +50,8 @@ typedef struct {
 
   void* stream;        /* cudaStream_t; null is the default stream */
   int32_t target_arch; /* 0: the device's best kernels; 80: those of mma.sync wherever they run (for tests) */
+
+  const void* marks; /* of x: bytes [B, TRTCONVERT_IMAGE_MARKS], as layer_modes.h describes; contiguous, 16-byte aligned */
 } TrtConvertInt8ConvParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
