@@ -897,12 +897,14 @@ class Convertible:
         make: it; options: of `diffusers_model`.
         images: arguments of the pipeline's call that are images.
         of: what a sample is of, for people.
+        exclude: patterns of attention whose results the pipeline's calls do not use.
     """
 
     make: Callable[[], Any]
     of: str
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 SIZE = {"height": 32, "width": 32}
@@ -991,7 +993,10 @@ CONVERTIBLE = {
     "motif_video": Convertible(motif_video, "a prompt, a video", PIPELINES["wan"][1]),
     "nucleus_moe": Convertible(nucleus_moe, "a prompt", SIZE | {"batch": 1}),
     "kandinsky6": Convertible(
-        kandinsky6, "a prompt, a video without sound", SIZE | {"frames": 5, "call": {"sample_audio": False}}
+        kandinsky6,
+        "a prompt, a video without sound",
+        SIZE | {"frames": 5, "call": {"sample_audio": False}},
+        exclude=("*audio*",),
     ),
     "z_image_control_net": Convertible(
         z_image_control_net, "a prompt and an image, through a ControlNet", SIZE, images=("control_image",)

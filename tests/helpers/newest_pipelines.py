@@ -119,6 +119,22 @@ def nucleus_moe() -> Any:
     )
 
 
+def glm_image_transformer() -> Any:
+    """Reads tokens that another model has drawn, some of them dropped."""
+    transformer = diffusers.GlmImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        text_embed_dim=WIDTH,
+        time_embed_dim=32,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=16,
+    )
+    return randomised(transformer)
+
+
 def kandinsky6_parts() -> dict[str, Any]:
     transformer = diffusers.Kandinsky6Transformer3DModel(
         in_text_dim=WIDTH,

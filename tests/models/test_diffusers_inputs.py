@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from trtconvert.models.identity import identity
 from trtconvert.models.pipelines import PROMPTS, PipelineCaller
 from trtconvert.recipe import AttentionSection, ModelSection, load_recipe
 from trtconvert.runtime.arguments import put_together, take_apart, tensors_of
+from trtconvert.runtime.bundles import LoadedBundle
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -155,6 +157,34 @@ def test_each_of_two_denoisers_is_converted_by_its_name(tmp_path):
         model.sample(model.denoiser, [3], steps=2, solver="ddim")
     with pytest.raises(UserError, match=r"(?s)no denoiser 'unet'.*got: vae, transformer, .*model.options.denoiser"):
         diffusers_model(tmp_path, denoiser="unet", tokens=8, **options)
+
+
+def test_bundles_of_two_denoisers_refuse_each_other_s_place(tmp_path):
+    """Both take and give the same, so that a swap draws noise."""
+    make, options = PIPELINES["wan"]
+    pipe = diffusers.WanPipeline(**make().components | {"transformer_2": make().transformer}, boundary_ratio=0.5)
+    pipe.save_pretrained(tmp_path)
+    pipe.set_progress_bar_config(disable=True)
+    stand_ins = {}
+    for name in ("transformer", "transformer_2"):
+        model = diffusers_model(tmp_path, denoiser=name, tokens=8, batch=1, **options)
+        assert model.diffusers is not None
+        stand_ins[name] = DiffusersDenoiser(
+            model.denoiser, model.diffusers, "timestep", dtype=torch.float32, device=torch.device("cpu")
+        )
+    high, low = stand_ins.values()
+    text = torch.randn(1, 8, 32)
+    call = {"prompt_embeds": text, "negative_prompt_embeds": text, "height": 32, "width": 32, "num_frames": 9}
+    pipe.transformer, pipe.transformer_2 = low, high
+    told = r"(?s)has the converted transformer_2 as its transformer.*remedy: put it into the place of transformer_2"
+    for _ in range(2):  # again, not once alone
+        with pytest.raises(UserError, match=told):
+            pipe(**call, num_inference_steps=4, output_type="latent")
+    with pytest.raises(UserError, match=told):
+        LoadedBundle.pipeline(cast(LoadedBundle, None), transformer=low)
+    pipe.transformer, pipe.transformer_2 = high, low  # the remedy
+    assert pipe(**call, num_inference_steps=4, output_type="latent")[0].isfinite().all()
+    low(**diffusers_model(tmp_path, denoiser="transformer_2", tokens=8, batch=1, **options).example(0, {"batch": 1}))
 
 
 def test_timesteps_of_tokens_are_shares_of_their_sample_s(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import further_pipelines
+import newest_pipelines
 import pytest
 import tiny_pipelines
 import torch
@@ -178,6 +179,25 @@ def test_experts_compute_what_they_are_sent():
         expected = layer(*given)
         make_exportable(layer)
         same(layer(*given), expected)
+
+
+def test_glm_image_multiplies_what_it_drops():
+    model = newest_pipelines.glm_image_transformer()
+    ids = torch.arange(12).remainder(16).expand(2, -1)
+    given: dict[str, Any] = {
+        "hidden_states": drawn(2, 4, 6, 8),
+        "encoder_hidden_states": drawn(2, 5, WIDTH, seed=1),
+        "prior_token_id": ids,
+        "prior_token_drop": (ids + torch.tensor([[0], [1]])) % 3 == 0,
+        "timestep": torch.tensor([10.0, 900.0]),
+        "target_size": torch.tensor([[64.0, 48.0]] * 2),
+        "crop_coords": torch.zeros(2, 2),
+    }
+    with torch.no_grad():
+        expected = model(**given, return_dict=False)[0]
+        make_exportable(model)
+        same(model(**given).sample, expected)
+        assert (model(**given | {"prior_token_drop": ids > 99}).sample - expected).abs().max() > 1e-3
 
 
 def test_hidream_gives_images_of_any_shape():

@@ -198,6 +198,49 @@ def _experts_of_equal_shares(self: Any, x: Tensor, num_tokens_per_expert: Tensor
     return torch.matmul(F.silu(gate) * up, self.down_proj).flatten(0, 1)
 
 
+def _glm_image(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    prior_token_id: Tensor,
+    prior_token_drop: Tensor,
+    timestep: Tensor,
+    target_size: Tensor,
+    crop_coords: Tensor,
+    attention_kwargs: dict[str, Any] | None = None,
+    return_dict: bool = True,
+    attention_mask: Tensor | None = None,
+    kv_caches: Any = None,
+    image_rotary_emb: Any = None,
+) -> Any:
+    """GlmImageTransformer2DModel, which picks the prior tokens that are dropped, so that values decide how many there are: here
+    all are multiplied by whether they are kept. Its caches of keys and values are not used, as without an image.
+
+    Args:
+        hidden_states: [B, C, H, W]; encoder_hidden_states: [B, L, D]; prior_token_id, prior_token_drop: [B, tokens];
+            timestep: [B]; target_size, crop_coords: [B, 2].
+    Returns:
+        [B, C', H, W].
+    """
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+    assert kv_caches is None
+    patch = self.config.patch_size
+    rows, columns = (size // patch for size in hidden_states.shape[2:])
+    rotations = self.rope(hidden_states) if image_rotary_emb is None else image_rotary_emb
+    kept = self.prior_token_embedding(prior_token_id) * ~prior_token_drop.bool()[..., None]
+    image = self.image_projector(hidden_states) + self.prior_projector(kept)
+    text = self.glyph_projector(encoder_hidden_states)
+    steps = self.time_condition_embed(timestep, target_size, crop_coords, image.dtype)
+    for block in self.transformer_blocks:
+        image, text = block(image, text, steps, rotations, attention_mask, attention_kwargs)
+    predicted = (
+        self.proj_out(self.norm_out(image, steps)).unflatten(2, (-1, patch, patch)).unflatten(1, (rows, columns))
+    )
+    sample = predicted.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
 def _hidream_patches(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, tuple[Any, Any], Tensor]:
     """HiDream's patchify, with how many patches an image has as numbers, which its own writes into a tensor.
 
@@ -247,6 +290,7 @@ def _omnigen_rotations(self: Any, hidden_states: Tensor, position_ids: Tensor) -
 
 _METHODS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "ChromaCombinedTimestepTextProjEmbeddings": {"forward": _chroma_modulation_inputs},
+    "GlmImageTransformer2DModel": {"forward": _glm_image},
     "HiDreamImageTransformer2DModel": {"patchify": _hidream_patches, "unpatchify": _hidream_image},
     "HunyuanVideo15IndividualTokenRefiner": {"forward": _hunyuan_video_refiner},
     "MOEFeedForwardSwiGLU": {"forward": _all_experts},

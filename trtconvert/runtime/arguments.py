@@ -113,11 +113,14 @@ def take_apart(
             return inside | {"tuple": True} if isinstance(value, tuple) else inside
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"value": value}
+        if _is_unused_cache(value):
+            return {"value": None}
         raise UserError(
             f"the pipeline passes '{name}' to its model, which an engine cannot take",
             expected="tensors, numbers, text, None, and dictionaries and lists of them",
             got=type(value).__name__,
-            remedy="call the pipeline without what sets it, in model.options.call",
+            remedy="call the pipeline without what sets it, such as an image or a setting in model.options.call; or keep the "
+            "pipeline's own model",
         )
 
     structure = {
@@ -296,7 +299,14 @@ def _all_equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
+    return value is None or (isinstance(value, (Mapping, list, tuple)) and not value) or _is_unused_cache(value)
+
+
+def _is_unused_cache(value: Any) -> bool:
+    """Whether it is what layers would keep keys and values in, and they are told to do nothing with it, as GLM-Image's without an
+    image to keep some of."""
+    caches = getattr(value, "caches", None)
+    return isinstance(caches, list) and all(getattr(cache, "mode", "") is None for cache in caches)
 
 
 def _plain(value: Any) -> bool:
