@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trtconvert import __version__
 from trtconvert.documents import JSON_BYTES, read_json
@@ -293,14 +293,18 @@ class DiffusersRecord(_Record):
             type that the model wants where the signature has another), {"dict": …} and {"list": …} hold such values, and
             {"value": X} is a constant that the exported model has taken in. {"rows": NAME} is a list with a tensor for each
             sample, of one size, which the input holds one behind the other; with "least" they have different lengths, and are
-            padded to the longest, and at least so many rows, and the input NAME.mask tells which rows are given.
+            padded to the longest, and at least so many rows, and the input NAME.mask tells which rows are given; a tensor with
+            "least" is padded likewise. A "dict" with "numbered" has whole numbers as keys, a "list" with "tuple" is a tuple.
+            {"share": NAME, "of": TIMESTEP} holds a timestep for each token or frame, which is the product of both inputs; the
+            timestep is that of each sample's noisiest.
         timestep_factor: of a denoiser, whose timestep is so many times the signature's.
-        timestep_sizes: of a denoiser that takes a timestep for each token or frame of a sample: of these, beside the batch. The
-            signature has one for a sample.
+        predictions: of a denoiser that gives several, as of a video and of its sound: by field of the output, the sizes of a
+            sample's. The signature's output [B, N] holds them flat, one behind the other; empty where there is one prediction.
         results: of other models: what the method returns, by field, in the same terms. {"unused": SHAPE} is a tensor that the
             pipeline did not look into, and that is no output of the component.
         attributes: numbers, lists and, of other models, small tensors among the model's own attributes, which pipelines read, as
-            {"value": X} and {"tensor": NUMBERS}, and as {"module": …} such tensors of its parts.
+            {"value": X} and {"tensor": NUMBERS}, and as {"module": …} such tensors of its parts; {"part": true} is a part
+            without weights, which is made anew of the configuration.
         padded_by: argument of the pipeline's call that says how many tokens it pads prompts to, where that may vary; empty else.
         scheduler: of a denoiser, class of the pipeline's scheduler; empty in bundles of before.
     """
@@ -314,11 +318,24 @@ class DiffusersRecord(_Record):
     parameters: list[str]
     arguments: dict[str, dict[str, Any]]
     timestep_factor: _Positive = 1.0
-    timestep_sizes: list[_Count] = Field(default_factory=list)
+    predictions: dict[str, list[_Count]] = Field(default_factory=dict)
     results: dict[str, dict[str, Any]] = Field(default_factory=dict)
     attributes: dict[str, Any] = Field(default_factory=dict)
     padded_by: str = ""
     scheduler: str = ""
+
+    @property
+    def timestep_shares(self) -> list[str]:
+        """Inputs that hold what timesteps of tokens or frames are of their sample's."""
+        return [node["share"] for node in self.arguments.values() if "share" in node]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before(cls, fields: Any) -> Any:
+        """Bundles of before say of every model how many timesteps a sample has, and of most that there is one."""
+        if isinstance(fields, dict) and not fields.get("timestep_sizes", True):
+            return {name: value for name, value in fields.items() if name != "timestep_sizes"}
+        return fields
 
 
 class GuidanceRecord(_Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,6 +19,13 @@ from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
 from trtconvert.noise_input import NoiseInput, at_place, place_of
 from trtconvert.reuse.schedule import reuse_of
+
+OF_NOISE = re.compile(r"(\w+_)?(timestep|sigma)s?(_\w+)?")
+"""What pipelines call what tells their denoisers the noise: beside the timestep, that of a video's sound, and the one that a flow
+map ends at."""
+
+_PRECISE = re.compile(rf"{OF_NOISE.pattern}|(\w+_)?coords")
+"""What needs more than 16 bits: that, and coordinates of a video's tokens, in pixels and seconds."""
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
@@ -219,8 +227,11 @@ class DiffusionModel:
 
     @property
     def always_float32(self) -> frozenset[str]:
-        """Inputs that are FP32 whatever the type of the engine: the timestep, and the scale of guidance."""
-        return frozenset({self.timestep_input} | ({self.guidance.scale} if self.guidance else set()))
+        """Inputs that are FP32 whatever the type of the engine: timesteps and coordinates, whose fractions 16 bits do not hold,
+        shares of timesteps, and the scale of guidance."""
+        shares = self.diffusers.timestep_shares if self.diffusers else []
+        told = {spec.name for spec in self.inputs if self.diffusers and _PRECISE.fullmatch(spec.name)}
+        return frozenset({self.timestep_input, *shares, *told} | ({self.guidance.scale} if self.guidance else set()))
 
     def named(self, inputs: Sequence[Tensor], by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of a call of the denoiser by their names, however it was given them."""
@@ -296,6 +307,8 @@ class DiffusionModel:
         if self.noise_input is not None and inputs[self.timestep_input].dim() == 1:
             first, timestep = self.inputs[0].name, inputs[self.timestep_input]
             clean = torch.randn(inputs[first].shape, dtype=torch.float32, generator=generator)
+            if self.signal is not None:  # which is one over the deviation of the data where there is next to no noise
+                clean = clean / float(self.signal[self.sigmas.argmin()])
             inputs[first] = self.noised(clean, inputs[first], timestep)
         return inputs
 

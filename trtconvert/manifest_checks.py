@@ -204,6 +204,13 @@ def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
     if unknown := sorted(given - {tensor.name for tensor in component.outputs}):
         yield f"diffusers.results: {unknown[0]}, which is no output"
     yield from _of_attributes(record)
+    if sizes := record.predictions:
+        count, shape = sum(map(math.prod, sizes.values())), component.outputs[0].shape
+        if len(sizes) < 2 or not component.is_denoiser or shape[1:] != [count]:
+            yield f"diffusers.predictions: {count} numbers of {', '.join(sizes)}, where the output is {shape}"
+    timesteps = {node["of"] for node in record.arguments.values() if "share" in node}
+    if timesteps - {component.timestep_input}:
+        yield f"diffusers.arguments: shares of {min(timesteps)}, which is not the timestep"
 
 
 def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: set[str]) -> Iterator[str]:
@@ -213,13 +220,19 @@ def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: set[str]) -> Iterat
         match node:
             case {"tensor": str(tensor), **rest} if rest.keys() <= {"dtype"}:
                 tensors.add(tensor)
+            case {"tensor": str(tensor), "least": int(least), **rest} if rest.keys() <= {"dtype"} and least >= 0:
+                tensors.add(tensor)
+            case {"share": str(share), "of": str(timestep), **rest} if not rest:
+                tensors |= {share, timestep}
             case {"rows": str(tensor), **rest} if not rest:
                 tensors.add(tensor)
             case {"rows": str(tensor), "least": int(least), **rest} if not rest and least >= 0:
                 tensors |= {tensor, f"{tensor}.mask"}
             case {"dict": dict(inner), **rest} if not rest:
                 yield from _of_nodes(here, inner, tensors)
-            case {"list": list(inner), **rest} if not rest:
+            case {"dict": dict(inner), "numbered": True, **rest} if not rest and all(key.isdecimal() for key in inner):
+                yield from _of_nodes(here, inner, tensors)
+            case {"list": list(inner), **rest} if not rest or rest == {"tuple": True}:
                 yield from _of_nodes(here, {str(index): item for index, item in enumerate(inner)}, tensors)
             case {"value": _, **rest} | {"unused": [*_], **rest} if not rest:
                 pass
@@ -230,7 +243,7 @@ def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: set[str]) -> Iterat
 def _of_attributes(record: DiffusersRecord) -> Iterator[str]:
     for name, node in record.attributes.items():
         match node:
-            case {"value": _} | {"tensor": [*_] | int() | float()}:
+            case {"value": _} | {"tensor": [*_] | int() | float()} | {"part": True}:
                 pass
             case {"module": dict(inner)} if all(isinstance(x, dict) and x.keys() == {"tensor"} for x in inner.values()):
                 pass

@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from newest_pipelines import (
+    anyflow,
+    flux2_klein,
+    flux2_klein_kv,
+    kandinsky6,
+    motif_video,
+    nucleus_moe,
+)
 from tiny_pipelines import (
     PIPELINES,
     WIDTH,
@@ -22,6 +30,7 @@ from tiny_pipelines import (
     t5_tokenizer,
     unet,
     vae,
+    wan,
 )
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -226,6 +235,22 @@ def z_image() -> Any:
         tokenizer=None,
         transformer=randomised(transformer),
     )
+
+
+@seeded
+def z_image_control_net() -> Any:
+    """Its ControlNet makes of the image and the prompt what is added behind layers."""
+    parts = z_image().components
+    controlnet = diffusers.ZImageControlNetModel(
+        control_layers_places=[0],
+        control_refiner_layers_places=[0],
+        control_in_dim=16,
+        dim=64,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+    )
+    return diffusers.ZImageControlNetPipeline(**parts, controlnet=randomised(controlnet))
 
 
 @seeded
@@ -613,7 +638,45 @@ def control_net() -> Any:
 
 @seeded
 def image_to_video() -> Any:
+    """The tokens of the first frame, which is given, have a timestep of their own."""
     return diffusers.LTXImageToVideoPipeline(**ltx().components)
+
+
+@seeded
+def wan_image_to_video() -> Any:
+    """As Wan 2.2 of 5B: the tokens of the first frame have the timestep 0."""
+    nothing = {"image_encoder": None, "image_processor": None}
+    return diffusers.WanImageToVideoPipeline(**wan().components, **nothing, expand_timesteps=True)
+
+
+@seeded
+def sky_reels() -> Any:
+    """Frames have timesteps of their own, and later ones lag behind."""
+    parts = wan().components
+    transformer = diffusers.SkyReelsV2Transformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=32,
+        text_dim=WIDTH,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+        inject_sample_info=True,
+    )
+    kept = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae")}
+    return diffusers.SkyReelsV2DiffusionForcingPipeline(
+        transformer=randomised(transformer),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        **kept,
+    )
+
+
+@seeded
+def ltx_2_image_to_video() -> Any:
+    parts = ltx_2().components
+    return diffusers.LTX2ImageToVideoPipeline(**{name: part for name, part in parts.items() if name != "processor"})
 
 
 def sana_parts(**config: Any) -> dict[str, Any]:
@@ -778,9 +841,11 @@ def hidream() -> Any:
         max_resolution=(32, 32),
         llama_layers=(0, 1),
     )
+    autoencoder = vae(4)
+    autoencoder.register_to_config(shift_factor=0.0)
     return diffusers.HiDreamImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=vae(4),
+        vae=autoencoder,
         text_encoder=clip(projection=WIDTH),
         tokenizer=clip_tokenizer(),
         text_encoder_2=clip(projection=WIDTH),
@@ -832,15 +897,20 @@ class Convertible:
         make: it; options: of `diffusers_model`.
         images: arguments of the pipeline's call that are images.
         of: what a sample is of, for people.
+        exclude: patterns of attention whose results the pipeline's calls do not use.
     """
 
     make: Callable[[], Any]
     of: str
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 SIZE = {"height": 32, "width": 32}
+
+LTX_2_CALL = {"stg_scale": 0, "audio_stg_scale": 0, "modality_scale": 1, "audio_modality_scale": 1}
+"""Without guidance by calls that skip attention or keep video and sound apart: those are other functions."""
 
 CONVERTIBLE = {
     "dit": Convertible(dit, "a class"),
@@ -888,7 +958,49 @@ CONVERTIBLE = {
         | {"frames": 17},  # of fewer the pipeline makes NaN: it takes the deviation of latent frames from the fifth on
         images=("image",),
     ),
+    "image_to_video": Convertible(
+        image_to_video,
+        "a prompt and an image, a video, with timesteps of tokens",
+        PIPELINES["ltx"][1],
+        images=("image",),
+    ),
+    "wan_image_to_video": Convertible(
+        wan_image_to_video,
+        "a prompt and an image, a video, with timesteps of tokens",
+        PIPELINES["wan"][1],
+        images=("image",),
+    ),
+    "sky_reels": Convertible(
+        sky_reels,
+        "a prompt, a video, with timesteps of frames",
+        PIPELINES["wan"][1] | {"batch": 1, "call": {"ar_step": 1, "base_num_frames": 9}},
+    ),
+    "ltx_2": Convertible(ltx_2, "a prompt, a video and its sound", SIZE | {"frames": 5, "call": LTX_2_CALL}),
+    "ltx_2_image_to_video": Convertible(
+        ltx_2_image_to_video,
+        "a prompt and an image, a video and its sound, with timesteps of tokens",
+        SIZE | {"frames": 5, "call": LTX_2_CALL | {"image_crf": 0}},
+        images=("image",),
+    ),
+    "stable_audio": Convertible(stable_audio, "a prompt, a sound", {"tokens": None, "prompts": ["a cat", "a dog"]}),
+    "hunyuan_video_15": Convertible(hunyuan_video_15, "a prompt, a video", SIZE | {"frames": 5, "batch": 1}),
+    "omnigen": Convertible(omnigen, "a prompt", SIZE | {"tokens": None, "prompts": ["a cat", "a dog"]}),
     "z_image": Convertible(z_image, "a prompt", SIZE),
+    "hidream": Convertible(hidream, "a prompt", SIZE | {"tokens": None, "call": {"max_sequence_length": 8}}),
+    "flux2_klein": Convertible(flux2_klein, "a prompt", SIZE),
+    "flux2_klein_kv": Convertible(flux2_klein_kv, "a prompt, without an image", SIZE),
+    "anyflow": Convertible(anyflow, "a prompt, a video, with timesteps of frames", PIPELINES["wan"][1]),
+    "motif_video": Convertible(motif_video, "a prompt, a video", PIPELINES["wan"][1]),
+    "nucleus_moe": Convertible(nucleus_moe, "a prompt", SIZE | {"batch": 1}),
+    "kandinsky6": Convertible(
+        kandinsky6,
+        "a prompt, a video without sound",
+        SIZE | {"frames": 5, "call": {"sample_audio": False}},
+        exclude=("*audio*",),
+    ),
+    "z_image_control_net": Convertible(
+        z_image_control_net, "a prompt and an image, through a ControlNet", SIZE, images=("control_image",)
+    ),
     "lumina2": Convertible(lumina2, "a prompt", SIZE),
     "hunyuan_image": Convertible(hunyuan_image, "a prompt", SIZE),
 }
@@ -912,60 +1024,17 @@ class Refused:
     images: tuple[str, ...] = ()
 
 
-_OWN = "through a function of your own, model.source: package.module:function"
-
 REFUSED = {
-    "hidream": Refused(
-        hidream,
-        "which experts compute a token depends on the token",
-        ("values decide what is computed: `tokens_per_expert = ", "transformer_hidream_image.py", _OWN),
-        SIZE | {"tokens": None, "call": {"max_sequence_length": 8}},
-    ),
-    "omnigen": Refused(
-        omnigen,
-        "the largest position decides how rotations are made",
+    "flux2_klein_kv": Refused(
+        flux2_klein_kv,
+        "with an image, its first step gives keys and values that the others take; without one it converts",
         (
-            "values decide what is computed: `if seq_len > self.original_max_position_embeddings",
-            "transformer_omnigen.py",
-            _OWN,
+            "gives 'kv_cache' beside its prediction, which Flux2KleinKVPipeline hands to its next calls",
+            "got: Flux2KVCache",
+            "call the pipeline without what asks for kv_cache",
         ),
-        SIZE | {"tokens": None},
-    ),
-    "hunyuan_video_15": Refused(
-        hunyuan_video_15,
-        "whether there is an image, and the length of each prompt, decide what is computed",
-        ("values decide what is computed: `if is_t2v:`", "transformer_hunyuan_video15.py", _OWN),
-        SIZE | {"frames": 5},
-    ),
-    "ltx_2": Refused(
-        ltx_2,
-        "the model denoises a video and its sound at once",
-        (
-            "LTX2VideoTransformer3DModel denoises several things at once",
-            "got: sample, audio_sample",
-            "keep the pipeline's own",
-        ),
-        SIZE | {"frames": 5},
-    ),
-    "image_to_video": Refused(
-        image_to_video,
-        "the tokens of the first frame, which is given, have a timestep of their own",
-        (
-            "no timestep that an engine can follow",
-            "got: one of shape [4, 192]",
-            "whose samples are denoised as a whole",
-        ),
-        PIPELINES["ltx"][1],
+        SIZE,
         images=("image",),
-    ),
-    "stable_audio": Refused(
-        stable_audio,
-        "it draws sound, which quality is not measured of",
-        (
-            "StableAudioPipeline draws sound",
-            "AutoencoderOobleck, which decodes 4",
-            "model.source: package.module:function",
-        ),
     ),
 }
 """Pipelines that are refused."""

@@ -19,11 +19,12 @@ class SigmaUNet(nn.Module):
 
     Args:
         told: what the second input of the network is, by the names of `NOISE_INPUTS`.
+        raw: without the preconditioning, F alone: the first input is c_in·x then.
     """
 
-    def __init__(self, told: str = "sigma") -> None:
+    def __init__(self, told: str = "sigma", raw: bool = False) -> None:
         super().__init__()
-        self.told = told
+        self.told, self.raw = told, raw
         self.noise, self.label = nn.Linear(16, WIDTH), nn.Linear(1, WIDTH)
         self.conv_in, self.norm = nn.Conv2d(1, WIDTH, 3, padding=1), nn.GroupNorm(8, WIDTH)
         self.qkv, self.proj = nn.Conv1d(WIDTH, 3 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 1)
@@ -39,7 +40,7 @@ class SigmaUNet(nn.Module):
         scale = (sigma**2 + SIGMA_DATA**2).sqrt()
         waves = (sigma.log() / 4)[:, None] * torch.exp(torch.linspace(3, -3, 8))
         embedding = self.noise(torch.cat([waves.sin(), waves.cos()], 1)) + self.label(difficulty[:, None])
-        x = self.conv_in(noisy / scale[:, None, None, None])
+        x = self.conv_in(noisy if self.raw else noisy / scale[:, None, None, None])
         x = functional.silu(self.norm(x) + embedding[:, :, None, None])
         q, k, v = self.qkv(x.flatten(2)).reshape(-1, 3 * WIDTH // HEADS, SIZE * SIZE).chunk(3, 1)
         root = (WIDTH // HEADS) ** -0.25
@@ -47,7 +48,8 @@ class SigmaUNet(nn.Module):
         tokens = torch.einsum("bts,bcs->bct", weight, v).reshape(-1, WIDTH, SIZE * SIZE)
         x = x + self.proj(tokens).unflatten(2, (SIZE, SIZE))
         skip, out = (SIGMA_DATA**2 / scale**2), sigma * SIGMA_DATA / scale
-        return skip[:, None, None, None] * noisy + out[:, None, None, None] * self.conv_out(x).tanh()
+        network = self.conv_out(x).tanh()
+        return network if self.raw else skip[:, None, None, None] * noisy + out[:, None, None, None] * network
 
 
 def sigma_unet(path: Path, told: str = "sigma", **named: Any) -> Path:
@@ -56,5 +58,5 @@ def sigma_unet(path: Path, told: str = "sigma", **named: Any) -> Path:
     names = ["noisy", level, "difficulty"]
     inputs = (torch.randn(2, 1, SIZE, SIZE), torch.full((2,), 0.5), torch.tensor([0.1, 0.9]))
     varying = {name: {0: "batch"} for name in names}
-    module = SigmaUNet(told).eval()
+    module = SigmaUNet(told, named.get("raw", False)).eval()
     return onnx_graphs.exported(path, module, inputs, names, varying, output=named.get("output", "denoised"))

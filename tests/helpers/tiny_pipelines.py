@@ -518,8 +518,8 @@ def _joined(prediction: Tensor | list[Tensor]) -> Tensor:
     return torch.stack(prediction) if isinstance(prediction, list) else prediction
 
 
-def picture(path: Path, seed: int) -> Path:
-    """A file of 32 × 32 random pixels."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+def picture(path: Path, seed: int, size: int = 32) -> Path:
+    """A file of random pixels, 32 × 32 or size × size."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from trtconvert.models.identity import identity
 from trtconvert.models.pipelines import PROMPTS, PipelineCaller
 from trtconvert.recipe import AttentionSection, ModelSection, load_recipe
 from trtconvert.runtime.arguments import put_together, take_apart, tensors_of
+from trtconvert.runtime.bundles import LoadedBundle
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -157,32 +159,78 @@ def test_each_of_two_denoisers_is_converted_by_its_name(tmp_path):
         diffusers_model(tmp_path, denoiser="unet", tokens=8, **options)
 
 
-def test_timesteps_of_tokens_are_those_of_their_sample(tmp_path):
+def test_bundles_of_two_denoisers_refuse_each_other_s_place(tmp_path):
+    """Both take and give the same, so that a swap draws noise."""
+    make, options = PIPELINES["wan"]
+    pipe = diffusers.WanPipeline(**make().components | {"transformer_2": make().transformer}, boundary_ratio=0.5)
+    pipe.save_pretrained(tmp_path)
+    pipe.set_progress_bar_config(disable=True)
+    stand_ins = {}
+    for name in ("transformer", "transformer_2"):
+        model = diffusers_model(tmp_path, denoiser=name, tokens=8, batch=1, **options)
+        assert model.diffusers is not None
+        stand_ins[name] = DiffusersDenoiser(
+            model.denoiser, model.diffusers, "timestep", dtype=torch.float32, device=torch.device("cpu")
+        )
+    high, low = stand_ins.values()
+    text = torch.randn(1, 8, 32)
+    call = {"prompt_embeds": text, "negative_prompt_embeds": text, "height": 32, "width": 32, "num_frames": 9}
+    pipe.transformer, pipe.transformer_2 = low, high
+    told = r"(?s)has the converted transformer_2 as its transformer.*remedy: put it into the place of transformer_2"
+    for _ in range(2):  # again, not once alone
+        with pytest.raises(UserError, match=told):
+            pipe(**call, num_inference_steps=4, output_type="latent")
+    with pytest.raises(UserError, match=told):
+        LoadedBundle.pipeline(cast(LoadedBundle, None), transformer=low)
+    pipe.transformer, pipe.transformer_2 = high, low  # the remedy
+    assert pipe(**call, num_inference_steps=4, output_type="latent")[0].isfinite().all()
+    low(**diffusers_model(tmp_path, denoiser="transformer_2", tokens=8, batch=1, **options).example(0, {"batch": 1}))
+
+
+def test_timesteps_of_tokens_are_shares_of_their_sample_s(tmp_path):
     """Wan 2.2 of 5B has one for each, since it may be given a first frame without noise; where it is not, they are the same."""
     make, options = PIPELINES["wan"]
     diffusers.WanPipeline(**make().components, expand_timesteps=True).save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, tokens=8, **options)
     record, timestep = model.diffusers, next(spec for spec in model.inputs if spec.name == "timestep")
-    assert timestep.shape == ("batch",) and record.timestep_sizes == [3 * 2 * 2]
+    shares = next(spec for spec in model.inputs if spec.name == "timestep.share")
+    assert timestep.shape == ("batch",) and shares.shape == ("batch", 3 * 2 * 2)
+    assert record.timestep_shares == ["timestep.share"] and "timestep.share" in model.always_float32
+    assert bool((model.example(0, {"batch": 2})["timestep.share"] == 1).all())
     expected = as_images(model.sample.caller([3, 4], 2, model.sample.sizes), decoded=True)
     torch.testing.assert_close(model.sample(model.denoiser, [3, 4], steps=2, solver="ddim"), expected)
 
     taken = []
     dropped_in = DiffusersDenoiser(
-        lambda **named: taken.append(named["timestep"]) or named["hidden_states"],
+        lambda **named: taken.append((named["timestep"], named["timestep.share"])) or named["hidden_states"],
         record,
         "timestep",
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
     named = model.example(0, {"batch": 2})
-    for timesteps in (torch.full((2, 12), 7.0), torch.tensor(7.0), torch.tensor([7.0, 7.0])):
-        dropped_in(**named | {"timestep": timesteps})
-        assert taken.pop().tolist() == [7.0, 7.0]
-    with pytest.raises(UserError, match=r"(?s)values of 'timestep'.*got: others within a sample.*shape \[2, 12\]"):
-        dropped_in(**named | {"timestep": torch.arange(24.0).reshape(2, 12)})
-    with pytest.raises(UserError, match=r"(?s)a timestep for each token.*expected: one size.*got: a range of height"):
-        diffusers_model(tmp_path, tokens=8, **options | {"height": [32, 32, 64]})
+    del named["timestep.share"]
+    dropped_in(**named | {"timestep": torch.arange(24.0).reshape(2, 12)})
+    noisiest, shares = taken.pop()
+    assert noisiest.tolist() == [11.0, 23.0]
+    torch.testing.assert_close(shares * noisiest[:, None], torch.arange(24.0).reshape(2, 12))
+    dropped_in(**named | {"timestep": torch.zeros(2, 12)})
+    assert taken.pop()[1].tolist() == [[1.0] * 12] * 2  # nothing is divided by the timestep 0
+    with pytest.raises(UserError, match=r"(?s)another 'timestep'.*expected: a tensor with a timestep for each token"):
+        dropped_in(**named | {"timestep": torch.tensor([7.0, 7.0])})
+    ranged = diffusers_model(tmp_path, tokens=8, **options | {"height": [32, 32, 64]})
+    (of_tokens,) = (spec.shape[1] for spec in ranged.inputs if spec.name == "timestep.share")
+    assert ranged.dims[of_tokens] == (12, 12, 24)
+
+
+def test_timesteps_of_tokens_that_rise_are_refused(tmp_path):
+    """The noisiest token of a sample would have the smallest."""
+    make, options = PIPELINES["wan"]
+    rising = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    parts = make().components | {"scheduler": rising}
+    diffusers.WanPipeline(**parts, expand_timesteps=True).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"(?s)timesteps of tokens or frames that rise.*expected: timesteps that fall"):
+        diffusers_model(tmp_path, tokens=8, **options)
 
 
 def test_images_are_passed_to_a_pipeline_that_edits_them(tmp_path):

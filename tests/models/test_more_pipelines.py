@@ -47,7 +47,7 @@ def save(folder: Path, name: str, **sections: Any) -> Path:
             "options": {"tokens": 8, "prompts": ["a cat", "a dog"]} | tiny.options,
             "images": {image: str(picture(folder / f"{image}.png", 0)) for image in tiny.images},
         },
-        "attention": {"modes": ["precision", "balanced"]},
+        "attention": {"modes": ["precision", "balanced"], "exclude": list(tiny.exclude)},
         **SMALL_BUILD,
     } | sections
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
@@ -108,7 +108,7 @@ def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
 def test_what_cannot_be_converted_is_refused_with_its_reason(tmp_path, name):
     refused = REFUSED[name]
     refused.make().save_pretrained(tmp_path)
-    images = {image: picture(tmp_path / f"{image}.png", 0) for image in refused.images}
+    images = {image: picture(tmp_path / f"{image}.png", 0, 64) for image in refused.images}
     given: dict[str, Any] = {"tokens": 8, "images": images, **refused.options}
     with pytest.raises(UserError) as error:
         diffusers_model(tmp_path, **given)

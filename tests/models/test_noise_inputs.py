@@ -41,6 +41,9 @@ WAYS = {
     "sigma_of_ddpm": Parametrisation(DDPM, "epsilon", "sigma"),
     "log_sigma": Parametrisation(RANGE, "sample", "log_sigma"),
     "c_noise": Parametrisation(RANGE, "v_prediction", "c_noise"),
+    "raw": Parametrisation(RANGE, "raw", "c_noise", sigma_data=0.5),
+    "v_of_images_of_a_half": Parametrisation(RANGE, "v_prediction", "sigma", sigma_data=0.5),
+    "noise_of_images_of_two": Parametrisation(RANGE, "epsilon", "log_sigma", sigma_data=2.0),
     "a_thousand_times_c_noise": Parametrisation(RANGE, "denoised", "c_noise", 1000.0),
 }
 SHAPE = (1, 6, 6)
@@ -65,14 +68,11 @@ def knows(answer: Tensor, way: Parametrisation):
     def denoiser(x: Tensor, timestep: Tensor) -> Tensor:
         sigma = sigma_told(way, timestep)[:, None, None, None]
         signal = {"denoised": torch.ones_like(sigma), "flow": 1 / (1 + sigma)}.get(
-            way.prediction, (1 + sigma**2).rsqrt()
+            way.prediction, (way.sigma_data**2 + sigma**2).rsqrt()
         )
         noise = (x / signal - answer) / sigma
-        predictions = {
-            "epsilon": noise,
-            "v_prediction": signal * noise - signal * sigma * answer,
-            "flow": noise - answer,
-        }
+        v = signal * way.sigma_data * noise - signal * sigma * answer / way.sigma_data
+        predictions = {"epsilon": noise, "v_prediction": v, "raw": -v, "flow": noise - answer}
         return predictions.get(way.prediction, answer.expand_as(x))
 
     return denoiser
@@ -132,6 +132,13 @@ def test_a_consistency_model_has_one_sampler():
         (lambda: Parametrisation(FLOW, "flow", "sigma"), "fraction is the input from 0 to 1"),
         (lambda: Parametrisation(RANGE, "flow", "sigma"), "do not fit together"),
         (lambda: Parametrisation(RANGE, "denoised", "sigmas"), "did you mean 'sigma'"),
+        (lambda: Parametrisation(DDPM, "raw", "c_noise"), "a range of σ with the prediction raw"),
+        (
+            lambda: Parametrisation(RANGE, "denoised", "sigma", sigma_data=0.5),
+            "leave it out: a network that takes x₀ + σ·n",
+        ),
+        (lambda: Parametrisation(DDPM, "epsilon", sigma_data=0.5), "with a range of σ"),
+        (lambda: Parametrisation(RANGE, "raw", "c_noise", sigma_data=0.0), "a positive number"),
         (lambda: SigmaRange(2.0, 1.0), "no such range"),
         (lambda: NoiseInput(0.0, 80.0, logarithmic=True), "above 0"),
         (lambda: NoiseInput(1.0, math.inf), "finite"),
@@ -205,6 +212,39 @@ def test_files_of_one_network_draw_alike_however_they_are_told_the_noise(folder,
     like = onnx_model(folder / "sigma.onnx", noise_input="sigma", conditions="rows.npz")
     drawn = [one.sample(one.denoiser, [3, 4], steps=3, solver="heun") for one in (model, like)]
     torch.testing.assert_close(*drawn, rtol=0, atol=1e-4)
+
+
+def test_a_network_without_its_preconditioning_draws_as_with_it(folder):
+    sigma_unet(folder / "network.onnx", "c_noise", raw=True, output="F")
+    raw = onnx_model(folder / "network.onnx", noise_input="c_noise", prediction="raw", conditions="rows.npz")
+    like = onnx_model(folder / "sigma.onnx", noise_input="sigma", conditions="rows.npz")
+    drawn = [one.sample(one.denoiser, [3, 4], steps=3, solver="heun") for one in (raw, like)]
+    torch.testing.assert_close(*drawn, rtol=0, atol=1e-4)
+    other = onnx_model(
+        folder / "network.onnx", noise_input="c_noise", prediction="raw", conditions="rows.npz", sigma_data=1.0
+    )
+    assert (other.sample(other.denoiser, [3, 4], steps=3, solver="heun") - drawn[0]).abs().max() > 0.01
+    spread = raw.example(3, {"batch": 64})["noisy"].std(dim=(1, 2, 3))
+    assert spread.tolist() == pytest.approx(
+        [1.0] * 64, rel=0.4
+    )  # images of a half, and the noise, as the network sees them
+    refused("add `prediction: raw`", folder / "network.onnx", noise_input="c_noise")
+    refused(
+        "leave it out: a network", folder / "sigma.onnx", noise_input="sigma", prediction="denoised", sigma_data=0.5
+    )
+    refused("none, with the schedule flow", folder / "network.onnx", prediction="flow", schedule="flow", sigma_data=0.5)
+
+
+def test_init_takes_c_noise_for_a_network_without_preconditioning(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    sigma_unet(tmp_path / "network.onnx", "c_noise", raw=True, output="F")
+    made = run("init", "network.onnx")
+    assert made.exit_code == 0, made.output
+    text = (tmp_path / "recipe.yaml").read_text()
+    for line in ("noise_input: c_noise", "schedule: edm", "prediction: raw", "sigma_data: 0.5"):
+        assert f" {line}" in text
+    assert "assumed: model.options.prediction: raw" in made.output
+    assert "assumed: model.options.sigma_data: 0.5" in made.output
 
 
 def test_names_contradict_what_is_not_said(folder, tmp_path):

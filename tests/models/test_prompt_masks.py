@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import further_pipelines
+import newest_pipelines
 import pytest
 import tiny_pipelines
 import torch
@@ -106,14 +107,122 @@ def test_hunyuan_image_need_not_sort_its_tokens(lengths, config):
         same(model(images, times, **given).sample, expected)
 
 
+@pytest.mark.parametrize("lengths", [(10, 10), (3, 8, 5), (1,)])
+@pytest.mark.parametrize("of_image", [False, True])
+def test_hunyuan_video_15_need_not_sort_its_tokens(lengths, of_image):
+    model = further_pipelines.hunyuan_video_15().transformer
+    videos, times = drawn(len(lengths), 9, 3, 4, 6), torch.linspace(10, 900, len(lengths))
+    given: dict[str, Any] = {
+        "encoder_hidden_states": drawn(len(lengths), 10, WIDTH, seed=1),
+        "encoder_attention_mask": masked(lengths, 10),
+        "encoder_hidden_states_2": drawn(len(lengths), 6, WIDTH, seed=2),
+        "encoder_attention_mask_2": masked([3 * length % 5 for length in lengths], 6),  # of some there are none
+        "image_embeds": drawn(len(lengths), 4, WIDTH, seed=3) * of_image,
+    }
+    with torch.no_grad():
+        expected = model(videos, times, **given, return_dict=False)[0]
+        make_exportable(model)
+        same(model(videos, times, **given).sample, expected)
+        other = model(videos, times, **given | {"image_embeds": drawn(len(lengths), 4, WIDTH, seed=4)}).sample
+        assert (other - expected).abs().max() > 1e-3  # an image counts where there is one
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (6, 10)])
+@pytest.mark.parametrize("lengths", [(8, 8), (3, 40, 33)])
+def test_z_image_adds_what_its_control_net_gives_to_the_same_tokens(sizes, lengths):
+    pipe = further_pipelines.z_image_control_net()
+    model, controlnet = pipe.transformer, pipe.controlnet
+    images, times = drawn(len(lengths), 16, 1, *sizes), torch.linspace(0.1, 0.9, len(lengths))
+    prompts = [drawn(length, WIDTH, seed=length) for length in lengths]
+    with torch.no_grad():
+        added = controlnet(list(images), times, prompts, list(drawn(len(lengths), 16, 1, *sizes, seed=5)))
+        listed = model(list(images), times, prompts, controlnet_block_samples=added, return_dict=False)[0]
+        plain = torch.stack(model(list(images), times, prompts, return_dict=False)[0])
+        make_exportable(model)
+        call = {"x": list(images), "t": times, "cap_feats": prompts, "controlnet_block_samples": added}
+        structure, _ = take_apart(call, least=70)
+        structure = with_least_rows(structure, {"cap_feats": 70, "controlnet_block_samples.0": 128})
+        structure = json.loads(json.dumps(structure))  # as it lies in a bundle
+        named = tensors_of(structure, call)
+        assert named["controlnet_block_samples.0"].shape[1] == 128
+        found = model(**put_together(structure, named)).sample
+    same(found, torch.stack(listed))
+    assert (found - plain).abs().max() > 0.01
+
+
+# Other values that decided what is computed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("original", [4, 64])
+def test_omnigen_chooses_its_factors_by_the_largest_position(original):
+    model = further_pipelines.omnigen().transformer
+    rope = model.rope
+    rope.original_max_position_embeddings = original
+    rope.long_factor = [2.0] * 16
+    positions = torch.arange(10).expand(2, -1)
+    expected = rope(torch.zeros(2, 10, 64), positions)
+    make_exportable(model)
+    for found, wanted in zip(rope(torch.zeros(2, 10, 64), positions), expected, strict=True):
+        same(found, wanted)
+
+
+def test_experts_compute_what_they_are_sent():
+    block = further_pipelines.hidream().transformer.double_stream_blocks[0].block.ff_i
+    x = drawn(2, 12, 64)
+    with torch.no_grad():
+        expected = block(x)
+        make_exportable(block)
+        same(block(x), expected)
+    layer = further_pipelines.nucleus_moe().transformer.transformer_blocks[1].img_mlp
+    given = (drawn(2, 12, 64), drawn(2, 12, 64, seed=1), drawn(2, 64, seed=2))
+    with torch.no_grad():
+        expected = layer(*given)
+        make_exportable(layer)
+        same(layer(*given), expected)
+
+
+def test_glm_image_multiplies_what_it_drops():
+    model = newest_pipelines.glm_image_transformer()
+    ids = torch.arange(12).remainder(16).expand(2, -1)
+    given: dict[str, Any] = {
+        "hidden_states": drawn(2, 4, 6, 8),
+        "encoder_hidden_states": drawn(2, 5, WIDTH, seed=1),
+        "prior_token_id": ids,
+        "prior_token_drop": (ids + torch.tensor([[0], [1]])) % 3 == 0,
+        "timestep": torch.tensor([10.0, 900.0]),
+        "target_size": torch.tensor([[64.0, 48.0]] * 2),
+        "crop_coords": torch.zeros(2, 2),
+    }
+    with torch.no_grad():
+        expected = model(**given, return_dict=False)[0]
+        make_exportable(model)
+        same(model(**given).sample, expected)
+        assert (model(**given | {"prior_token_drop": ids > 99}).sample - expected).abs().max() > 1e-3
+
+
+def test_hidream_gives_images_of_any_shape():
+    model = further_pipelines.hidream().transformer
+    given = {
+        "timesteps": torch.tensor([10.0, 900.0]),
+        "encoder_hidden_states_t5": drawn(2, 8, WIDTH, seed=1),
+        "encoder_hidden_states_llama3": drawn(2, 2, 8, WIDTH, seed=2),
+        "pooled_embeds": drawn(2, 64, seed=3),
+    }
+    for sizes in ((8, 8), (8, 12)):
+        own = further_pipelines.hidream().transformer
+        images = drawn(2, 4, *sizes)
+        with torch.no_grad():
+            expected = own(images, **given, return_dict=False)[0]
+            make_exportable(model)
+            same(model(images, **given).sample, expected)
+
+
 def test_what_the_forwards_do_not_heed_is_refused():
     model = further_pipelines.z_image().transformer
     make_exportable(model)
     rows = padded_rows([drawn(3, WIDTH)])
-    with pytest.raises(
-        UserError, match=r"(?s)converted without 'controlnet_block_samples'.*left to the pipeline's own"
-    ):
-        model(drawn(1, 16, 1, 8, 8), torch.tensor([0.5]), rows, controlnet_block_samples={0: drawn(1, 64, 64)})
+    with pytest.raises(UserError, match=r"(?s)converted without 'siglip_feats'.*left to the pipeline's own"):
+        model(drawn(1, 16, 1, 8, 8), torch.tensor([0.5]), rows, siglip_feats=[[drawn(4, 64)]])
 
 
 @pytest.mark.parametrize("name", ["z_image", "lumina2"])

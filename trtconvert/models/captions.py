@@ -64,7 +64,7 @@ class Captions:
 
     def _inputs(self, captions: Sequence[str], seed: int = 0) -> dict[str, Tensor]:
         tensors = first_inputs(self.caller, self.record, self.timestep, [seed] * len(captions), self.sizes, captions)
-        return {name: x for name, x in tensors.items() if name != self.timestep}
+        return {name: x for name, x in tensors.items() if name not in (self.timestep, *self.record.timestep_shares)}
 
     @cached_property
     def _place(self) -> _Place:

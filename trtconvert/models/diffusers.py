@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from trtconvert.attention.schedules import scheduler_sigmas
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
-from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec, resized
+from trtconvert.diffusion_model import OF_NOISE, Denoiser, DiffusionModel, ImageEncoder, InputSpec, resized
 from trtconvert.errors import UserError
 from trtconvert.fake_tensors import in_float32_shapes
 from trtconvert.guidance import FusedGuidance, guidance_of
@@ -47,9 +49,12 @@ from trtconvert.models.size_steps import OperationLog, Range, refuse_between_ste
 from trtconvert.noise_input import NoiseInput
 from trtconvert.reuse.schedule import Scheduler, reuse_of
 from trtconvert.runtime.arguments import parameters_of, put_together, with_least_rows
-from trtconvert.runtime.diffusers import DiffusersDenoiser, NotConverted, follow_scheduler, is_of_samples
+from trtconvert.runtime.diffusers import DiffusersDenoiser, NotConverted, follow_scheduler
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import apart, begin
+
+SOUND_ROW = 256
+"""Amplitudes that lie side by side where a sound is looked at as a picture."""
 
 
 def diffusers_model(
@@ -93,7 +98,6 @@ def diffusers_model(
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights, config=config, denoiser=denoiser, variant=variant, ignore=ignore)
     component = _denoiser(pipe, DENOISERS if denoiser is None else (denoiser,))
-    _refuse_sound(pipe)
     length = None if tokens is None else size_range(TOKENS, tokens)
     caller = PipelineCaller(
         pipe, component, length and length[1], tuple(prompts), dict(call or {}), _pictures(images or {})
@@ -116,7 +120,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     varied = settled_lengths(caller, length, sizes)
     lengthened = ranges if varied is None else ranges | {TOKENS: varied}
     inputs, schedule = observe_sizes(caller.denoiser_arguments, lengthened), _schedule(pipe)
-    timestep, timestep_sizes = _timestep(inputs)
+    timestep = _timestep(inputs)
     first, *others = (name for name in inputs.example if name != timestep)
     model: nn.Module = getattr(pipe, component)
     make_exportable(model)
@@ -129,7 +133,6 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         parameters=parameters_of(model.forward),
         arguments=with_least_rows(inputs.structure, inputs.least_rows),
         timestep_factor=1.0,
-        timestep_sizes=timestep_sizes,
         attributes=plain_attributes(model),
         padded_by=LENGTH if caller.pads else "",
         scheduler=type(pipe.scheduler).__name__,
@@ -150,6 +153,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
     if schedule.noise_input is None and max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
         flat.record = flat.record.model_copy(update={"timestep_factor": 1 / schedule.timesteps})
+    _refuse_rising_shares(flat.record, seen)
     schedule = schedule.followed(rising=seen[-1] > seen[0])
     # A pipeline that changes its model while it draws is refused now, rather than by the first samples of what was built.
     first_inputs(caller, flat.record, timestep, range(sizes["batch"]), sizes)
@@ -158,6 +162,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         lengths = prompt_lengths(caller, inputs, flat.record, timestep, varied, sizes, shape)
     components = PipelineComponents(caller, ranges, flat.record, timestep, shape, lengths)
     sampler = PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2])
+    shares = flat.record.timestep_shares
     return DiffusionModel(
         name=f"{type(pipe).__name__} {component}",
         denoiser=flat,
@@ -175,9 +180,11 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         noise_input=schedule.noise_input,
         diffusers=flat.record,
         components=components,
-        notices=components.drawn(),
+        notices=(*components.drawn(), *_of_sound(pipe)),
         as_passed={
-            name: x for name, x in inputs.example.items() if name not in (first, timestep) and _is_set(name, inputs)
+            name: x
+            for name, x in inputs.example.items()
+            if name not in (first, timestep) and (name in shares or OF_NOISE.fullmatch(name) or _is_set(name, inputs))
         },
     )
 
@@ -237,14 +244,15 @@ class FlatDenoiser(nn.Module):
         self.record, self.timestep_input = record, timestep_input
 
     def forward(self, **named: Tensor) -> Tensor:
-        """The tensors of the record's structure by name → the prediction."""
+        """The tensors of the record's structure by name → the prediction; several side by side, [B, N]."""
+        if fields := self.record.predictions:
+            output = self.call(named, return_dict=True)
+            return torch.cat([output[field].flatten(1) for field in fields], dim=1)
         return first_tensor(self.call(named, return_dict=False))
 
     def call(self, named: Mapping[str, Tensor], return_dict: bool) -> Any:
         """What the model returns."""
         timestep = named[self.timestep_input] * self.record.timestep_factor
-        if sizes := self.record.timestep_sizes:
-            timestep = timestep.reshape(-1, *[1] * len(sizes)).expand(-1, *sizes)
         arguments = put_together(self.record.arguments, {**named, self.timestep_input: timestep})
         return getattr(self, self.record.component)(**arguments, return_dict=return_dict)
 
@@ -364,11 +372,16 @@ def as_images(output: Tensor, *, decoded: bool) -> Tensor:
     """What a pipeline gives as [N, C, H, W] in [0, 1].
 
     Args:
-        output: images [N, C, H, W], videos [N, F, C, H, W], or latents [N, …, H, W] of about unit variance.
+        output: images [N, C, H, W], videos [N, F, C, H, W], sounds [N, C, S] in [-1, 1], or latents [N, …, H, W] of about unit
+            variance.
     """
     if not decoded:
         output = (output.float() / 8 + 0.5).clamp(0, 1)  # four standard deviations to either side
         return output.flatten(1, -2)[:, None]
+    if output.dim() == 3:
+        amplitudes = output.float() / 2 + 0.5
+        filled = pad(amplitudes, (0, -amplitudes.shape[2] % SOUND_ROW), value=0.5)
+        return filled.unflatten(2, (-1, SOUND_ROW)).flatten(1, 2)[:, None].clamp(0, 1)
     if output.dim() == 5:
         output = output.transpose(1, 2).flatten(2, 3)
     return output.float().clamp(0, 1)
@@ -392,72 +405,74 @@ def _denoiser(pipe: Any, names: Sequence[str]) -> str:
     return found
 
 
-def _refuse_sound(pipe: Any) -> None:
-    """
-    Raises:
-        UserError: the pipeline draws sound.
-    """
-    vae = getattr(pipe, "vae", None)
-    rate = getattr(vae, "config", {}).get("sampling_rate")
-    if rate:
-        raise UserError(
-            f"{type(pipe).__name__} draws sound, which quality is not measured of here",
-            expected="a pipeline that draws images, videos or latents of them",
-            got=f"{type(vae).__name__}, which decodes {rate} samples a second",
-            remedy="keep the pipeline as it is, or convert its denoiser through a function of your own, model.source: "
-            "package.module:function, whose sampler gives a spectrogram in [0, 1]",
-        )
+def _of_sound(pipe: Any) -> tuple[str, ...]:
+    """What to know of a pipeline that draws sound."""
+    if not getattr(getattr(pipe, "vae", None), "config", {}).get("sampling_rate"):
+        return ()
+    return (
+        f"{type(pipe).__name__} draws sound: PSNR is that of its amplitudes at full scale, which pictures show as grey, "
+        f"{SOUND_ROW} a row",
+    )
 
 
 # What the pipeline tells ----------------------------------------------------------------------------------------------
 
 
-def _timestep(inputs: Observed) -> tuple[str, list[int]]:
-    """The timestep's name, and its sizes beside the batch where the pipeline passes one for each token or frame.
+def _timestep(inputs: Observed) -> str:
+    """The timestep's name.
 
     Raises:
-        UserError: there is none that all of a sample has in common.
+        UserError: there is none that is of samples.
     """
     named = next((name for name in TIMESTEPS if name in inputs.example), TIMESTEPS[0])
     x = inputs.example.get(named)
     batch = next(x for name, x in inputs.example.items() if name != named).shape[0]
-    got = ", ".join(inputs.example) if x is None else f"one of shape {list(x.shape)}"
     if x is not None and x.dim() < 2 and x.numel() in (1, batch):
-        return named, []
-    if x is not None and x.dim() > 1 and x.shape[0] == batch and is_of_samples(x):
-        sizes = inputs.shapes[named][1:]
-        numbers = [size for size in sizes if isinstance(size, int)]
-        if len(numbers) == len(sizes):
-            return named, numbers
-        raise UserError(
-            "the pipeline passes a timestep for each token, and their number varies",
-            expected="one size",
-            got=f"a range of {', '.join(dict.fromkeys(size for size in sizes if isinstance(size, str)))}",
-            remedy="give model.options.height, width and frames as one number each, and build a bundle for each",
-        )
+        return named
     raise UserError(
         "the pipeline gives its denoiser no timestep that an engine can follow",
-        expected=f"{' or '.join(map(repr, TIMESTEPS))}, one for all samples or one for each",
-        got=got,
-        remedy="convert a pipeline whose samples are denoised as a whole",
+        expected=f"{' or '.join(map(repr, TIMESTEPS))}: one for all samples, one for each, or several for each, [samples, …]",
+        got=", ".join(inputs.example) if x is None else f"one of shape {list(x.shape)} for {batch} samples",
+        remedy="keep the pipeline as it is, or convert its denoiser through a function of your own, model.source: "
+        "package.module:function, whose forward takes one timestep for each sample",
     )
+
+
+def _refuse_rising_shares(record: DiffusersRecord, timesteps: Sequence[float]) -> None:
+    """
+    Raises:
+        UserError: timesteps of tokens rise while samples are drawn. The noisiest of a sample is taken to have the largest.
+    """
+    if record.timestep_shares and timesteps[-1] > timesteps[0]:
+        raise UserError(
+            f"{record.pipeline} passes timesteps of tokens or frames that rise while noise is taken away",
+            expected="timesteps that fall, of which the largest of a sample is that of its noisiest token",
+            got=f"{timesteps[0]:g}, and then {timesteps[-1]:g}",
+            remedy="keep the pipeline as it is, or convert its denoiser through a function of your own, model.source: "
+            "package.module:function, whose timesteps fall",
+        )
 
 
 def _with_counted_parts(
     caller: PipelineCaller, record: DiffusersRecord, timestep: str, sizes: Mapping[str, int]
 ) -> DiffusersRecord:
-    """The record with lists of parts that the pipeline asks its model for before it calls it, as BriaFibo's counts blocks to
-    have an embedding for each. They are numbers: what looks into a part is refused when it does."""
+    """The record with parts that the pipeline asks its model for before it calls it: lists of parts, as BriaFibo's counts blocks
+    to have an embedding for each, which are numbers, so that what looks into one is refused when it does; and parts without
+    weights, as LTX-2's has its model's rotations make positions of sizes."""
     parts = dict(getattr(caller.pipe, caller.component).named_children())
     while True:
         try:
             first_inputs(caller, record, timestep, [0], sizes)
             return record
         except NotConverted as error:
-            if not isinstance(part := parts.pop(error.name, None), nn.ModuleList):
+            part = parts.pop(error.name, None)
+            if isinstance(part, nn.ModuleList):
+                node: dict[str, Any] = {"value": list(range(len(part)))}
+            elif part is not None and not [*part.parameters(), *part.buffers()]:
+                node = {"part": True}
+            else:
                 return record  # what follows tells of it
-            counted = {error.name: {"value": list(range(len(part)))}}
-            record = record.model_copy(update={"attributes": record.attributes | counted})
+            record = record.model_copy(update={"attributes": record.attributes | {error.name: node}})
 
 
 def _is_set(name: str, inputs: Observed) -> bool:
@@ -520,15 +535,15 @@ def _output(
         f"keep the pipeline's own {flat.record.component}, or convert it through a function of your own, model.source: "
         "package.module:function, whose module computes the same whatever it is given, as with prompts padded to one length",
     )
-    predictions = [name for name, x in output.items() if isinstance(x, Tensor)] if isinstance(output, Mapping) else []
-    if len(predictions) > 1:
-        raise UserError(
-            f"{flat.record.model} denoises several things at once",
-            expected="a model with one prediction",
-            got=", ".join(predictions),
-            remedy=f"keep the pipeline's own {flat.record.component}; text encoders and the VAE are not converted without it",
-        )
+    _refuse_further_results(flat.record, output)
     sizes, symbolic = named[first].shape, inputs.shapes[first]
+    name = f"{type(output).__module__}:{type(output).__qualname__}"
+    fields = {field: x for field, x in output.items() if isinstance(x, Tensor)} if isinstance(output, Mapping) else {}
+    if len(fields) > 1:
+        _refuse_unfit_predictions(flat.record.model, fields, sizes[0], inputs.dims)
+        predictions = {field: list(x.shape[1:]) for field, x in fields.items()}
+        count = sum(map(math.prod, predictions.values()))
+        return (symbolic[0], count), flat.record.model_copy(update={"output": name, "predictions": predictions})
     shape = tuple(first_tensor(output).shape)
     if len(shape) != len(sizes) or isinstance(output, (Tensor, tuple)):
         raise UserError(
@@ -538,8 +553,52 @@ def _output(
             remedy="convert it through a function of your own, model.source: package.module:function",
         )
     named_shape = tuple(dim if size == given else size for size, given, dim in zip(shape, sizes, symbolic, strict=True))
-    name = f"{type(output).__module__}:{type(output).__qualname__}"
     return named_shape, flat.record.model_copy(update={"output": name})
+
+
+def _refuse_further_results(record: DiffusersRecord, output: Any) -> None:
+    """
+    Raises:
+        UserError: the model returns something beside tensors, which a pipeline hands to its next calls.
+    """
+    fields = output.items() if isinstance(output, Mapping) else ()
+    further = {name: type(x).__name__ for name, x in fields if not isinstance(x, (Tensor, list, tuple))}
+    if further:
+        name, kind = next(iter(further.items()))
+        raise UserError(
+            f"{record.model} gives '{name}' beside its prediction, which {record.pipeline} hands to its next calls",
+            expected="predictions, which are tensors: an engine computes the same in every step",
+            got=kind,
+            remedy=f"call the pipeline without what asks for {name}, such as an image or a setting in model.options.call, or "
+            f"keep the pipeline's own {record.component}",
+        )
+
+
+def _refuse_unfit_predictions(
+    model: str, fields: Mapping[str, Tensor], rows: int, dims: Mapping[str, tuple[int, int, int]]
+) -> None:
+    """
+    Args:
+        fields: what the model returns, by name; rows: of what it denoises; dims: symbolic dimension: (min, opt, max).
+    Raises:
+        UserError: a field has no entry for each row, or sizes vary: an engine gives all predictions of a row side by side.
+    """
+    if unfit := [name for name, x in fields.items() if x.dim() < 2 or len(x) != rows]:
+        raise UserError(
+            f"what {model} returns cannot be used",
+            expected=f"predictions [{rows}, …] of {rows} samples",
+            got=f"'{unfit[0]}' of shape {list(fields[unfit[0]].shape)}",
+            remedy="convert it through a function of your own, model.source: package.module:function, whose forward gives the "
+            "prediction alone",
+        )
+    varying = [name for name, (low, _, high) in dims.items() if low < high and not name.startswith("batch")]
+    if varying:
+        raise UserError(
+            f"{model} gives several predictions, {', '.join(fields)}, of sizes that vary",
+            expected="one size of each",
+            got=f"a range of {', '.join(varying)}",
+            remedy="give model.options.height, width, frames and tokens as one number each, and build a bundle for each",
+        )
 
 
 def _steps(
@@ -556,7 +615,7 @@ def _steps(
 
         def logged(tensors: Mapping[str, Tensor]) -> Tensor:
             with log:
-                return first_tensor(flat.call(tensors, return_dict=True))
+                return flat(**tensors)
 
         tensors = {name: resized(x, specs[name], sizes) for name, x in named.items()}
         shape = shapes_of(logged, tensors, flat.record.model, "give model.options one size instead of a range").shape

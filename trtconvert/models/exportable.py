@@ -5,6 +5,7 @@ Each gives what the part itself gives, and is found by the name of its class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -20,11 +21,20 @@ def make_exportable(model: nn.Module) -> None:
     """Put these forms into the model in the place of its own parts, and the form of `prompt_masks` in that of its forward."""
     mask_prompts(model)
     for module in model.modules():
-        if (forward := _FORWARDS.get(type(module).__name__)) is not None:
-            module.forward = MethodType(forward, module)
+        for name, method in _remembering(type(module)).items():
+            setattr(module, name, MethodType(method, module))
+        for name, method in _METHODS.get(type(module).__name__, {}).items():
+            setattr(module, name, MethodType(method, module))
         processor: Any = getattr(module, "processor", None)
         if (process := _PROCESSORS.get(type(processor).__name__)) is not None:
             module.processor = process  # type: ignore[assignment]  # a callable as any other
+
+
+def _remembering(kind: type) -> dict[str, Callable[..., Any]]:
+    """Methods of a class that keep what they have computed (functools.lru_cache), without that: they would keep tensors without
+    numbers, of a call that looks at shapes alone, or those of an export."""
+    found = {name: x for of in reversed(kind.__mro__) for name, x in vars(of).items() if hasattr(x, "cache_clear")}
+    return {name: x.__wrapped__ for name, x in found.items() if hasattr(x, "__wrapped__")}
 
 
 def _chroma_modulation_inputs(self: Any, timestep: Tensor) -> Tensor:
@@ -103,10 +113,195 @@ def _mochi_attention(
     return image, attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
 
 
-_FORWARDS: Mapping[str, Callable[..., Any]] = {
-    "ChromaCombinedTimestepTextProjEmbeddings": _chroma_modulation_inputs,
-    "TimestepEmbedding": _in_type_of_weights,
-    "PixArtAlphaTextProjection": _in_type_of_weights,
-}
+class _HunyuanVideoAttention:
+    """HunyuanVideo15AttnProcessor2_0, whose mask also hides all keys from what pads a prompt: such rows reach no other, and a
+    mask of keys alone does not grow with the square of the video's tokens. diffusers looks at the parameters of `__call__`."""
 
-_PROCESSORS: Mapping[str, Callable[..., Any]] = {"MochiAttnProcessor2_0": _mochi_attention}
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            hidden_states: [B, N, C]; encoder_hidden_states: [B, L, C]; attention_mask: [B, L], true for tokens of the prompt.
+            image_rotary_emb: cosines and sines, [N, D] each.
+        Returns:
+            Both, after attention over [N + L] tokens.
+        """
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        def heads(x: Tensor, norm: nn.Module | None = None) -> Tensor:
+            x = x.unflatten(2, (attn.heads, -1))
+            return x if norm is None else norm(x)
+
+        query, key = heads(attn.to_q(hidden_states), attn.norm_q), heads(attn.to_k(hidden_states), attn.norm_k)
+        if image_rotary_emb is not None:
+            query, key = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (query, key))
+        text_query = heads(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q)
+        text_key = heads(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k)
+        value, text_value = heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(encoder_hidden_states))
+        kept = torch.cat([torch.ones_like(hidden_states[..., 0], dtype=torch.bool), attention_mask.bool()], dim=1)
+        pairs = ((query, text_query), (key, text_key), (value, text_value))
+        attended = F.scaled_dot_product_attention(
+            *(torch.cat(pair, dim=1).transpose(1, 2) for pair in pairs), attn_mask=kept[:, None, None]
+        )
+        both = attended.transpose(1, 2).flatten(2)
+        length = hidden_states.shape[1]
+        return attn.to_out[1](attn.to_out[0](both[:, :length])), attn.to_add_out(both[:, length:])
+
+
+def _hunyuan_video_refiner(
+    self: Any, hidden_states: Tensor, temb: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    """HunyuanVideo15IndividualTokenRefiner, whose mask also hides all keys from what pads a prompt.
+
+    Args:
+        hidden_states: [B, L, C]; temb: [B, C]; attention_mask: [B, L], true for tokens of the prompt.
+    """
+    kept = None if attention_mask is None else attention_mask.bool()[:, None, None]
+    for block in self.refiner_blocks:
+        hidden_states = block(hidden_states, temb, kept)
+    return hidden_states
+
+
+def _all_experts(self: Any, x: Tensor) -> Tensor:
+    """HiDream's MOEFeedForwardSwiGLU, which sorts tokens by the experts that compute them, so that values decide how many each
+    gets. Here each expert computes all tokens, and those that a token was not sent to have no weight: with 2 of 4 experts it is
+    twice the work, in products of one size.
+
+    Args:
+        x: [B, N, C].
+    Returns:
+        [B, N, C].
+    """
+    chosen, weights, _ = self.gate(x)  # [B · N, experts of a token]
+    sent = chosen[..., None] == torch.arange(len(self.experts), device=x.device)
+    shares = (sent * weights[..., None]).sum(1).unflatten(0, x.shape[:2]).to(x.dtype)
+    y = self.shared_experts(x)
+    for place, expert in enumerate(self.experts):
+        y = y + expert(x) * shares[..., place, None]
+    return y
+
+
+def _experts_of_equal_shares(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """NucleusMoE's SwiGLUExperts, which reads how many tokens each expert has. Experts choose tokens there, so many each.
+
+    Args:
+        x: [experts · tokens of each, C], by experts; num_tokens_per_expert: not read.
+    """
+    of_experts = x.unflatten(0, (self.num_experts, -1))
+    gate, up = torch.matmul(of_experts, self.gate_up_proj).chunk(2, dim=-1)
+    return torch.matmul(F.silu(gate) * up, self.down_proj).flatten(0, 1)
+
+
+def _glm_image(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    prior_token_id: Tensor,
+    prior_token_drop: Tensor,
+    timestep: Tensor,
+    target_size: Tensor,
+    crop_coords: Tensor,
+    attention_kwargs: dict[str, Any] | None = None,
+    return_dict: bool = True,
+    attention_mask: Tensor | None = None,
+    kv_caches: Any = None,
+    image_rotary_emb: Any = None,
+) -> Any:
+    """GlmImageTransformer2DModel, which picks the prior tokens that are dropped, so that values decide how many there are: here
+    all are multiplied by whether they are kept. Its caches of keys and values are not used, as without an image.
+
+    Args:
+        hidden_states: [B, C, H, W]; encoder_hidden_states: [B, L, D]; prior_token_id, prior_token_drop: [B, tokens];
+            timestep: [B]; target_size, crop_coords: [B, 2].
+    Returns:
+        [B, C', H, W].
+    """
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+    assert kv_caches is None
+    patch = self.config.patch_size
+    rows, columns = (size // patch for size in hidden_states.shape[2:])
+    rotations = self.rope(hidden_states) if image_rotary_emb is None else image_rotary_emb
+    kept = self.prior_token_embedding(prior_token_id) * ~prior_token_drop.bool()[..., None]
+    image = self.image_projector(hidden_states) + self.prior_projector(kept)
+    text = self.glyph_projector(encoder_hidden_states)
+    steps = self.time_condition_embed(timestep, target_size, crop_coords, image.dtype)
+    for block in self.transformer_blocks:
+        image, text = block(image, text, steps, rotations, attention_mask, attention_kwargs)
+    predicted = (
+        self.proj_out(self.norm_out(image, steps)).unflatten(2, (-1, patch, patch)).unflatten(1, (rows, columns))
+    )
+    sample = predicted.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+def _hidream_patches(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, tuple[Any, Any], Tensor]:
+    """HiDream's patchify, with how many patches an image has as numbers, which its own writes into a tensor.
+
+    Args:
+        hidden_states: [B, C, H, W].
+    Returns:
+        Tokens, their mask where H and W differ, rows and columns of patches, positions.
+    """
+    tokens, masks, _, positions = type(self).patchify(self, hidden_states)
+    rows, columns = (size // self.config.patch_size for size in hidden_states.shape[2:])
+    return tokens, masks, (rows, columns), positions
+
+
+def _hidream_image(self: Any, x: Tensor, img_sizes: tuple[Any, Any], is_training: bool) -> Tensor:
+    """HiDream's unpatchify, of images of one size.
+
+    Args:
+        x: [B, N, patch · patch · C]; img_sizes: rows and columns of patches, see `_hidream_patches`; is_training: not read.
+    Returns:
+        [B, C, H, W].
+    """
+    rows, columns = img_sizes
+    patch = self.config.patch_size
+    x = x[:, : rows * columns].reshape(x.shape[0], rows, columns, patch, patch, -1)
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, rows * patch, columns * patch)
+
+
+def _omnigen_rotations(self: Any, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """OmniGenSuScaledRotaryEmbedding, which looks at the largest position to choose the factors of its frequencies. As there, all
+    samples are rotated by the positions of the first.
+
+    Args:
+        hidden_states: of any shape; position_ids: [B, N].
+    Returns:
+        Cosines and sines, [N, D] each.
+    """
+    device, original = hidden_states.device, self.original_max_position_embeddings
+    long, short = (torch.tensor(x, dtype=torch.float32, device=device) for x in (self.long_factor, self.short_factor))
+    factors = torch.where(position_ids.max() + 1 > original, long, short)
+    powers = torch.arange(0, self.dim, 2, dtype=torch.int64, device=device).float() / self.dim
+    turns = position_ids[0, :, None].float() / (factors * self.base**powers)
+    turns = torch.cat([turns, turns], dim=-1)
+    longer = self.max_position_embeddings / original
+    scale = math.sqrt(1 + math.log(longer) / math.log(original)) if longer > 1 else 1.0
+    return turns.cos() * scale, turns.sin() * scale
+
+
+_METHODS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "ChromaCombinedTimestepTextProjEmbeddings": {"forward": _chroma_modulation_inputs},
+    "GlmImageTransformer2DModel": {"forward": _glm_image},
+    "HiDreamImageTransformer2DModel": {"patchify": _hidream_patches, "unpatchify": _hidream_image},
+    "HunyuanVideo15IndividualTokenRefiner": {"forward": _hunyuan_video_refiner},
+    "MOEFeedForwardSwiGLU": {"forward": _all_experts},
+    "OmniGenSuScaledRotaryEmbedding": {"forward": _omnigen_rotations},
+    "PixArtAlphaTextProjection": {"forward": _in_type_of_weights},
+    "SwiGLUExperts": {"forward": _experts_of_equal_shares},
+    "TimestepEmbedding": {"forward": _in_type_of_weights},
+}
+"""By class, methods that are put in the place of its own."""
+
+_PROCESSORS: Mapping[str, Callable[..., Any]] = {
+    "HunyuanVideo15AttnProcessor2_0": _HunyuanVideoAttention(),
+    "MochiAttnProcessor2_0": _mochi_attention,
+}

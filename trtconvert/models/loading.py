@@ -36,7 +36,7 @@ from trtconvert.weights.weight_files import (
     variants_of,
 )
 
-_TEXT_COMPONENTS = ("text_encoder", "tokenizer")
+_TEXT_COMPONENTS = ("text_encoder", "tokenizer", "processor")
 """What the names of a pipeline's components for prompts begin with; a pipeline may be saved without them."""
 
 _ATTENTION = "DIFFUSERS_ATTN_BACKEND"
@@ -406,7 +406,7 @@ def _loaded(
     except _FAILURES as error:
         read_tensors(stored.files)  # which says what is wrong with a file, where it is one
         raise _not_loaded(title, error) from error
-    _refuse_others(kind, title, told["missing_keys"], told["unexpected_keys"], asked.ignore)
+    _refuse_others(model, title, told["missing_keys"], told["unexpected_keys"], asked.ignore)
     return model
 
 
@@ -470,7 +470,7 @@ def _model_of(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, 
         raise
     except _FAILURES as error:
         raise _not_loaded(title, error) from error
-    _refuse_others(kind, title, told["missing_keys"], told["unexpected_keys"], ignore)
+    _refuse_others(model, title, told["missing_keys"], told["unexpected_keys"], ignore)
     return model
 
 
@@ -479,7 +479,7 @@ def _filled(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, ig
     wanted = model.state_dict()
     spared = [re.compile(pattern) for pattern in getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()]
     more = [name for name in state if name not in wanted and not any(pattern.search(name) for pattern in spared)]
-    _refuse_others(kind, title, wanted.keys() - state.keys(), more, ignore)
+    _refuse_others(model, title, wanted.keys() - state.keys(), more, ignore)
     for name, x in wanted.items():
         if state[name].shape != x.shape:
             raise UserError(
@@ -495,8 +495,17 @@ def _filled(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, ig
     return model.eval()
 
 
+def _is_shared(model: nn.Module, name: str) -> bool:
+    """Whether a weight is of a module that the pipeline puts into a model from its denoiser, by `from_transformer(controlnet,
+    transformer)`, as it does into Z-Image's ControlNet: `save_pretrained` wrote it with both."""
+    shares: Any = getattr(type(model), "from_transformer", None)
+    if shares is None or "controlnet" not in inspect.signature(shares).parameters:
+        return False
+    return getattr(model, name.partition(".")[0], model) is None
+
+
 def _refuse_others(
-    kind: Any, title: str, missing: Iterable[str], unexpected: Iterable[str], ignore: Sequence[str]
+    model: nn.Module, title: str, missing: Iterable[str], unexpected: Iterable[str], ignore: Sequence[str]
 ) -> None:
     """
     Raises:
@@ -505,15 +514,16 @@ def _refuse_others(
     if lost := sorted(missing):
         raise UserError(
             f"the weights of {title} are incomplete",
-            expected=f"all weights of {kind.__name__}",
+            expected=f"all weights of {type(model).__name__}",
             got=f"{len(lost)} missing, {lost[0]} the first of them",
             remedy=f"save the pipeline again, or correct what its {INDEX} and config.json say it is",
         )
-    more = sorted(name for name in unexpected if not is_spare(name, kind, ignore))
+    further = (name for name in unexpected if not _is_shared(model, name))
+    more = sorted(name for name in further if not is_spare(name, type(model), ignore))
     if more:
         raise UserError(
             f"the weights of {title} are more than the model takes",
-            expected=f"only those of {kind.__name__}, of its config.json",
+            expected=f"only those of {type(model).__name__}, of its config.json",
             got=f"{len(more)} more, {more[0]} the first of them",
             remedy=how_without(more[0]),
         )

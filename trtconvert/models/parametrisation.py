@@ -23,10 +23,11 @@ from trtconvert.noise_input import NoiseInput
 Schedule = NoiseSchedule | FlowSchedule | SigmaRange
 
 SOLVERS = ("ddim", "euler", "heun")
-FLOW, DENOISED = "flow", "denoised"
-PREDICTIONS = ("epsilon", "v_prediction", "sample", FLOW, DENOISED)
+FLOW, DENOISED, RAW = "flow", "denoised", "raw"
+PREDICTIONS = ("epsilon", "v_prediction", "sample", FLOW, DENOISED, RAW)
 """What a denoiser may predict: of √ᾱ·x₀ + √(1-ᾱ)·n the noise n, v = √ᾱ·n - √(1-ᾱ)·x₀, or x₀, by diffusers' names; of
-(1-s)·x₀ + s·n the velocity n - x₀; of x₀ + σ·n the image x₀, with preconditioning inside (D of Karras et al. 2022)."""
+(1-s)·x₀ + s·n the velocity n - x₀; of x₀ + σ·n the image x₀, with preconditioning inside (D of Karras et al. 2022); of
+(x₀ + σ·n) / √(σ² + σ_data²) what is multiplied by c_out and added to c_skip·(x₀ + σ·n) to make D (F there, equation 7)."""
 
 TIMESTEP, SIGMA = "timestep", "sigma"
 NOISE_INPUTS = (TIMESTEP, "fraction", SIGMA, "log_sigma", "c_noise")
@@ -46,6 +47,8 @@ class Parametrisation:
         factor: by which that is multiplied: 1000 with "c_noise" for consistency models in diffusers.
         consistency: the network maps any noise level to the image (Song et al. 2023, arXiv 2303.01469): samples are drawn by
             denoising and adding noise anew, in few steps. Else they follow the probability flow.
+        sigma_data: the standard deviation of images that the network's input is scaled for, in a range of σ: it sees
+            (x₀ + σ·n) / √(σ² + sigma_data²). 1 for a denoiser that scales inside.
     Raises:
         UserError: there is no such prediction or input, or they do not fit together.
     """
@@ -55,6 +58,7 @@ class Parametrisation:
     told: str = TIMESTEP
     factor: float = 1.0
     consistency: bool = False
+    sigma_data: float = 1.0
 
     def __post_init__(self) -> None:
         for problem, got, known in (
@@ -86,6 +90,29 @@ class Parametrisation:
                 remedy="fraction is the input from 0 to 1 that flow matching often calls sigma"
                 if flows
                 else "take DDPM's schedule or that of flow matching, where the input holds timesteps",
+            )
+
+        self._refuse_unfit_scaling()
+
+    def _refuse_unfit_scaling(self) -> None:
+        in_range = isinstance(self.schedule, SigmaRange)
+        if self.prediction == RAW and not in_range:
+            raise UserError(
+                "The noise schedule and the prediction do not fit together.",
+                expected="a range of σ with the prediction raw, which EDM defines",
+                got="another schedule",
+                remedy="take what the network was trained with: epsilon, v_prediction or sample with DDPM's timesteps",
+            )
+        if not 0 < self.sigma_data < math.inf or (
+            self.sigma_data != 1 and (not in_range or self.prediction == DENOISED)
+        ):
+            raise UserError(
+                "The denoiser's sigma_data does not fit.",
+                expected="a positive number, with a range of σ and a network whose input is scaled outside of it; 1 else",
+                got=f"{self.sigma_data!r} with the prediction {self.prediction}",
+                remedy="leave it out: a network that takes x₀ + σ·n, and predicts denoised, scales by itself"
+                if self.prediction == DENOISED
+                else "take the standard deviation of the images that the network was trained on, 0.5 in EDM, or leave it out",
             )
 
     @property
@@ -125,7 +152,9 @@ class Parametrisation:
         """See `DiffusionModel`."""
         if isinstance(self.schedule, FlowSchedule):
             return 1 - self.schedule.fractions
-        return torch.ones_like(self.sigmas) if self.prediction == DENOISED else None
+        if self.prediction == DENOISED:
+            return torch.ones_like(self.sigmas)
+        return None if self.sigma_data == 1 else (self.sigmas**2 + self.sigma_data**2).rsqrt()
 
     def input_at(self, sigma: Tensor) -> Tensor:
         """What the timestep input holds at σ, a scalar tensor. Float64."""
@@ -140,16 +169,18 @@ class Parametrisation:
         """What the denoiser sees x₀ + σ·n multiplied by."""
         if self.prediction == DENOISED:
             return 1.0
-        return 1 / (1 + sigma) if self.prediction == FLOW else (1 + sigma**2).rsqrt()
+        return 1 / (1 + sigma) if self.prediction == FLOW else (self.sigma_data**2 + sigma**2).rsqrt()
 
     def denoised(self, x: Tensor, sigma: Tensor, out: Tensor) -> Tensor:
         """x₀ as the denoiser's output says it, of x = x₀ + σ·n."""
-        signal = self.signal_at(sigma)
+        signal, scale = self.signal_at(sigma), self.sigma_data
         match self.prediction:
             case "epsilon":
                 return x - sigma * out
             case "v_prediction":
-                return x * signal**2 - sigma * signal * out
+                return x * (signal * scale) ** 2 - sigma * scale * signal * out
+            case "raw":  # c_skip · x + c_out · F
+                return x * (signal * scale) ** 2 + sigma * scale * signal * out
             case "flow":
                 return x * signal - sigma * signal * out  # (1 − s)·x − s·(n − x₀), s = σ / (1 + σ)
         return out

@@ -29,12 +29,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten
 
+from trtconvert.diffusion_model import OF_NOISE
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, kind_and_first_line
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
 from trtconvert.models.size_steps import refuse_rounded
-from trtconvert.runtime.arguments import Structure, flat_arguments, take_apart
+from trtconvert.runtime.arguments import Structure, flat_arguments, share_timesteps, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 BATCH = [1, 2, 8]
@@ -62,6 +63,7 @@ _TEXT_WIDTHS = (
     "text_embed_dim",
     "text_in_dim",
     "context_in_dim",
+    "in_text_dim",
     "cross_attention_dim",
 )
 
@@ -70,7 +72,7 @@ _EMBEDDINGS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "prompt_embeds_2": (("cross_attention_dim_t5", "text_embed_2_dim"), "text_len_t5"),
     "prompt_embeds_qwen": (("in_text_dim",), "text_len"),
     "prompt_embeds_clip": (("in_text_dim2",), None),
-    "pooled_prompt_embeds": (("pooled_projection_dim",), None),
+    "pooled_prompt_embeds": (("pooled_projection_dim", "in_text_dim2"), None),
     "image_embeds": (("encoder_hid_dim",), None),
 }
 """Embeddings that pipelines take in the place of prompts, by argument: what models call their width in their configuration, of
@@ -427,13 +429,21 @@ class PipelineCaller:
             if name in self.parameters and (shape := self._embedding_shape(name, config, tokens)):
                 drawn = [torch.randn(shape, dtype=torch.float32, generator=_apart(seed)) for seed in seeds]
                 made[name] = torch.stack(drawn)
-                if f"negative_{name}" in self.parameters:
+                if f"negative_{name}" in self.parameters and self._guides:
                     made[f"negative_{name}"] = torch.zeros_like(made[name])
                 made |= self._masks(name, len(seeds), shape[0], config)
         if "negative_prompt" in self.parameters:
             made["negative_prompt"] = None  # some pipelines have a default, and take one of the two
+        if "prompt" in self.parameters and self.signature["prompt"].default is inspect.Parameter.empty:
+            made["prompt"] = None
         on_device = {name: x if x is None else x.to(self.pipe.device) for name, x in made.items()}
         return {name: list(x) if x is not None and self._listed(name) else x for name, x in on_device.items()}
+
+    @property
+    def _guides(self) -> bool:
+        """Whether a call may use negative prompts. AnyFlow's joins their embeddings with the others also where it does not."""
+        scale = self.arguments.get("guidance_scale", getattr(self.signature.get("guidance_scale"), "default", None))
+        return "true_cfg_scale" in self.parameters or not isinstance(scale, (int, float)) or scale > 1
 
     def _listed(self, name: str) -> bool:
         """Whether an argument is declared as a list. Pipelines that join lists of two halves would add up their tensors."""
@@ -453,8 +463,8 @@ class PipelineCaller:
             # SDXL: beside the text there are six numbers, or, with an aesthetic score in the place of two, five.
             numbers = 5 if getattr(self.pipe.config, "requires_aesthetics_score", False) else 6
             width = config["projection_class_embeddings_input_dim"] - numbers * config["addition_time_embed_dim"]
-        if width is None and name == "pooled_prompt_embeds":
-            return ()
+        if (width is None and name == "pooled_prompt_embeds") or (name == "image_embeds" and self.images):
+            return ()  # the pipeline makes embeddings of the images that it is given, where its model takes some
         if width is None:
             lacking = not self.has_text_encoder
             raise UserError(
@@ -555,7 +565,12 @@ class PipelineCaller:
         for name in TIMESTEPS:
             if isinstance(arguments.get(name), (int, float)):
                 arguments[name] = torch.tensor(arguments[name])
-        return self.taken_apart(arguments, sizes.get(TOKENS, self.tokens) or 0)
+        structure, tensors = self.taken_apart(arguments, sizes.get(TOKENS, self.tokens) or 0)
+        timestep = next((name for name in TIMESTEPS if name in tensors), None)
+        if timestep is None or not tensors[timestep].numel() or len(tensors) < 2:
+            return structure, tensors  # which is refused with what there is
+        others = [name for name in tensors if OF_NOISE.fullmatch(name)]
+        return share_timesteps(structure, tensors, timestep, others)
 
     def taken_apart(
         self, arguments: Mapping[str, Any], least: int = 0

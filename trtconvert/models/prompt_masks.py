@@ -58,19 +58,18 @@ def _z_image(
 
     Args:
         x: [B, C, F, H, W]; t: [B], 0 for noise and 1 for images; cap_feats: rows [B, T, D] with their mask.
+        controlnet_block_samples: by layer, what a ControlNet adds behind it, [B, tokens, D], the prompt's behind the image's.
     Returns:
         [B, C, F, H, W].
     """
     further = {
-        "controlnet_block_samples": controlnet_block_samples,
         "siglip_feats": siglip_feats,
         "image_noise_mask": image_noise_mask,
         "joint_attention_kwargs": joint_attention_kwargs,
     }
     if not isinstance(x, Tensor):
-        return type(self).forward(
-            self, x, t, cap_feats, return_dict=return_dict, patch_size=patch_size, f_patch_size=f_patch_size, **further
-        )
+        own = {"controlnet_block_samples": controlnet_block_samples, "return_dict": return_dict, **further}
+        return type(self).forward(self, x, t, cap_feats, patch_size=patch_size, f_patch_size=f_patch_size, **own)
     _refuse_further(self, further)
     prompts, of_prompt = cap_feats
     batch, channels, *sizes = x.shape
@@ -104,8 +103,12 @@ def _z_image(
         text = layer(text, kept, text_rotations)
     both = torch.cat([image, text], dim=1)
     kept = torch.cat([torch.ones_like(image[..., 0], dtype=torch.bool), kept], dim=1)
-    for layer in self.layers:
+    added = dict(controlnet_block_samples or {})
+    for index, layer in enumerate(self.layers):
         both = layer(both, kept, rotations, steps)
+        if index in added:
+            of_text, _ = _at_the_end(added[index][:, image.shape[1] :], attended, space)
+            both = both + torch.cat([added[index][:, : image.shape[1]], of_text], dim=1)
     predicted = self.all_final_layer[kind](both[:, :length], c=steps)
     return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
 
@@ -199,11 +202,64 @@ def _hunyuan_image(
     return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
 
 
+def _hunyuan_video_15(
+    self: Any,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_attention_mask: Tensor,
+    timestep_r: Tensor | None = None,
+    encoder_hidden_states_2: Tensor | None = None,
+    encoder_attention_mask_2: Tensor | None = None,
+    image_embeds: Tensor | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+    return_dict: bool = True,
+) -> Any:
+    """HunyuanVideo15Transformer3DModel, which sorts the tokens of both text encoders and of an image by whether they are given.
+    They have no positions, so that any order gives the same. Embeddings of an image that are zeros in all samples are none.
+
+    Args:
+        hidden_states: [B, C, F, H, W]; timestep, timestep_r: [B].
+        encoder_hidden_states: [B, L, D], and encoder_hidden_states_2: [B, M, E], with their masks, not zero for tokens of the
+            prompt.
+        image_embeds: [B, I, V].
+    Returns:
+        [B, C', F, H, W].
+    """
+    _refuse_further(self, {"attention_kwargs": attention_kwargs})
+    assert encoder_hidden_states_2 is not None and encoder_attention_mask_2 is not None and image_embeds is not None
+    of_prompt = encoder_attention_mask.bool()
+    patch = (self.config.patch_size_t, self.config.patch_size, self.config.patch_size)
+    grid = [size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True)]
+
+    rotations = self.rope(hidden_states)
+    steps = self.time_embed(timestep, timestep_r=timestep_r)
+    # Without an image these tokens are masked: what they hold does not matter.
+    parts = (
+        self.image_embedder(image_embeds),
+        self.context_embedder_2(encoder_hidden_states_2),
+        self.context_embedder(encoder_hidden_states, timestep, of_prompt),
+    )
+    numbers = (torch.full_like(x[..., 0], kind, dtype=torch.long) for x, kind in zip(parts, (2, 1, 0), strict=True))
+    text = torch.cat([x + self.cond_type_embed(kind) for x, kind in zip(parts, numbers, strict=True)], dim=1)
+    of_image = (image_embeds != 0).any().expand(image_embeds.shape[:2])
+    kept = torch.cat([of_image, encoder_attention_mask_2.bool(), of_prompt], dim=1)
+    video = self.x_embedder(hidden_states)
+    for block in self.transformer_blocks:
+        video, text = block(video, text, steps, kept, rotations)
+    predicted = self.proj_out(self.norm_out(video, steps))
+    channels = self.config.out_channels
+    # Its patches hold all of a channel side by side, as those of HunyuanImage.
+    predicted = predicted.unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
+    return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
+
+
 _OF_LISTS: Mapping[str, Callable[..., Any]] = {"ZImageTransformer2DModel": _z_image}
 
 _OF_TENSORS: Mapping[str, Callable[..., Any]] = {
     "Lumina2Transformer2DModel": _lumina_2,
     "HunyuanImageTransformer2DModel": _hunyuan_image,
+    "HunyuanVideo15Transformer3DModel": _hunyuan_video_15,
 }
 
 
@@ -319,7 +375,7 @@ def _refuse_further(model: nn.Module, arguments: Mapping[str, Any]) -> None:
             expected="a call with its samples, timesteps and prompts alone",
             got=", ".join(given),
             remedy="call the pipeline without what sets it, in model.options.call; LoRAs go into the recipe's section loras, and "
-            "what a ControlNet adds, or further images, are left to the pipeline's own model",
+            "further images are left to the pipeline's own model",
         )
 
 

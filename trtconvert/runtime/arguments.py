@@ -6,7 +6,7 @@ A structure says which parameter holds what; `trtconvert.bundle.DiffusersRecord`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -18,6 +18,9 @@ from trtconvert.errors import UserError
 
 Structure = Mapping[str, dict[str, Any]]
 """By parameter, what it holds."""
+
+SHARE = ".share"
+"""What follows the name of an argument that holds a timestep for each token or frame in the name of their shares."""
 
 MASK = ".mask"
 """What follows the name of padded rows in the name of the mask that tells which of them are given."""
@@ -36,11 +39,16 @@ class PaddedRows(NamedTuple):
 
 def padded_rows(tensors: Sequence[Tensor], least: int = 0) -> PaddedRows:
     """Tensors [n, …], padded to as many rows as the longest has, and at least so many."""
-    rows = pad_sequence(list(tensors), batch_first=True)
-    if rows.shape[1] < least:
-        rows = torch.cat([rows, rows.new_zeros(rows.shape[0], least - rows.shape[1], *rows.shape[2:])], dim=1)
+    rows = _with_rows(pad_sequence(list(tensors), batch_first=True), least)
     lengths = torch.tensor([len(x) for x in tensors], device=rows.device)
     return PaddedRows(rows, torch.arange(rows.shape[1], device=rows.device) < lengths[:, None])
+
+
+def _with_rows(x: Tensor, least: int) -> Tensor:
+    """[B, N, …] with zeros behind, so that there are at least so many rows."""
+    if x.shape[1] >= least:
+        return x
+    return torch.cat([x, x.new_zeros(x.shape[0], least - x.shape[1], *x.shape[2:])], dim=1)
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -65,8 +73,8 @@ def take_apart(
 
     Args:
         least: of a model that takes lists with an entry for each sample, how many rows prompts are padded to at least: the first
-            argument is then one tensor of all samples, and other lists of as many tensors are `PaddedRows`. None where lists are
-            what they are.
+            argument is then one tensor of all samples, other lists of as many tensors are `PaddedRows`, and what a dictionary
+            holds, as what a ControlNet adds to the tokens, is padded likewise. None where lists are what they are.
     Raises:
         UserError: an argument holds something that is neither a tensor, a number, text, None, nor a collection of those; or
             samples of a list have different sizes.
@@ -94,16 +102,25 @@ def take_apart(
             plain = value.is_floating_point() or value.dtype == torch.int64
             return {"tensor": name} if plain else {"tensor": name, "dtype": str(value.dtype).removeprefix("torch.")}
         if isinstance(value, Mapping):
-            return {"dict": {key: node(f"{name}.{key}", item) for key, item in value.items()}}
+            inner = {str(key): node(f"{name}.{key}", item) for key, item in value.items()}
+            if least is not None:
+                rows = [key for key, of in inner.items() if "tensor" in of and tensors[of["tensor"]].dim() > 2]
+                inner |= {key: inner[key] | {"least": 0} for key in rows}
+            numbered = bool(value) and all(type(key) is int for key in value)
+            return {"dict": inner, "numbered": True} if numbered else {"dict": inner}
         if isinstance(value, (list, tuple)):
-            return {"list": [node(f"{name}.{index}", item) for index, item in enumerate(value)]}
+            inside = {"list": [node(f"{name}.{index}", item) for index, item in enumerate(value)]}
+            return inside | {"tuple": True} if isinstance(value, tuple) else inside
         if value is None or isinstance(value, (bool, int, float, str)):
             return {"value": value}
+        if _is_unused_cache(value):
+            return {"value": None}
         raise UserError(
             f"the pipeline passes '{name}' to its model, which an engine cannot take",
             expected="tensors, numbers, text, None, and dictionaries and lists of them",
             got=type(value).__name__,
-            remedy="call the pipeline without what sets it, in model.options.call",
+            remedy="call the pipeline without what sets it, such as an image or a setting in model.options.call; or keep the "
+            "pipeline's own model",
         )
 
     structure = {
@@ -121,9 +138,71 @@ def _tensors_of_samples(value: Any, samples: int) -> bool:
 
 def with_least_rows(structure: Structure, least: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """A structure whose padded rows are at least so many, by name."""
-    return {
-        name: node | {"least": least[node["rows"]]} if "least" in node else node for name, node in structure.items()
-    }
+
+    def filled(node: dict[str, Any]) -> dict[str, Any]:
+        if "dict" in node:
+            return node | {"dict": {key: filled(item) for key, item in node["dict"].items()}}
+        return node | {"least": least[node.get("rows") or node["tensor"]]} if "least" in node else node
+
+    return {name: filled(node) for name, node in structure.items()}
+
+
+def share_timesteps(
+    structure: Structure, tensors: Mapping[str, Tensor], timestep: str, others: Collection[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """Timesteps of tokens or frames as the timestep of each sample, which is that of its noisiest token, and shares of it.
+
+    Bins, plans and schedules follow the sample's timestep. The shares of an image that is given are 0 at every step, so that
+    examples with any timestep stay what a pipeline could pass.
+
+    Args:
+        structure, tensors: of the arguments; timestep: which of them the denoiser is told.
+        others: arguments that may hold the same timestep, or 0.
+    Returns:
+        Both with `timestep` [B], and NAME.share [B, …] behind the other tensors for each argument that has more than one
+        timestep for a sample. {"share": NAME.share, "of": timestep} is their product.
+    """
+    own = tensors[timestep]
+    rows = next(x for name, x in tensors.items() if name != timestep).shape[0]
+    largest = float(own.max())
+    told = [timestep]
+    if largest not in (0, 1):  # which masks hold, too
+        told += [
+            name
+            for name in others
+            if (x := tensors.get(name)) is not None
+            and bool(torch.isin(x.float(), torch.tensor([0.0, largest], device=x.device)).all())
+            and float(x.max()) == largest
+        ]
+    kept = {name: x for name, x in tensors.items() if name == timestep or name not in told}
+    changed = dict(structure)
+    shared: dict[str, Tensor] = {}
+    for name in told:
+        x = tensors[name]
+        if x.dim() > 1 and len(x) == rows:
+            shared[name] = x
+            changed[name] = {"share": name + SHARE, "of": timestep}
+        elif name != timestep and x.numel() in (1, rows):
+            changed[name] = {"tensor": timestep}
+        else:
+            kept[name] = x
+    if shared:
+        kept[timestep], shares = shares_of(shared, own if timestep not in shared else None)
+        kept |= shares
+    return changed, kept
+
+
+def shares_of(timesteps: Mapping[str, Tensor], own: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Timesteps [B, …] by argument, and one for each sample where there is an argument of that, to the noisiest of each sample,
+    [B], and all as shares of it, by `SHARE`. Of a sample without noise the shares are 1."""
+    noisiest = torch.stack([x.flatten(1).amax(1).float() for x in timesteps.values()]).amax(0)
+    if own is not None:
+        noisiest = torch.maximum(noisiest, own.to(noisiest).reshape(-1).expand_as(noisiest))
+    shares = {}
+    for name, x in timesteps.items():
+        of = noisiest.reshape(-1, *[1] * (x.dim() - 1))
+        shares[name + SHARE] = torch.where(of > 0, x.float() / of, 1.0)
+    return noisiest, shares
 
 
 def is_list_of_samples(structure: Structure) -> bool:
@@ -138,13 +217,17 @@ def put_together(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[st
         if "tensor" in node:
             x = tensors[node["tensor"]]
             return x.to(getattr(torch, node["dtype"])) if "dtype" in node else x
+        if "share" in node:
+            share = tensors[node["share"]]
+            return tensors[node["of"]].reshape(-1, *[1] * (share.dim() - 1)) * share
         if "rows" in node:
             x = tensors[node["rows"]]
             return PaddedRows(x, tensors[node["rows"] + MASK].bool()) if "least" in node else x
         if "dict" in node:
-            return {key: value(item) for key, item in node["dict"].items()}
+            return {int(key) if "numbered" in node else key: value(item) for key, item in node["dict"].items()}
         if "list" in node:
-            return [value(item) for item in node["list"]]
+            items = [value(item) for item in node["list"]]
+            return tuple(items) if "tuple" in node else items
         return node["value"]
 
     return {name: value(node) for name, node in structure.items()}
@@ -159,6 +242,7 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
         UserError: a tensor is missing, or a constant differs from the one that the exported model has taken in.
     """
     found: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
 
     def match(name: str, node: dict[str, Any], value: Any) -> None:
         if "tensor" in node:
@@ -166,7 +250,14 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
                 value = torch.tensor(value)
             if not isinstance(value, Tensor):
                 raise _different(name, "a tensor", value)
-            found[node["tensor"]] = value
+            if "least" in node and value.dim() > 1:
+                value = _with_rows(value, node["least"])
+            if (known := found.setdefault(node["tensor"], value)) is not value and not _all_equal(known, value):
+                raise _different(name, f"what '{node['tensor']}' holds", value)
+        elif "share" in node:
+            if not isinstance(value, Tensor) or value.dim() < 2:
+                raise _different(name, "a tensor with a timestep for each token or frame", value)
+            shared[name] = value
         elif "rows" in node:
             if not isinstance(value, Sequence) or not value or not all(isinstance(x, Tensor) for x in value):
                 raise _different(name, "a list with a tensor for each sample", value)
@@ -177,7 +268,7 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
             else:
                 found[node["rows"]] = torch.stack(list(value))
         elif "dict" in node:
-            given = value if isinstance(value, Mapping) else {}
+            given = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
             if not isinstance(value, Mapping) and value is not None:
                 raise _different(name, "a dictionary", value)
             for key in {**node["dict"], **given}:
@@ -192,11 +283,30 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
 
     for name in {**structure, **arguments}:
         match(name, structure.get(name, {"value": None}), arguments.get(name))
+    if shared:
+        timestep = structure[next(iter(shared))]["of"]
+        own = found.get(timestep)
+        found[timestep], shares = shares_of(shared, own)
+        if own is not None and not _all_equal(found[timestep], own):
+            raise _different(timestep, "the timestep of each sample's noisiest token or frame", own)
+        found |= shares
     return found
 
 
+def _all_equal(x: Tensor, y: Tensor) -> bool:
+    """Whether all numbers of two tensors, of one shape or one for all, are equal. Waits for the device."""
+    return x.numel() in (1, y.numel()) and bool((x.reshape(-1) == y.to(x.device).reshape(-1)).all())
+
+
 def _nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
+    return value is None or (isinstance(value, (Mapping, list, tuple)) and not value) or _is_unused_cache(value)
+
+
+def _is_unused_cache(value: Any) -> bool:
+    """Whether it is what layers would keep keys and values in, and they are told to do nothing with it, as GLM-Image's without an
+    image to keep some of."""
+    caches = getattr(value, "caches", None)
+    return isinstance(caches, list) and all(getattr(cache, "mode", "") is None for cache in caches)
 
 
 def _plain(value: Any) -> bool:

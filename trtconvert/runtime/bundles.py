@@ -141,11 +141,14 @@ class LoadedBundle:
                 `vae=…`, `scheduler=…`; None to go without.
         Raises:
             UserError: the bundle was built without components, lacks a model that the pipeline was saved with, or the pipeline
-                takes no such part.
+                takes no such part, or has another of its parts in the place of one.
             BackendUnavailable: the installed diffusers or transformers has no such pipeline.
         """
-        from trtconvert.runtime.diffusers import follow_scheduler
+        from trtconvert.runtime.diffusers import follow_scheduler, refuse_misplaced
         from trtconvert.runtime.pipeline import make_pipeline
+
+        for name, part in parts.items():
+            refuse_misplaced(part, name)
 
         if not self.manifest.pipeline:
             raise UserError(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -99,7 +101,7 @@ class _DropIn(nn.Module):
             ) from error
         self.config = FrozenDict(record.config)
         for name, node in record.attributes.items():
-            setattr(self, name, _attribute(node))
+            setattr(self, name, _part_without_weights(record, name) if "part" in node else _attribute(node))
         self.dtype, self.device = dtype, device
         self._record = record
 
@@ -149,6 +151,44 @@ class _DropIn(nn.Module):
         made = copy.copy(self)
         made.config = copy.deepcopy(self.config, memo)
         return made
+
+
+def refuse_misplaced(model: Any, name: str) -> None:
+    """
+    Args:
+        model: a part of a pipeline; name: that it has there.
+    Raises:
+        UserError: it stands for another part, as a bundle of Wan 2.2's `transformer_2` in the place of its `transformer`: both
+            take and give the same, and draw noise.
+    """
+    if isinstance(model, _DropIn) and (own := model._record.component) != name:
+        raise UserError(
+            f"the pipeline has the converted {own} as its {name}",
+            expected=f"a bundle of its {name}, whose weights others are not",
+            got=f"one of {own}, by its manifest",
+            remedy=f"put it into the place of {own}; a bundle of the other is built with `denoiser: {name}` in model.options",
+        )
+
+
+def _refuse_misplaced_caller(called: _Denoising, own: str) -> None:
+    """
+    Args:
+        called: what the pipeline calls, on this thread's stack; own: the part that it stands for.
+    Raises:
+        UserError: see `refuse_misplaced`. What is not called by a pipeline of diffusers with such a part passes.
+    """
+    from diffusers import DiffusionPipeline
+
+    frame = sys._getframe()
+    while frame is not None:
+        pipe = frame.f_locals.get("self")
+        if isinstance(pipe, DiffusionPipeline):
+            places = {name: x for name, x in pipe.components.items() if getattr(x, "_called", None) is called}
+            if own in pipe.components and own not in places:
+                for name, model in places.items():
+                    refuse_misplaced(model, name)
+            return
+        frame = frame.f_back
 
 
 class _Parameters:
@@ -223,6 +263,9 @@ class DiffusersDenoiser(_DropIn):
             # StableDiffusionXLPipeline checks its time ids against the width of this layer.
             self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
 
+    is_cache_enabled = False
+    """Whether one of diffusers' caches of steps is in the model, which some pipelines ask."""
+
     @contextmanager
     def cache_context(self, name: str | None = None, *_: object, **__: object) -> Iterator[None]:
         """Pipelines name the conditional and the unconditional call: each has caches of its own, where layers quantise changes
@@ -289,6 +332,7 @@ class _Denoising:
         self._of_samples = frozenset(of_samples) - {timestep_input}
         self._output = _output_class(record)
         self._lists = is_list_of_samples(record.arguments)
+        self._shares = record.timestep_shares
         guidance = guidance_of(denoiser)
         self._halves = (
             None
@@ -301,6 +345,7 @@ class _Denoising:
         self.parameters = _Parameters(record)
         self.context: str | None = None
         self._contexts: dict[str, Callable[..., Tensor]] = {}
+        self._is_placed = False
 
     def reset_cache(self) -> None:
         """See `DiffusersDenoiser`."""
@@ -328,8 +373,12 @@ class _Denoising:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """
         Raises:
-            UserError: the arguments are not those that the denoiser was converted for, or outside its engine's profiles.
+            UserError: the arguments are not those that the denoiser was converted for, or outside its engine's profiles; or the
+                pipeline has it in the place of another denoiser.
         """
+        if not self._is_placed:  # once: frames keep what is read of them
+            _refuse_misplaced_caller(self, self._record.component)
+            self._is_placed = True
         arguments = self.parameters.bound(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
         named = tensors_of(self._record.arguments, arguments)
@@ -337,21 +386,17 @@ class _Denoising:
         passed = named[self._timestep]
         timestep = passed.to(sample.device, torch.float32) / self._record.timestep_factor
         batch = sample.shape[0] if sample.dim() else 1
-        if self._record.timestep_sizes and timestep.shape == (batch, *self._record.timestep_sizes):
-            got = f"others within a sample, in a tensor of shape {list(timestep.shape)}"
-            fits = is_of_samples(timestep)
-            timestep = timestep.flatten(1)[:, 0]
-        else:
-            got = f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}"
-            fits = timestep.numel() in (1, batch)
-        if not fits:
+        if timestep.numel() not in (1, batch):
             raise UserError(
                 f"the converted {self._record.model} cannot take these values of '{self._timestep}'",
                 expected=f"one for all samples, or one for each of {batch}",
-                got=got,
-                remedy="denoise every sample as a whole: use a pipeline without timesteps of each token or frame",
+                got=f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}",
+                remedy="use the pipeline that was converted, or build a bundle of the pipeline that passes timesteps of tokens "
+                "or frames",
             )
         named[self._timestep] = timestep.reshape(-1).expand(batch)
+        for name in self._shares:
+            named[name] = named[name].to(sample.device)
         for name in self._of_samples & named.keys():  # which torch's operators would repeat
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
@@ -361,8 +406,12 @@ class _Denoising:
             output = self._halves.prediction(_as_engines_take(named), sample, passed)
         else:
             output = self._prediction(self._in_context(), _as_engines_take(named)).to(sample)
-        given = list(output.unbind()) if self._lists else output
-        return self._output(sample=given) if return_dict else (given,)
+        if sizes := self._record.predictions:
+            each = output.split([math.prod(size) for size in sizes.values()], dim=1)
+            fields = {name: x.unflatten(1, size) for (name, size), x in zip(sizes.items(), each, strict=True)}
+        else:
+            fields = {"sample": list(output.unbind()) if self._lists else output}
+        return self._output(**fields) if return_dict else tuple(fields.values())
 
 
 class DiffusersTextEncoder(_DropIn):
@@ -454,17 +503,22 @@ class _Method:
         return self._output(**results) if return_dict else tuple(results.values())
 
 
+def _part_without_weights(record: DiffusersRecord, name: str) -> nn.Module:
+    """A part of a model that has no weights, made of the model's configuration: what it does follows from that alone.
+
+    Args:
+        name: of the part, which pipelines call by themselves, as what makes positions of LTX-2's sizes.
+    """
+    with torch.device("meta"):
+        model = library_class("diffusers", record.model).from_config(record.config)
+    return getattr(model, name)
+
+
 def _attribute(node: Mapping[str, Any]) -> Any:
     """What a record keeps of an attribute, see `DiffusersRecord.attributes`."""
     if "module" in node:
         return SimpleNamespace(**{name: _attribute(inner) for name, inner in node["module"].items()})
     return torch.tensor(node["tensor"]) if "tensor" in node else node["value"]
-
-
-def is_of_samples(timestep: Tensor) -> bool:
-    """Whether a timestep [B, …] of tokens or frames is the same for all of a sample. Waits for the device."""
-    by_sample = timestep.flatten(1)
-    return bool((by_sample == by_sample[:, :1]).all())
 
 
 def _as_engines_take(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

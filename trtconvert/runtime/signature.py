@@ -215,8 +215,8 @@ def dtype_of(spec: TensorRecord) -> torch.dtype:
 
 
 def shape_like(shape: Sequence[int | str], x: Tensor) -> list[int]:
-    """A shape with symbolic dimensions, as large as a tensor's at the same places."""
-    return [size if isinstance(size, int) else given for size, given in zip(shape, x.shape, strict=True)]
+    """A shape with symbolic dimensions, as large as a tensor's at the same places; the tensor may have further ones."""
+    return [size if isinstance(size, int) else x.shape[place] for place, size in enumerate(shape)]
 
 
 def shape_of(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from trtconvert.attention.schedules import SIGMA_MAX, SIGMA_MIN
+from trtconvert.attention.schedules import SIGMA_DATA, SIGMA_MAX, SIGMA_MIN
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError, did_you_mean
 
@@ -181,7 +181,14 @@ def _proposed_training(path: Path, timestep: str, output: str) -> dict[str, tupl
         options["schedule"] = ("edm", f"{ASSUMED}: all noise levels of a range; or linear, scaled_linear, cosine, flow")
         options["sigma_min"] = (SIGMA_MIN, f"{ASSUMED}: EDM's, the least noise that it was trained with")
         options["sigma_max"] = (SIGMA_MAX, f"{ASSUMED}: EDM's, the most")
-        prediction, otherwise = "denoised", "or epsilon, v_prediction, sample"
+        prediction, otherwise = "denoised", "or raw, epsilon, v_prediction, sample"
+        if told == "c_noise" and not is_image:
+            # EDM's preconditioning gives its network c_noise; what has it inside is given σ.
+            prediction, otherwise = "raw", "or denoised, epsilon, v_prediction, sample"
+            options["sigma_data"] = (
+                SIGMA_DATA,
+                f"{ASSUMED}: EDM's, the deviation of the images that it was trained on",
+            )
     else:
         options["schedule"] = ("scaled_linear", f"{ASSUMED}: or linear, cosine, flow, edm")
         prediction = "sample" if is_image else "epsilon"
@@ -220,7 +227,17 @@ def refuse_what_names_contradict(
             expected=f"model.options.noise_input: {told}, or what it holds: sigma, log_sigma, c_noise, fraction, timestep",
             got="none",
             remedy=f"add `noise_input: {told}` under model.options, with `schedule: edm` and `prediction: denoised` for a model "
-            "with preconditioning inside; or `noise_input: timestep`, where it holds timesteps all the same",
+            "with preconditioning inside, or `prediction: raw` for EDM's network without it; or `noise_input: timestep`, where "
+            "it holds timesteps all the same",
+        )
+    if told == "c_noise" and prediction is None and not _IMAGES.fullmatch(inputs.output):
+        raise UserError(
+            f"the input '{inputs.timestep}' of {path} is what EDM's preconditioning gives its network, by its name",
+            expected="model.options.prediction: raw, of such a network; denoised, of one with preconditioning inside; or what it "
+            "is",
+            got="none",
+            remedy="add `prediction: raw`, with `sigma_data: 0.5` or that of the training, or `prediction: denoised` under "
+            "model.options",
         )
     if prediction is None and _IMAGES.fullmatch(inputs.output) and taken not in ("sample", "denoised"):
         raise UserError(

@@ -50,6 +50,7 @@ def onnx_model(
     shift: float | None = None,
     sigma_min: float | None = None,
     sigma_max: float | None = None,
+    sigma_data: float | None = None,
     sampling: str = ODE,
     conditions: str | None = None,
     values: Mapping[str, Any] | None = None,
@@ -61,10 +62,11 @@ def onnx_model(
         sample, timestep, output: names of what is denoised, of the timestep and of the prediction, where they cannot be told.
         sizes: of symbolic dimensions of the inputs, by name: a number, or [min, opt, max].
         schedule, prediction, timesteps: what the model was trained with: linear, scaled_linear, cosine, flow or edm; epsilon,
-            v_prediction, sample, flow or denoised; and how many timesteps.
+            v_prediction, sample, flow, denoised or raw; and how many timesteps.
         noise_input: what its timestep input holds: timestep, fraction, sigma, log_sigma or c_noise; timestep_factor: how many
             times that.
-        shift: of flow matching's steps; sigma_min, sigma_max: of edm's noise levels.
+        shift: of flow matching's steps; sigma_min, sigma_max: of edm's noise levels; sigma_data: deviation of the
+            images that its input is scaled for.
         sampling: ode or consistency.
         conditions: what the other inputs hold in samples: a file with a row for each of some, or "random".
         values: inputs that hold one number everywhere.
@@ -75,7 +77,8 @@ def onnx_model(
         texts={"sample": sample, "timestep": timestep, "output": output, "conditions": conditions},
         mappings={"sizes": sizes, "values": values},
     )
-    said = Trained(schedule, prediction, noise_input, timestep_factor, timesteps, shift, sigma_min, sigma_max, sampling)
+    numbers = (timestep_factor, timesteps, shift, sigma_min, sigma_max)
+    said = Trained(schedule, prediction, noise_input, *numbers, sampling, sigma_data)
     trained = said.parametrisation()
     model = read_graph(weights)
     refuse_loops(weights, model)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtconvert.attention.schedules import (
     BETA_SCHEDULES,
+    SIGMA_DATA,
     SIGMA_MAX,
     SIGMA_MIN,
     FlowSchedule,
@@ -30,6 +31,7 @@ from trtconvert.models.parametrisation import (
     FLOW,
     NOISE_INPUTS,
     PREDICTIONS,
+    RAW,
     TIMESTEP,
     Parametrisation,
     Schedule,
@@ -49,6 +51,7 @@ _FITS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "shift": ("a number from 1e-6 to 1e6", lambda x: _is_number(x) and 1e-6 <= x <= 1e6),
     "sigma_min": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
     "sigma_max": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
+    "sigma_data": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
     "timestep_factor": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
 }
 """Options that are numbers: what they have to be."""
@@ -67,6 +70,7 @@ class Trained:
             sigma_max: of EDM's range, by default its own.
         prediction: of `PREDICTIONS`; noise_input, timestep_factor: see `told` and `factor` of `Parametrisation`.
         sampling: "ode" or "consistency".
+        sigma_data: see `Parametrisation`; EDM's, 0.5, by default where the prediction is raw.
     """
 
     schedule: str | None = None
@@ -78,6 +82,7 @@ class Trained:
     sigma_min: float | None = None
     sigma_max: float | None = None
     sampling: str = ODE
+    sigma_data: float | None = None
 
     def parametrisation(self) -> Parametrisation:
         """What is not said is Stable Diffusion's schedule, or EDM's where the input is made of σ; and the prediction
@@ -105,10 +110,14 @@ class Trained:
                 )
         self._refuse_unfit_numbers(schedule)
         consistency = self.sampling == CONSISTENCY
+        scale = self.sigma_data or (SIGMA_DATA if prediction == RAW else 1.0)
         try:
-            return Parametrisation(self._levels(schedule), prediction, told, float(self.timestep_factor), consistency)
+            return Parametrisation(
+                self._levels(schedule), prediction, told, float(self.timestep_factor), consistency, float(scale)
+            )
         except UserError as error:
-            problem = "model.options.schedule, prediction, noise_input, sigma_min or sigma_max: " + error.problem
+            options = "schedule, prediction, noise_input, sigma_min, sigma_max or sigma_data"
+            problem = f"model.options.{options}: {error.problem}"
             raise UserError(problem, expected=error.expected, got=error.got, remedy=error.remedy) from error
 
     def _levels(self, schedule: str) -> Schedule:
@@ -125,8 +134,8 @@ class Trained:
         Raises:
             UserError: one is no such number, or it is nothing to the schedule.
         """
-        others = {EDM: ("timesteps", "shift"), FLOW: ("sigma_min", "sigma_max")}
-        without = others.get(schedule, ("shift", "sigma_min", "sigma_max"))
+        of_range = ("sigma_min", "sigma_max", "sigma_data")
+        without = {EDM: ("timesteps", "shift"), FLOW: of_range}.get(schedule, ("shift", *of_range))
         for option, (expected, fits) in _FITS.items():
             got = getattr(self, option)
             if got is not None and (option in without or not fits(got)):
