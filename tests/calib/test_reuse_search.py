@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import diffusers
 import pytest
 import torch
-from stated_steps import StatedSteps
+from stated_steps import StatedSchedule, StatedSteps
 from support import Quiet
+from torch import Tensor
 
+from trtconvert.attention.schedules import ddpm_betas
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.reuse import CORRECTIONS, PARTS, drawings, measure_trajectories, search_reuse
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.models.digits import digits_model
-from trtconvert.reuse.schedule import Schedule, error_of
-from trtconvert.runtime.reuse import Reusable
+from trtconvert.models.samplers import initial_noise
+from trtconvert.reuse.schedule import Schedule, best_schedules, error_of
+from trtconvert.runtime.reuse import Reusable, follow
 from trtconvert.shipped import shipped_folder
 
 STEPS, SEEDS, UNSEEN = 20, range(500, 508), range(900, 916)
@@ -118,6 +122,38 @@ def test_few_steps_leave_out_what_the_budget_allows(model, search):
     assert chosen.reuse is not None
     db, computed = unseen(model, chosen.reuse, steps=4)
     assert computed >= 3 and db > 36
+
+
+@pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "EulerDiscreteScheduler"])
+def test_other_schedulers_lose_no_more(model, measured, name):
+    """What was measured with DDIM holds for them, corrections included, although some use a prediction for several steps."""
+    found = measured[0]["mean"]
+
+    def drawn(reuse: StatedSchedule | None) -> Tensor:
+        scheduler = getattr(diffusers, name)(
+            trained_betas=ddpm_betas(1000, "linear").numpy(),
+            prediction_type="v_prediction",
+            timestep_spacing="trailing",
+        )
+        scheduler.set_timesteps(STEPS)
+        denoiser = (
+            model.denoiser if reuse is None else follow(Reusable(model.denoiser, reuse), scheduler.timesteps.float())
+        )
+        x = initial_noise(UNSEEN, (1, 8, 8)) * scheduler.init_noise_sigma
+        for t in scheduler.timesteps:
+            seen = scheduler.scale_model_input(x, t)
+            prediction = denoiser(seen, torch.full((len(x),), float(t)), torch.tensor([seed % 10 for seed in UNSEEN]))
+            x = scheduler.step(prediction, t, x).prev_sample
+        return ((x + 1) / 2).clamp(0, 1)
+
+    full, of_ddim = drawn(None), model.sample(model.denoiser, UNSEEN, steps=STEPS, solver="ddim")
+    corrected, lines = (
+        StatedSchedule(best_schedules(of, of.timesteps, "mean")[STEPS // 2])
+        for of in (found, dataclasses.replace(found, fitted=False, correction=0.0))
+    )
+    with_ddim = psnr(model.sample(Reusable(model.denoiser, corrected), UNSEEN, steps=STEPS, solver="ddim"), of_ddim)
+    db = psnr(drawn(corrected), full)
+    assert db > with_ddim - 3 and db > psnr(drawn(lines), full)
 
 
 def test_samplers_that_tell_no_timesteps(model):

@@ -25,3 +25,16 @@ class StatedSteps:
         self.asked.append(tuple(timesteps))
         fits = len(timesteps) == len(self._computed)
         return Schedule(self._computed, 0.0) if fits else all_computed(len(timesteps))
+
+
+class StatedSchedule:
+    """A scheduler of one schedule, with what fits it, whatever the timesteps are."""
+
+    timestep_input, timestep_place, noise_input = "timestep", 1, None
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def schedule(self, timesteps: Sequence[float]) -> Schedule:
+        """See `trtconvert.reuse.schedule.Scheduler`."""
+        return self._schedule

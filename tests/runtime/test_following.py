@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import schedulers
-from stated_steps import StatedSteps
+from stated_steps import StatedSchedule, StatedSteps
 from torch import Tensor
 
 from trtconvert.bundle import GuidanceRecord
@@ -32,18 +32,6 @@ class Line:
         self.seen.append(float(timestep[0]))
         ramp = torch.arange(1.0, len(x) + 1).view(-1, 1)
         return (ramp * timestep.view(-1, 1).float() * slope + 3).expand(x.shape).contiguous()
-
-
-class Stated:
-    """A scheduler of one schedule."""
-
-    timestep_input, timestep_place, noise_input = "timestep", 1, None
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-
-    def schedule(self, timesteps):
-        return self._schedule
 
 
 def at(t: float, batch: int = 2) -> Tensor:
@@ -83,7 +71,7 @@ class Curve:
 def test_a_computed_step_takes_back_what_its_gap_has_moved(x):
     """The parabola's extrapolations miss in one direction, and the correction goes as far as the schedule says."""
     ahead, corrections = (0.0, 0.0, 2.5, 4.0, 7.5), (0.0, 0.0, 0.0, 0.0, 0.5)
-    denoiser = Following(Curve(), Stated(Schedule(COMPUTED, 0.0, ahead, corrections)), TIMES)
+    denoiser = Following(Curve(), StatedSchedule(Schedule(COMPUTED, 0.0, ahead, corrections)), TIMES)
     first, second, third, fourth, last = (float(denoiser(x, at(t))[0, 0]) for t in TIMES)
     assert (
         (first, second) == (81, 64) and third == pytest.approx(64 - 2.5 * 17) and fourth == pytest.approx(64 - 4 * 17)
@@ -94,7 +82,7 @@ def test_a_computed_step_takes_back_what_its_gap_has_moved(x):
 
 def test_nothing_is_corrected_behind_a_gap_that_was_computed(x):
     corrections = (0.0, 0.0, 0.0, 0.0, 0.5)
-    denoiser = Following(Curve(), Stated(Schedule(COMPUTED, 0.0, (), corrections)), TIMES)
+    denoiser = Following(Curve(), StatedSchedule(Schedule(COMPUTED, 0.0, (), corrections)), TIMES)
     wide = torch.zeros(3, 4)
     for t in TIMES[:2]:
         denoiser(x, at(t))
