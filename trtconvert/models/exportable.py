@@ -132,7 +132,9 @@ class _HunyuanVideoAttention:
         Returns:
             Both, after attention over [N + L] tokens.
         """
-        from diffusers.models.embeddings import apply_rotary_emb
+        from diffusers.models import embeddings
+
+        rotated: Any = embeddings.apply_rotary_emb
 
         def heads(x: Tensor, norm: nn.Module | None = None) -> Tensor:
             x = x.unflatten(2, (attn.heads, -1))
@@ -140,7 +142,7 @@ class _HunyuanVideoAttention:
 
         query, key = heads(attn.to_q(hidden_states), attn.norm_q), heads(attn.to_k(hidden_states), attn.norm_k)
         if image_rotary_emb is not None:
-            query, key = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (query, key))
+            query, key = (rotated(x, image_rotary_emb, sequence_dim=1) for x in (query, key))
         text_query = heads(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q)
         text_key = heads(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k)
         value, text_value = heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(encoder_hidden_states))

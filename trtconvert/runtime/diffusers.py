@@ -177,7 +177,7 @@ def _refuse_misplaced_caller(called: _Denoising, own: str) -> None:
     Raises:
         UserError: see `refuse_misplaced`. What is not called by a pipeline of diffusers with such a part passes.
     """
-    from diffusers import DiffusionPipeline
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     frame = sys._getframe()
     while frame is not None:
