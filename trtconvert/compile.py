@@ -112,9 +112,11 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                     made = engine_stages(how, name, component, read, refuse_another)
                     verified = _verified if component.is_denoiser else _verified_component
                     built[name] = verified(folder, manifest, name, made, report)
-                except OSError as error:
+                except (OSError, UserError) as error:
                     if not unchanged():
                         raise _replaced(folder) from error  # with the files that the build was reading
+                    if isinstance(error, UserError):
+                        raise
                     if (path := path_of(error)) is None or folder not in path.parents:
                         raise
                     raise UserError(
@@ -172,11 +174,12 @@ def _verified_component(folder: Path, manifest: Manifest, name: str, engines: En
     from trtconvert.evaluate.component_example import ComponentExample
     from trtconvert.evaluate.gates import check_component
 
-    example, component, measured = ComponentExample.load(folder / example_of(name)), manifest.components[name], []
+    component, measured = manifest.components[name], []
+    example = ComponentExample.load(folder / example_of(name), component)
     with report.stage(f"verify {name}"):
         for record, stage in engines:
             errors = engine_errors(example, component, record, stage)
-            error = check_component(name, errors, manifest.recipe.verify.max_component_error)
+            error = check_component(name, component, errors, manifest.recipe.verify.max_component_error)
             measured.append((record.model_copy(update={"error": error}), stage))
     return measured
 

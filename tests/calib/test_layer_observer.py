@@ -153,3 +153,13 @@ def test_a_missing_layer_is_no_empty_one(tmp_path):
     shards.write(0, {}, [], observed(call(random(1, 8, 16), [1.0])))
     with pytest.raises(KeyError, match="another"):
         shards.layer("another")
+
+
+def test_a_batch_that_another_process_replaced_is_read_anew(tmp_path):
+    """As one does that observes a batch again from which an earlier run left something out."""
+    writing, reading = Shards(tmp_path), Shards(tmp_path)
+    for value in (1.0, 2.0):
+        writing.write(0, {}, [], observed(call(torch.full((1, 8, 16), value), [1.0])))
+        assert float(reading.layer("layer").high.max()) == value
+    writing.write(1, {}, [], observed(call(torch.full((1, 8, 16), 3.0), [1.0])))
+    assert reading.layer("layer").high.amax(1).tolist() == [2, 3]

@@ -110,4 +110,7 @@ def test_a_prediction_beyond_the_limit_is_told_with_its_bin_and_what_the_type_lo
 
 
 def test_relative_error():
+    zeros = torch.zeros(2)
+    assert relative_error(zeros, zeros) == 0 and relative_error(zeros + 1, zeros) == math.inf
+    assert math.isnan(relative_error(zeros / 0, zeros))
     assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == pytest.approx(4 / 3)

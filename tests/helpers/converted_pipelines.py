@@ -108,7 +108,7 @@ def component_records(folder: Path, recipe: Recipe) -> dict[str, tuple[Stage, Co
 
 def component_error(stage: Stage, record: ComponentRecord) -> float:
     """The largest relative error of an output of a stage's exported model on ONNX Runtime."""
-    example = ComponentExample.load(stage.folder / EXAMPLE)
+    example = ComponentExample.load(stage.folder / EXAMPLE, record)
     return max(example.errors(OnnxRuntimeComponent(stage.folder / record.onnx, record)).values())
 
 

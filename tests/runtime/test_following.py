@@ -156,6 +156,16 @@ def test_predictions_that_somebody_wrote_into_do_not_serve(line, x):
     assert line.seen == list(TIMES)
 
 
+def test_inference_tensors_that_somebody_wrote_into_serve_as_they_were(line, x):
+    denoiser = followed(line)
+    with torch.inference_mode():
+        for t in TIMES:
+            prediction = denoiser(x, at(t))
+            torch.testing.assert_close(prediction, Line()(x, at(t)), rtol=1e-6, atol=1e-4)
+            prediction.zero_()
+    assert line.seen == [900, 800, 100]
+
+
 def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
     line = Line()
 
@@ -259,6 +269,20 @@ def test_schedulers_tell_where_a_call_lies(name, recwarn):
     scheduler.set_timesteps(5)  # another image
     run_pipeline(scheduler, steps, line)
     assert line.seen[3:] == pytest.approx(line.seen[:3])
+
+
+def test_an_image_that_failed_in_its_first_step_costs_the_next_one_nothing():
+    scheduler, steps = pipeline_steps("DDIMScheduler")
+
+    def fails(**_) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        run_pipeline(scheduler, steps, fails)
+    scheduler.set_timesteps(5)
+    run_pipeline(scheduler, steps, line := Named())
+    times = [float(t) for t in scheduler.timesteps]
+    assert line.seen == pytest.approx([times[0], times[1], times[4]])
 
 
 def test_timesteps_that_are_computed_with_need_the_schedulers_index():

@@ -20,5 +20,21 @@ def test_one_bad_number_is_found(dtype, bad):
                 assert not is_finite(spoiled.T) and is_finite(x.T)
 
 
+@pytest.mark.parametrize("dtype", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"])
+def test_every_number_of_fp8(dtype):
+    numbers = torch.arange(256, dtype=torch.uint8).view(getattr(torch, f"float8_{dtype}"))
+    finite = numbers.float().isfinite()
+    assert [is_finite(x) for x in numbers] == finite.tolist()
+    assert is_finite(numbers[finite]) and not is_finite(numbers.view(16, 16).T)
+
+
+def test_both_parts_of_complex_numbers_count():
+    x = torch.complex(torch.ones(3, 5), torch.ones(3, 5))
+    assert is_finite(x) and is_finite(x.T.conj())
+    for bad in (complex(1, torch.inf), complex(torch.nan, 1)):
+        x[1, 2] = bad
+        assert not is_finite(x) and not is_finite(x.T.conj())
+
+
 def test_integers_and_nothing_are_finite():
     assert is_finite(torch.tensor([1, 2])) and is_finite(torch.zeros(0)) and is_finite(torch.tensor(3.0))

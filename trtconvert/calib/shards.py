@@ -39,7 +39,8 @@ class Shards(Mapping[str, Rows]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[str, tuple[Any, frozenset[str]]] = {}  # by batch: its file, and the names in the file
+        # By batch: which file it is, since another process may replace it; the file, and the names in the file.
+        self._open: dict[str, tuple[tuple[int, int], Any, frozenset[str]]] = {}
 
     def names(self) -> list[str]:
         """The files, in order."""
@@ -89,10 +90,12 @@ class Shards(Mapping[str, Rows]):
         parts = []
         for batch in sorted(self.batches()):
             stem = f"{_ROWS}{batch:06d}"
-            if stem not in self._open:  # once: there are thousands of names in each file
+            state = self._path(stem).stat()
+            identity = state.st_ino, state.st_mtime_ns
+            if stem not in self._open or self._open[stem][0] != identity:  # once: there are thousands of names in each
                 file = safe_open(self._path(stem), framework="pt")
-                self._open[stem] = file, frozenset(file.keys())
-            file, held = self._open[stem]
+                self._open[stem] = identity, file, frozenset(file.keys())
+            _, file, held = self._open[stem]
             if f"{site}/bin" in held:
                 parts.append({name: file.get_tensor(f"{site}/{name}") for name in names})
         if not parts:
@@ -163,7 +166,6 @@ class Shards(Mapping[str, Rows]):
             return file.metadata()
 
     def _save(self, stem: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-        self._open.pop(stem, None)
         with whole_file(self._path(stem)) as partial:
             # Written by Python, whose errors say when a disk is full; safetensors' own do not.
             partial.write_bytes(save(dict(tensors), metadata))

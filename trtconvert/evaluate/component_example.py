@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trtconvert.bundle import ComponentRecord
 from trtconvert.diffusion_model import ModelComponent
+from trtconvert.documents import require_plain_types, safetensors_header
+from trtconvert.errors import UserError, first_line
 from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.weights.finite import is_finite
 
 MOST_KEPT = 2**22
 """Values of an output that are kept: the outputs of a video's VAE would make a bundle larger by hundreds of megabytes."""
@@ -40,13 +45,25 @@ class ComponentExample:
 
         Args:
             device: where the component computes meanwhile; a component that does not fit a GPU computes on the CPU.
+        Raises:
+            UserError: an output is not finite in FP32 either, so that no engine could pass.
         """
         try:
             outputs = _computed(source, device)
         except torch.cuda.OutOfMemoryError:
             outputs = _computed(source, torch.device("cpu"))
         inputs = {spec.name: source.example[spec.name] for spec in source.inputs}
-        return ComponentExample(inputs, {spec.name: _kept(x) for spec, x in zip(source.outputs, outputs, strict=True)})
+        by_name = {spec.name: x for spec, x in zip(source.outputs, outputs, strict=True)}
+        for name, x in by_name.items():
+            if not is_finite(x):
+                raise UserError(
+                    f"{source.name} cannot be converted: its output '{name}' is not finite in FP32",
+                    expected="finite numbers from the inputs that the pipeline passes",
+                    got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
+                    remedy=f"get the weights of {source.name} again; or name the other components in the recipe's section "
+                    "components, without `all`, and pass the model itself to the bundle's pipeline",
+                )
+        return ComponentExample(inputs, {name: _kept(x) for name, x in by_name.items()})
 
     def save(self, path: Path) -> None:
         """Write the call to a safetensors file. Names carry the order, which the format does not keep."""
@@ -60,37 +77,68 @@ class ComponentExample:
         save_file(tensors, path)
 
     @staticmethod
-    def load(path: Path) -> ComponentExample:
-        """The call of a file that `save` wrote."""
-        tensors = load_file(path)
+    def load(path: Path, component: ComponentRecord) -> ComponentExample:
+        """The call of a file that `save` wrote.
 
-        def part(prefix: str) -> dict[str, Tensor]:
-            found = dict[int, tuple[str, Tensor]]()
-            for key, x in tensors.items():
-                if key.startswith(prefix):
-                    place, _, name = key.removeprefix(prefix).partition("/")
-                    found[int(place)] = name, x
-            return dict(found[place] for place in sorted(found))
-
-        return ComponentExample(part(_INPUTS), part(_OUTPUTS))
+        Args:
+            component: that the call is of.
+        Raises:
+            UserError: the file is another one, or a damaged one.
+        """
+        try:
+            require_plain_types(safetensors_header(path))
+            tensors = load_file(path)
+            inputs, outputs = (
+                {spec.name: f"{prefix}{place}/{spec.name}" for place, spec in enumerate(specs)}
+                for prefix, specs in ((_INPUTS, component.inputs), (_OUTPUTS, component.outputs))
+            )
+            if tensors.keys() != {*inputs.values(), *outputs.values()}:
+                raise ValueError(f"tensors {', '.join(sorted(tensors)) or 'none'}")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _no_example(path, first_line(error)) from error
+        for name, key in outputs.items():
+            x = tensors[key]
+            if x.dim() != 1 or x.dtype != torch.float32 or not is_finite(x):
+                raise _no_example(path, f"an output '{name}' that is no list of finite numbers in FP32")
+        return ComponentExample(*({name: tensors[key] for name, key in part.items()} for part in (inputs, outputs)))
 
     def errors(self, converted: Callable[..., Any]) -> dict[str, float]:
         """Relative L2 error of each output; NaN where an output is not finite.
 
         Args:
             converted: takes the inputs by position and gives one tensor, or a tuple of several in the order of the outputs.
+        Raises:
+            UserError: an output is of another size than the one that was kept.
         """
         got = converted(*self.inputs.values())
         got = got if isinstance(got, tuple) else (got,)
-        return {
-            name: relative_error(_kept(ours.float().cpu()), expected) if bool(ours.isfinite().all()) else math.nan
-            for (name, expected), ours in zip(self.outputs.items(), got, strict=True)
-        }
+        errors = dict[str, float]()
+        for (name, expected), ours in zip(self.outputs.items(), got, strict=True):
+            kept = _kept(ours)
+            if len(kept) != len(expected):
+                raise UserError(
+                    f"the output '{name}' cannot be compared with the one that the bundle holds",
+                    expected=f"{len(expected)} values of the output of a recorded call",
+                    got=f"{len(kept)}, of an output of shape {list(ours.shape)}",
+                    remedy="build the bundle again",
+                )
+            errors[name] = relative_error(kept.float().cpu(), expected) if is_finite(ours) else math.nan
+        return errors
 
 
 def _kept(x: Tensor) -> Tensor:
-    """What is kept of an output."""
-    return x.flatten()[:: max(1, math.ceil(x.numel() / MOST_KEPT))]
+    """What is kept of an output. The step is odd: widths are even, and a VAE makes the pixels of a latent by their places, so an
+    even step would see some of these places alone."""
+    return x.flatten()[:: max(1, math.ceil(x.numel() / MOST_KEPT)) | 1]
+
+
+def _no_example(path: Path, got: str) -> UserError:
+    return UserError(
+        f"{path} does not hold the call of a component",
+        expected="its inputs, and its outputs in FP32, as a build writes them",
+        got=got,
+        remedy="build the bundle again",
+    )
 
 
 def _computed(source: ModelComponent, device: torch.device) -> list[Tensor]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from trtconvert.attention.modes import Mode
-from trtconvert.bundle import QualityRecord
+from trtconvert.bundle import ComponentRecord, QualityRecord
 from trtconvert.errors import GateError
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.recipe import VerifySection
@@ -128,10 +128,10 @@ def check_predictions(
         )
 
 
-def check_component(name: str, errors: Mapping[str, float], limit: float) -> float:
+def check_component(name: str, component: ComponentRecord, errors: Mapping[str, float], limit: float) -> float:
     """
     Args:
-        name: of a component; errors: relative L2 error of each output against FP32 in torch.
+        name: of a component; errors: relative L2 error of each output against FP32 in torch, NaN where an output is not finite.
     Returns:
         The largest error.
     Raises:
@@ -139,10 +139,16 @@ def check_component(name: str, errors: Mapping[str, float], limit: float) -> flo
     """
     output, error = max(errors.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
     if not error <= limit:  # written so that NaN fails
+        ways = [f"set components.{name}.layers to exact"] if component.has_int8_layers else []
+        if component.outputs[0].dtype != "float32":
+            ways.append(f"set components.{name}.dtype to float32")
+        if math.isfinite(error):
+            ways.append("raise verify.max_component_error")
+        ways.append("name the other components in the section components, without `all`")
         raise GateError(
             f"gate missed: error of '{output}' of {name} against float32",
             expected=f"<= {limit:g}",
-            got=f"{error:.4g}",
-            remedy=f"set components.{name}.dtype to float32, or raise verify.max_component_error",
+            got="NaN or Inf among its numbers, which are finite in float32" if math.isnan(error) else f"{error:.4g}",
+            remedy=f"in the recipe, {', or '.join(ways)}; then build the bundle again",
         )
     return error

@@ -146,7 +146,9 @@ class Following:
         self.computed += 1
         if not self._told or not isinstance(prediction, Tensor) or step >= len(self._timesteps):
             return prediction
-        self._kept = [*self._kept[-1:], _Kept(step, shapes, prediction)]
+        # Inference tensors do not count what is written into them, so that a copy of one is kept.
+        kept = prediction.clone() if prediction.is_inference() else prediction
+        self._kept = [*self._kept[-1:], _Kept(step, shapes, kept)]
         factor = self._schedule.correction(step)
         # It is of the whole gap: of steps that were left out since the last computed one of the schedule.
         if not factor or line is None or [kept.step for kept in line] != self._schedule.before(step):
@@ -289,6 +291,7 @@ class PipelineSteps:
         if own is not self._own:
             self._own, self._times = own, _places(self._reuse, own)
             self._trajectories.clear()
+            self._calls.clear()  # of a pipeline that ended in its first step, by an exception
         if isinstance(passed, Tensor) and passed.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
             step = (passed.storage_offset() - own.storage_offset()) // max(1, own.stride(0))
         else:

@@ -116,7 +116,8 @@ def verified_component(build: Build, name: str, exported: Stage, engines: Engine
         from trtconvert.evaluate.component_example import ComponentExample
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
-        example, component = ComponentExample.load(exported.folder / EXAMPLE), component_of(exported)
+        component = component_of(exported)
+        example = ComponentExample.load(exported.folder / EXAMPLE, component)
         if runs:
             errors = engine_errors(example, component, *runs[0])
         else:
@@ -125,7 +126,7 @@ def verified_component(build: Build, name: str, exported: Stage, engines: Engine
 
     verified = build.stage(f"verify {name}", reads, make)
     errors = json.loads((verified.folder / ERROR).read_text())
-    error = check_component(name, errors, build.recipe.verify.max_component_error)
+    error = check_component(name, component_of(exported), errors, build.recipe.verify.max_component_error)
     return error, [
         (of.model_copy(update={"error": error}) if (of, stage) in runs else of, stage) for of, stage in engines
     ]

@@ -313,7 +313,7 @@ def _damage(tensor: Tensor) -> str:
     if not tensor.dim():
         return "one number without a dimension"
     try:
-        finite = is_finite(tensor.float() if tensor.element_size() == 1 else tensor)  # of FP8
+        finite = is_finite(tensor)
     except RuntimeError:  # of types that torch does not compute with
         return str(tensor.dtype).removeprefix("torch.")
     return "" if finite else "NaN or Inf"
