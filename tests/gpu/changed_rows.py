@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import int8_rows
 import torch
+from c_library import c_library
 from int8_rows import DATA_TYPES, STATIC, Rows, address
 from torch import Tensor
 
-from trtconvert.library import load_library
 from trtconvert.linear.changes import quantise_change
 
 
@@ -63,7 +63,7 @@ def params(
 
 def run(given: ChangeParams | None) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    status = load_library().trtconvert_quantise_change_run(given and ctypes.byref(given), message, 512)
+    status = c_library().trtconvert_quantise_change_run(given and ctypes.byref(given), message, 512)
     return status, message.value.decode()
 
 

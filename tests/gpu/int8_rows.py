@@ -6,9 +6,8 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
+from c_library import c_library
 from torch import Tensor
-
-from trtconvert.library import load_library
 
 WEIGHT_ONLY, DYNAMIC, STATIC = 1, 2, 3
 """Modes; the bit of each in a set of modes is 1 << mode."""
@@ -112,7 +111,7 @@ def params(
 
 def run(given: QuantiseParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return load_library().trtconvert_quantise_run(ctypes.byref(given), message, 512), message.value.decode()
+    return c_library().trtconvert_quantise_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def quantised(x: Tensor, of: Table | None = None, factor: Tensor | None = None, offset: Tensor | None = None) -> Rows:

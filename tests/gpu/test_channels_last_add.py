@@ -6,9 +6,8 @@ import ctypes
 
 import pytest
 import torch
+from c_library import c_library
 from torch import Tensor
-
-from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +34,7 @@ def run(x: Tensor, y: Tensor, total: Tensor, /, **changed: int) -> tuple[int, st
         "sum": total.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
     message = ctypes.create_string_buffer(512)
-    status = load_library().trtconvert_channels_last_add_run(ctypes.byref(Params(**given | changed)), message, 512)
+    status = c_library().trtconvert_channels_last_add_run(ctypes.byref(Params(**given | changed)), message, 512)
     return status, message.value.decode()
 
 

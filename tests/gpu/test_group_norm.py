@@ -6,12 +6,13 @@ import ctypes
 
 import pytest
 import torch
+from c_library import c_library
 from int8_rows import ModeTable
 from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.library import has_group_norm_kernel, load_library
+from trtconvert.library import has_group_norm_kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +59,7 @@ def params(
 
 def run(given: Params) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return load_library().trtconvert_group_norm_run(ctypes.byref(given), message, 512), message.value.decode()
+    return c_library().trtconvert_group_norm_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(batch: int, pixels: int, channels: int, dtype: torch.dtype, offset: float = 0.0) -> list[Tensor]:

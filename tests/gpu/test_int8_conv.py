@@ -9,13 +9,14 @@ import math
 import pytest
 import test_group_norm
 import torch
+from c_library import c_library
 from int8_rows import DATA_TYPES, STATIC, ModeTable, Table, address, table
 from test_group_norm import draw as draw_images
 from test_int8_linear import is_rounded
 from torch import Tensor
 from torch.nn import functional as F
 
-from trtconvert.library import has_group_norm_kernel, load_library
+from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear.convs import IMAGE_MARKS
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +79,7 @@ def params(
 
 def run(given: Params) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return load_library().trtconvert_int8_conv_run(ctypes.byref(given), message, 512), message.value.decode()
+    return c_library().trtconvert_int8_conv_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(

@@ -9,11 +9,10 @@ import changed_rows
 import int8_rows
 import pytest
 import torch
+from c_library import c_library
 from int8_rows import DATA_TYPES, DYNAMIC, STATIC, WEIGHT_ONLY, ModeTable, Rows, Table, address, table
 from torch import Tensor
 from torch.nn import functional as F
-
-from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +74,7 @@ def params_16bit(x: Tensor, *rest: Tensor | None, **changed: object) -> Params:
 
 def run(given: Params) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return load_library().trtconvert_int8_linear_run(ctypes.byref(given), message, 512), message.value.decode()
+    return c_library().trtconvert_int8_linear_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(rows: int, channels: tuple[int, int], layers: int = 1) -> tuple[Rows, Tensor, Tensor, Tensor]:

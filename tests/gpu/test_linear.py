@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_residual_norm as norms
 import torch
+from c_library import c_library
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,7 +53,7 @@ def params(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, /, **chang
 
 def run(given: Params) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return load_library().trtconvert_linear_run(ctypes.byref(given), message, 512), message.value.decode()
+    return c_library().trtconvert_linear_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(rows: int, channels: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 import torch
+from c_library import c_library
 from int8_rows import DYNAMIC, STATIC, WEIGHT_ONLY, ModeTable, Rows, Table, address, table
 from int8_rows import blank as blank_rows
 from int8_rows import quantised as rows_of
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +53,7 @@ def params(
 
 def run(given: Params) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return load_library().trtconvert_residual_norm_run(ctypes.byref(given), message, 512), message.value.decode()
+    return c_library().trtconvert_residual_norm_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(rows: int, channels: int, dtype: torch.dtype, offset: float = 0.0) -> list[Tensor]:
