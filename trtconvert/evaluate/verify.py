@@ -43,7 +43,7 @@ def samples_for_errors(sites: Iterable[Site], samples: int) -> int:
     Args:
         sites: that are converted; samples: that the recipe draws.
     """
-    fewest = min((site.query_tokens for site in sites), default=1)
+    fewest = max(1, min((site.query_tokens for site in sites), default=1))
     return min(samples, SITE_SAMPLES, max(2, -(-ENOUGH_TOKENS // fewest)))
 
 
