@@ -11,8 +11,11 @@ from torch import Tensor
 
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import UserError
+from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime import LoadedBundle
 from trtconvert.runtime.batches import AnyBatch
+
+from .steps import ComfySteps
 
 _TEXT_EMBEDS, _TIME_IDS = "added_cond_kwargs.text_embeds", "added_cond_kwargs.time_ids"
 
@@ -111,6 +114,7 @@ class ComfyDenoiser:
     Attributes:
         dtype: in which ComfyUI passes tensors: FP32, in which sizes are exact; engines take their own.
         patch_size: pixels of latents to a side of a token, which ComfyUI asks Flux for.
+        steps: which of them are left out; None where all are computed.
     """
 
     dtype = torch.float32
@@ -124,6 +128,8 @@ class ComfyDenoiser:
         self._factor = component.diffusers.timestep_factor
         self._names = {spec.name for spec in component.inputs}
         self._denoiser = AnyBatch(bundle["denoiser"])
+        reuse = reuse_of(self._denoiser)
+        self.steps = None if reuse is None else ComfySteps(self._denoiser, reuse, self._factor)
         self._named: Callable[..., dict[str, Tensor]] = {
             Family.SD3: self._of_sd3,
             Family.FLUX: self._of_flux,
@@ -147,12 +153,15 @@ class ComfyDenoiser:
             UserError: sizes that the bundle was not built for, or something that its engine cannot do.
         """
         guidance = others.pop("guidance", None)
-        self._refuse(control, transformer_options or {}, others)
+        options = transformer_options or {}
+        self._refuse(control, options, others)
         if context is None:
             raise _unfit("the conditioning has no text", "connect a CLIP Text Encode node", "none")
         named = self._named(x, context.expand(len(x), -1, -1), y, guidance)
         named[self._timestep] = (timesteps.float() / self._factor).expand(len(x))
-        output = self._denoiser(**{name: value for name, value in named.items() if name in self._names}).to(x)
+        named = {name: value for name, value in named.items() if name in self._names}
+        prediction = self._denoiser(**named) if self.steps is None else self.steps.prediction(options, timesteps, named)
+        output = prediction.to(x)
         return _latents(output, x) if self._family is Family.FLUX else output
 
     def _of_unet(self, x: Tensor, context: Tensor, y: Tensor | None, guidance: Any) -> dict[str, Tensor]:

@@ -92,7 +92,15 @@ class TrtconvertLoader:
         patcher = comfy.model_patcher.ModelPatcher(
             model, load_device=device, offload_device=comfy.model_management.unet_offload_device()
         )
+        add_wrappers(patcher, model.diffusion_model)
         return (patcher,)
+
+
+def add_wrappers(patcher: Any, denoiser: ComfyDenoiser) -> None:
+    """Let ComfyUI tell a denoiser that leaves steps out where it is in a trajectory."""
+    if denoiser.steps is not None:
+        patcher.add_wrapper_with_key("sampler_sample", KIND, denoiser.steps.sampling)
+        patcher.add_wrapper_with_key("predict_noise", KIND, denoiser.steps.step)
 
 
 def _prediction(folder: Path, asked: str) -> str:

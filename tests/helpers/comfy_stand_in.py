@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -142,6 +143,92 @@ class ModelPatcher:
     def __init__(self, model: nn.Module, load_device: torch.device, offload_device: torch.device) -> None:
         self.model, self.load_device, self.offload_device = model, load_device, offload_device
         self.size = sum(p.numel() for p in model.parameters())
+        self.wrappers: dict[str, dict[str, list[Any]]] = {}
+
+    def add_wrapper_with_key(self, kind: str, key: str, wrapper: Any) -> None:
+        self.wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
+
+
+class Executor:
+    """What a wrapper calls to go on; `class_obj` is whose method it wraps."""
+
+    def __init__(self, original: Any, class_obj: Any, wrappers: list[Any]) -> None:
+        self._original, self.class_obj, self._wrappers = original, class_obj, wrappers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._wrappers:
+            return self._original(*args, **kwargs)
+        return self._wrappers[0](Executor(self._original, self.class_obj, self._wrappers[1:]), *args, **kwargs)
+
+
+class Guider:
+    """Calls the model once for each conditioning, or once for all; samplers call it."""
+
+    def __init__(
+        self, patcher: ModelPatcher, conditions: dict[Any, Tensor], together: bool, scale: float = 2.0
+    ) -> None:
+        self.patcher, self.inner_model, self.conditions = patcher, patcher.model, conditions
+        self.together, self.scale = together, scale
+
+    def wrapped(self, kind: str, method: Any, owner: Any) -> Executor:
+        return Executor(method, owner, [w for of in self.patcher.wrappers.get(kind, {}).values() for w in of])
+
+    def __call__(self, x: Tensor, sigma: Tensor, model_options: dict[str, Any], seed: int | None = None) -> Tensor:
+        return self.wrapped("predict_noise", self.predict_noise, self)(x, sigma, model_options, seed)
+
+    def predict_noise(self, x: Tensor, sigma: Tensor, model_options: dict[str, Any], seed: int | None) -> Tensor:
+        groups = [list(self.conditions)] if self.together else [[uuid] for uuid in self.conditions]
+        outputs: list[Tensor] = []
+        for uuids in groups:
+            options = model_options.get("transformer_options", {}) | {"uuids": uuids}
+            text = torch.cat([self.conditions[uuid].expand(len(x), -1, -1) for uuid in uuids])
+            count = len(uuids)
+            found = self.inner_model.apply_model(
+                torch.cat([x] * count), torch.cat([sigma] * count), c_crossattn=text, transformer_options=options
+            )
+            outputs += found.chunk(count)
+        first, *others = outputs
+        return first if not others else others[0] + self.scale * (first - others[0])
+
+    def sample(self, sampler: KSampler, noise: Tensor, sigmas: Tensor, **model_options: Any) -> Tensor:
+        extra = {"model_options": model_options, "seed": 1}
+        run = self.wrapped("sampler_sample", sampler.sample, sampler)
+        return run(self, sigmas, extra, None, noise, None, None, True)
+
+
+class KSampler:
+    def __init__(self, sampler_function: Any, **extra_options: Any) -> None:
+        self.sampler_function, self.extra_options = sampler_function, extra_options
+
+    def sample(self, guider, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar):
+        return self.sampler_function(guider, noise * sigmas[0], sigmas, extra_args, **self.extra_options)
+
+
+def _sampler(function: Any) -> Any:
+    """A function as it stands in ComfyUI's module of samplers."""
+    function.__module__ = "comfy.k_diffusion.sampling"
+    return function
+
+
+@_sampler
+def sample_euler(model, x, sigmas, extra_args, s_churn=0.0):
+    for sigma, target in pairwise(sigmas):
+        hat = sigma * (1 + s_churn)
+        x = x + torch.randn_like(x) * (hat**2 - sigma**2).sqrt() if s_churn else x
+        denoised = model(x, hat.expand(len(x)), **extra_args)
+        x = x + (x - denoised) / hat * (target - hat)
+    return x
+
+
+@_sampler
+def sample_heun(model, x, sigmas, extra_args):
+    for sigma, target in pairwise(sigmas):
+        slope = (x - model(x, sigma.expand(len(x)), **extra_args)) / sigma
+        ahead = x + slope * (target - sigma)
+        if target > 0:
+            slope = (slope + (ahead - model(ahead, target.expand(len(x)), **extra_args)) / target) / 2
+        x = x + slope * (target - sigma)
+    return x
 
 
 def _module(name: str, **content: Any) -> ModuleType:
@@ -201,8 +288,12 @@ def comfy_ui(models: Path) -> Iterator[ModuleType]:
                 sys.modules[name] = module
 
 
-def in_memory(model: Any, denoiser: nn.Module) -> SimpleNamespace:
-    """Something like a loaded bundle, whose denoiser is a `DiffusionModel`'s own in torch."""
+def in_memory(model: Any, denoiser: nn.Module, reuse: Any = None) -> SimpleNamespace:
+    """Something like a loaded bundle, whose denoiser is a `DiffusionModel`'s own in torch.
+
+    Args:
+        reuse: which steps it leaves out.
+    """
     from trtconvert.bundle import ComponentRecord, TensorRecord
     from trtconvert.runtime.signature import Signature
 
@@ -220,15 +311,17 @@ def in_memory(model: Any, denoiser: nn.Module) -> SimpleNamespace:
 
     class Component:
         device = torch.device("cpu")
+        calls = 0
 
         def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+            self.calls += 1
             tensors = signature.ordered(inputs, named)
             signature.check(tensors)
             with torch.no_grad():
                 return denoiser(**dict(zip(signature.names, signature.typed(tensors), strict=True)))
 
     component = Component()
-    component.signature = signature  # type: ignore[attr-defined]
+    component.signature, component.reuse = signature, reuse  # type: ignore[attr-defined]
     manifest = SimpleNamespace(components={"denoiser": record}, model=model.name)
     return type("Bundle", (SimpleNamespace,), {"__getitem__": lambda self, name: component})(
         folder=Path("bundle"), manifest=manifest
