@@ -97,8 +97,8 @@ class TrtconvertLoader:
 
 
 def add_wrappers(patcher: Any, denoiser: ComfyDenoiser) -> None:
-    """Let ComfyUI tell a denoiser that leaves steps out where it is in a trajectory."""
-    if denoiser.steps is not None:
+    """Let ComfyUI tell a denoiser that leaves steps out where it is in a trajectory. One without wrappers computes all steps."""
+    if denoiser.steps is not None and hasattr(patcher, "add_wrapper_with_key"):
         patcher.add_wrapper_with_key("sampler_sample", KIND, denoiser.steps.sampling)
         patcher.add_wrapper_with_key("predict_noise", KIND, denoiser.steps.step)
 
