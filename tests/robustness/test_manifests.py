@@ -121,69 +121,6 @@ def test_what_does_not_fit_together_is_refused_when_it_is_read(bundle, changes, 
     refusal(run("inspect", bundle), "the manifest of", "is damaged", got)
 
 
-DIFFUSERS = {
-    "pipeline": "TinyPipeline",
-    "component": "transformer",
-    "model": "TinyTransformer",
-    "config": {},
-    "output": "package.module:Output",
-    "parameters": ["hidden_states", "timestep", "**kwargs"],
-    "arguments": {"hidden_states": {"tensor": "x"}, "timestep": {"tensor": "timestep"}},
-}
-"""A record of a diffusers denoiser, as the tiny build's could be."""
-
-X, TIMESTEP = {"tensor": "x"}, {"tensor": "timestep"}
-HUGE = 2**40
-
-
-@pytest.mark.parametrize(
-    ("fields", "got"),
-    [
-        ({}, ""),
-        ({"attributes": {"rope": {"part": True}, "mean": {"value": 1.5}, "bn": {"module": {"mean": {"tensor": [1, 2]}}}}}, ""),
-        ({"arguments": {"many": {"dict": {"0": X, "5": TIMESTEP}, "numbered": True}}}, ""),
-        ({"arguments": {"two": {"list": [X, TIMESTEP], "tuple": True}}}, ""),
-        # A record of a bundle of before, which says how many timesteps a sample has where there is one.
-        ({"timestep_sizes": []}, ""),
-        ({"arguments": {"hidden_states": X}}, "diffusers.arguments: other tensors than inputs has"),
-        ({"arguments": {"many": {"dict": {"a": X, "5": TIMESTEP}, "numbered": True}}}, "arguments.many: neither a tensor"),
-        ({"arguments": {"two": {"list": [X, TIMESTEP], "tuple": False}}}, "arguments.two: neither a tensor"),
-        (
-            {"arguments": {"hidden_states": X, "nested": {"list": [{"share": "x", "of": "timestep"}]}}},
-            "arguments.nested.0: neither a tensor",
-        ),
-        ({"arguments": {"timestep": {"share": "timestep", "of": "x"}}}, "shares of x, which is not the timestep"),
-        ({"arguments": {"timestep": {"share": "x", "of": 3}}}, "arguments.timestep: neither a tensor"),
-        (
-            {"arguments": {"hidden_states": X | {"least": HUGE}, "timestep": TIMESTEP}},
-            f"diffusers.arguments: {HUGE} rows of x at least, which has",
-        ),
-        (
-            {"arguments": {"hidden_states": X, "timestep": TIMESTEP | {"least": 1}}},
-            "diffusers.arguments: 1 rows of timestep at least, which has 0 at most",
-        ),
-        ({"predictions": {"sample": [1], "audio_sample": [1]}}, "diffusers.predictions: 2 numbers of sample, audio_sample"),
-        ({"predictions": {"sample": [0]}}, "components.denoiser.diffusers.predictions"),
-        ({"attributes": {"__class__": {"value": 1}}}, "'__class__' is no name of an attribute"),
-        ({"attributes": {"rope": {"part": False}}}, "diffusers.attributes.rope: no number, tensor or part"),
-        ({"attributes": {"mean": {"tensor": [[1, 2], [3]]}}}, "diffusers.attributes.mean: no number, tensor or part"),
-        ({"attributes": {"mean": {"tensor": ["a"]}}}, "diffusers.attributes.mean: no number, tensor or part"),
-        ({"attributes": {"bn": {"module": {"mean": {"tensor": {}}}}}}, "diffusers.attributes.bn: no number, tensor"),
-    ],
-)  # fmt: skip
-def test_calls_of_diffusers_are_described_as_builds_do(bundle, fields, got):
-    change(bundle, components__denoiser__diffusers=DIFFUSERS | fields)
-    if got:
-        refusal(run("inspect", bundle), "is damaged", got)
-    else:
-        assert read_manifest(bundle).components["denoiser"].diffusers is not None
-
-
-def test_bundles_of_before_with_several_timesteps_a_sample_are_built_again(bundle):
-    change(bundle, components__denoiser__diffusers=DIFFUSERS | {"timestep_sizes": [3]})
-    refusal(run("inspect", bundle), "the field components.denoiser.diffusers.timestep_sizes", "build the bundle again")
-
-
 ENGINE = {"backend": "tensorrt", "library": "10.6", "target": "sm90", "attention": "plugin", "file": "engines/a.plan"}
 SITE = {"name": "none", "query_tokens": 1, "key_tokens": 1, "native_us": 1.0, "plugin_us": 2.0}
 
