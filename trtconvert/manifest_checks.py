@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from trtconvert.bundle import ComponentRecord, DiffusersRecord, LayerRecord, Manifest, SiteRecord
+    from trtconvert.bundle import ComponentRecord, DiffusersRecord, LayerRecord, Manifest, SiteRecord, TensorRecord
 
 INDEX = "model_index.json"
 """What every folder of a pipeline has."""
@@ -194,46 +196,59 @@ def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
     yield from _twins("diffusers.parameters", names)
     if bad := [name for name in names if not name.isidentifier()]:
         yield f"diffusers.parameters: {bad[0]!r} is no name"
-    taken: set[str] = set()
-    yield from _of_nodes("diffusers.arguments", record.arguments, taken)
+    taken: dict[str, int] = {}
+    wrong = [*_of_nodes("diffusers.arguments", record.arguments, taken)]
+    yield from wrong
     of_guidance = component.guidance.added if component.guidance else frozenset[str]()
-    if taken != {tensor.name for tensor in component.inputs} - of_guidance:
+    if taken.keys() != {tensor.name for tensor in component.inputs} - of_guidance:
         yield "diffusers.arguments: other tensors than inputs has"
-    given: set[str] = set()
+    for tensor in component.inputs:
+        # A wrong number of rows would be allocated at each call, before the engine's sizes are looked at.
+        if (least := taken.get(tensor.name, 0)) and least > (most := _most_rows(component, tensor)):
+            yield f"diffusers.arguments: {least} rows of {tensor.name} at least, which has {most} at most"
+    given: dict[str, int] = {}
     yield from _of_nodes("diffusers.results", record.results, given)
-    if unknown := sorted(given - {tensor.name for tensor in component.outputs}):
+    if unknown := sorted(given.keys() - {tensor.name for tensor in component.outputs}):
         yield f"diffusers.results: {unknown[0]}, which is no output"
     yield from _of_attributes(record)
     if sizes := record.predictions:
         count, shape = sum(map(math.prod, sizes.values())), component.outputs[0].shape
         if len(sizes) < 2 or not component.is_denoiser or shape[1:] != [count]:
             yield f"diffusers.predictions: {count} numbers of {', '.join(sizes)}, where the output is {shape}"
-    timesteps = {node["of"] for node in record.arguments.values() if "share" in node}
+    timesteps = set[str]() if wrong else {node["of"] for node in record.arguments.values() if "share" in node}
     if timesteps - {component.timestep_input}:
         yield f"diffusers.arguments: shares of {min(timesteps)}, which is not the timestep"
 
 
-def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: set[str]) -> Iterator[str]:
-    """What is wrong with arguments or results, see `DiffusersRecord`; takes up the names of their tensors."""
+def _most_rows(component: ComponentRecord, tensor: TensorRecord) -> int:
+    """The largest second size of an input; 0 where it has no second dimension."""
+    size = tensor.shape[1] if len(tensor.shape) > 1 else 0
+    return size if isinstance(size, int) else component.dims.get(size, (0, 0, 0))[2]
+
+
+def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: dict[str, int], *, nested: bool = False) -> Iterator[str]:
+    """What is wrong with arguments or results, see `DiffusersRecord`; takes up the names of their tensors, and how many rows each
+    has at least. Shares of timesteps are arguments themselves, and not nested in one."""
     for name, node in nodes.items():
         here = f"{place}.{name}"
         match node:
             case {"tensor": str(tensor), **rest} if rest.keys() <= {"dtype"}:
-                tensors.add(tensor)
+                tensors.setdefault(tensor, 0)
             case {"tensor": str(tensor), "least": int(least), **rest} if rest.keys() <= {"dtype"} and least >= 0:
-                tensors.add(tensor)
-            case {"share": str(share), "of": str(timestep), **rest} if not rest:
-                tensors |= {share, timestep}
+                tensors[tensor] = least
+            case {"share": str(share), "of": str(timestep), **rest} if not rest and not nested:
+                tensors |= {share: 0, timestep: 0}
             case {"rows": str(tensor), **rest} if not rest:
-                tensors.add(tensor)
+                tensors.setdefault(tensor, 0)
             case {"rows": str(tensor), "least": int(least), **rest} if not rest and least >= 0:
-                tensors |= {tensor, f"{tensor}.mask"}
+                tensors |= {tensor: least, f"{tensor}.mask": least}
             case {"dict": dict(inner), **rest} if not rest:
-                yield from _of_nodes(here, inner, tensors)
+                yield from _of_nodes(here, inner, tensors, nested=True)
             case {"dict": dict(inner), "numbered": True, **rest} if not rest and all(key.isdecimal() for key in inner):
-                yield from _of_nodes(here, inner, tensors)
+                yield from _of_nodes(here, inner, tensors, nested=True)
             case {"list": list(inner), **rest} if not rest or rest == {"tuple": True}:
-                yield from _of_nodes(here, {str(index): item for index, item in enumerate(inner)}, tensors)
+                items = {str(index): item for index, item in enumerate(inner)}
+                yield from _of_nodes(here, items, tensors, nested=True)
             case {"value": _, **rest} | {"unused": [*_], **rest} if not rest:
                 pass
             case _:
@@ -242,13 +257,27 @@ def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: set[str]) -> Iterat
 
 def _of_attributes(record: DiffusersRecord) -> Iterator[str]:
     for name, node in record.attributes.items():
+        if not name.isidentifier() or name.startswith("_"):
+            yield f"diffusers.attributes: {name!r} is no name of an attribute"
         match node:
-            case {"value": _} | {"tensor": [*_] | int() | float()} | {"part": True}:
+            case {"value": _, **rest} | {"part": True, **rest} if not rest:
                 pass
-            case {"module": dict(inner)} if all(isinstance(x, dict) and x.keys() == {"tensor"} for x in inner.values()):
+            case {"tensor": numbers, **rest} if not rest and _is_tensor(numbers):
+                pass
+            case {"module": dict(inner), **rest} if not rest and all(
+                isinstance(x, dict) and x.keys() == {"tensor"} and _is_tensor(x["tensor"]) for x in inner.values()
+            ):
                 pass
             case _:
                 yield f"diffusers.attributes.{name}: no number, tensor or part"
+
+
+def _is_tensor(numbers: Any) -> bool:
+    """Whether nested lists are as regular as a tensor, and hold numbers that a tensor can have."""
+    try:
+        return np.asarray(numbers).dtype.kind in "bif"
+    except ValueError:  # lists of different lengths
+        return False
 
 
 def _of_quality(manifest: Manifest, denoiser: ComponentRecord, bins: int) -> Iterator[str]:

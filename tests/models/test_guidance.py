@@ -154,6 +154,19 @@ def test_the_second_of_two_denoisers_has_a_scale_of_its_own(tmp_path):
     assert {scale for scales in engine.scales for scale in scales} == {2.5}
 
 
+def test_shares_of_timesteps_are_guided_beside_the_prompts(tmp_path):
+    """As Wan 2.2 of 5B has a timestep for each token, the same for both halves."""
+    make, options = tiny_pipelines.PIPELINES["wan"]
+    diffusers.WanPipeline(**make().components, expand_timesteps=True).save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, **options)
+    form = fused_form(model)
+    assert form.guidance is not None and "timestep.share" in form.guidance.negative
+    engine = Engine(form)
+    expected = model.sample(model.denoiser, SEEDS, steps=4, solver="ddim")
+    assert relative_error(model.sample(engine, SEEDS, steps=4, solver="ddim"), expected) < SAME_ARITHMETIC
+    assert engine.rows == [len(SEEDS)] * 4
+
+
 def test_inference_mode_changes_nothing(model_of):
     """In it torch hands over operations as they are called, and not what they are made of."""
     model = model_of("hunyuan_dit")
@@ -314,6 +327,7 @@ def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
         ("stable_diffusion", {"guidance_rescale": 0.7}, "uses the prediction of one half, as guidance_rescale"),
         ("stable_diffusion", {"guidance_scale": 1.0}, "draws without guidance"),
         ("dit", {}, "variances of a half"),
+        ("ltx_2", {}, "got: one that gives sample, audio_sample"),
         ("ddpm", {}, r"inputs sample \['batch', 3, 16, 16\], timestep \['batch'\]"),
     ],
 )

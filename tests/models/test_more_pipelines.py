@@ -188,6 +188,19 @@ def test_a_pipeline_that_does_not_draw_without_its_safety_checker_keeps_it(tmp_p
     assert {"a cat", "a dog", "frames"} <= set(judged)
 
 
+@pytest.mark.parametrize(
+    ("scale", "told"),
+    [("modality_scale", "modality_scale: 1 and audio_modality"), ("stg_scale", "stg_scale: 0 and audio_stg_scale: 0")],
+)
+def test_guidance_that_calls_otherwise_is_named_with_its_settings(tmp_path, scale, told):
+    """Its pipeline guides so by default."""
+    ltx = CONVERTIBLE["ltx_2"]
+    ltx.make().save_pretrained(tmp_path)
+    call = {name: value for name, value in ltx.options["call"].items() if not name.endswith(scale)}
+    with pytest.raises(UserError, match=rf"remedy: give the pipeline's call {told}"):
+        diffusers_model(tmp_path, tokens=8, **{**ltx.options, "call": call})
+
+
 def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_path):
     """BriaFibo takes no embeddings, and no length that it pads prompts to: neither remedy may send to the other."""
     options = {"prompts": ["a cat", "a dog on a hill"]}

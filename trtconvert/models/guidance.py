@@ -56,8 +56,13 @@ def _record(model: DiffusionModel) -> GuidanceRecord:
     """Each input with an entry for each sample is a condition.
 
     Raises:
-        UserError: there is none, or an input has the name of one that guidance adds.
+        UserError: there is none, an input has the name of one that guidance adds, or the denoiser gives several predictions,
+            each of which its pipeline guides by a scale of its own.
     """
+    if model.diffusers is not None and (several := model.diffusers.predictions):
+        raise _refusal(
+            model, "a denoiser of one prediction, which one scale guides", f"one that gives {', '.join(several)}"
+        )
     batch, of_samples = model.inputs[0].shape[0], _batch_dims(model)
     others = [spec for spec in model.inputs[1:] if spec.name != model.timestep_input]
     names = [spec.name for spec in others if spec.shape and isinstance(batch, str) and spec.shape[0] in of_samples]

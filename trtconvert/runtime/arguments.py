@@ -314,12 +314,22 @@ def _plain(value: Any) -> bool:
     return isinstance(value, (Number, str))
 
 
+_TURNED_OFF = {
+    "isolate_modalities": "modality_scale: 1 and audio_modality_scale: 1",
+    "spatio_temporal_guidance_blocks": "stg_scale: 0 and audio_stg_scale: 0",
+}
+"""By arguments that LTX-2's pipelines change within a call, for guidance of their own: what turns that guidance off."""
+
+
 def _different(name: str, expected: str, value: Any) -> UserError:
     shape = None if _plain(value) else getattr(value, "shape", None)
     kind = "a tensor" if isinstance(value, Tensor) else "an array"
+    remedy = "call the pipeline as it was called for the conversion, or convert it for this call (model.options in the recipe)"
+    if settings := _TURNED_OFF.get(name):
+        remedy = f"give the pipeline's call {settings}, and model.options.call of the recipe the same"
     return UserError(
         f"the model was converted for another '{name}'",
         expected=expected,
         got=repr(value) if shape is None else f"{kind} of shape {list(shape)}",
-        remedy="call the pipeline as it was called for the conversion, or convert it for this call (model.options in the recipe)",
+        remedy=remedy,
     )

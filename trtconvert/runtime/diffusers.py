@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
-from trtconvert.errors import BackendUnavailable, UserError
+from trtconvert.errors import BackendUnavailable, UserError, kind_and_first_line
 from trtconvert.guidance import guidance_of
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.arguments import flat_arguments, is_list_of_samples, tensors_of
@@ -508,10 +508,26 @@ def _part_without_weights(record: DiffusersRecord, name: str) -> nn.Module:
 
     Args:
         name: of the part, which pipelines call by themselves, as what makes positions of LTX-2's sizes.
+    Raises:
+        BackendUnavailable: the installed diffusers makes no such part of the configuration.
     """
-    with torch.device("meta"):
-        model = library_class("diffusers", record.model).from_config(record.config)
-    return getattr(model, name)
+    made = library_class("diffusers", record.model)
+    try:
+        with torch.device("meta"):
+            part = getattr(made.from_config(record.config), name)
+    except Exception as error:  # of the library's constructors, whatever it is
+        found = kind_and_first_line(error)
+    else:
+        if isinstance(part, nn.Module) and not [*part.parameters(), *part.buffers()]:
+            return part
+        found = f"{type(part).__name__}, which is no module or has weights"
+    raise BackendUnavailable(
+        f"the part '{name}' of {record.model}, which the pipeline calls, cannot be made of the bundle's configuration",
+        expected=f"a {record.model} that has a part '{name}' without weights",
+        got=found,
+        remedy="pip install 'trtconvert[diffusers]', in the versions that the bundle's manifest has under versions; or build "
+        "the bundle again",
+    )
 
 
 def _attribute(node: Mapping[str, Any]) -> Any:
