@@ -26,8 +26,9 @@ from torch import Tensor
 from trtconvert.attention.modes import Mode
 from trtconvert.bars import NoBar
 from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.data import SITE_SAMPLES
 from trtconvert.evaluate import metrics
-from trtconvert.evaluate.verify import SITE_SAMPLES, output_sqnr, psnr
+from trtconvert.evaluate.verify import output_sqnr, psnr
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
 from trtconvert.quant.forward import Int8Layers, Int8Sites

@@ -58,6 +58,7 @@ APART = {("calib", "export")}
 STAGES: tuple[set[str], ...] = (
     {
         "calibrate",
+        "component_errors",
         "components",
         "engines",
         "errors",

@@ -36,7 +36,7 @@ from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
 from trtconvert.stages.common import ENGINE, VERIFY, Engines, example_of
-from trtconvert.stages.components import engine_errors
+from trtconvert.stages.component_errors import engine_errors
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.shapes import narrowed
 

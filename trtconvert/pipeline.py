@@ -46,7 +46,8 @@ from trtconvert.stages.common import (
     component_of,
     example_of,
 )
-from trtconvert.stages.components import component_stages, verified_component
+from trtconvert.stages.component_errors import verified_component
+from trtconvert.stages.components import component_stages
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.errors import errors_stage
 from trtconvert.stages.export import export_stage

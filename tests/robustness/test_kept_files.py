@@ -186,6 +186,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "shift": (None, 1.0, 3.0, 1e-6, 999_999),
     "sigma_min": (None, 0.002, 1e-300, 1e-9, 80, 1e8),
     "sigma_max": (None, 80, 0.002, 1e-300, 1e8, 1e9),
+    "sigma_data": (0.5, 1.0, 16.0, 1e-300, 1e-9, 1e8),
     "timestep_factor": (1.0, 1000, 250.0, 1e-300, 1e-9, 1e8),
 }
 """Usual values of what a recipe says of a model's training, and those at the ends of what is allowed."""

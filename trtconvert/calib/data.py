@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trtconvert.attention.sites import Site
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
 from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.observer import Drive
@@ -23,6 +24,12 @@ from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
 from trtconvert.recipe import CalibrationSection
 
+SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
+"""Samples, at most, and denoising steps per timestep bin, over which the errors of sites and layers are measured."""
+
+ENOUGH_TOKENS = 16384
+"""Tokens of every site, in the samples of one step, from which more samples are not needed: a large model would spend minutes."""
+
 Progress = Callable[[], None]
 """Called once per batch of samples or inputs that is done."""
 
@@ -30,6 +37,16 @@ Progress = Callable[[], None]
 def batches_of(count: int, size: int) -> list[range]:
     """range(count) in pieces of at most `size`."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def samples_for_errors(sites: Iterable[Site], samples: int) -> int:
+    """How many samples the errors of sites and layers are measured over.
+
+    Args:
+        sites: that are converted; samples: that the recipe draws.
+    """
+    fewest = max(1, min((site.query_tokens for site in sites), default=1))
+    return min(samples, SITE_SAMPLES, max(2, -(-ENOUGH_TOKENS // fewest)))
 
 
 class BadSamples:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.reference import timestep_bin
-from trtconvert.attention.sites import Site, SiteCall, own_channels
+from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.bars import Steps
 from trtconvert.bundle import ComponentRecord, TensorRecord
-from trtconvert.calib.data import batches_of
+from trtconvert.calib.data import SITE_STEPS_PER_BIN, batches_of
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.evaluate.metrics import decibels
 from trtconvert.linear.sites import LayerCall
@@ -29,22 +29,6 @@ from trtconvert.runtime.trajectory import begin
 
 BATCH = 16
 """Samples drawn at once; a sample does not depend on it."""
-
-SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
-"""Samples, at most, and denoising steps per timestep bin, over which the errors of sites and layers are measured."""
-
-ENOUGH_TOKENS = 16384
-"""Tokens of every site, in the samples of one step, from which more samples are not needed: a large model would spend minutes."""
-
-
-def samples_for_errors(sites: Iterable[Site], samples: int) -> int:
-    """How many samples the errors of sites and layers are measured over.
-
-    Args:
-        sites: that are converted; samples: that the recipe draws.
-    """
-    fewest = max(1, min((site.query_tokens for site in sites), default=1))
-    return min(samples, SITE_SAMPLES, max(2, -(-ENOUGH_TOKENS // fewest)))
 
 
 def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar: Steps) -> Tensor:

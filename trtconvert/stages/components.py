@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
+from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.cache import Stage
 from trtconvert.errors import UserError
-from trtconvert.evaluate.gates import check_component
 from trtconvert.recipe import ComponentSection, Recipe
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import ENGINE, ERROR, EXAMPLE, NAMES, NATIVE, SIGNATURE, Engines, component_of
+from trtconvert.stages.common import EXAMPLE, NAMES, NATIVE, SIGNATURE
 from trtconvert.stages.onnx_files import check_onnx, keep_unquantised, save_native, unquantised_reads
 from trtconvert.stages.records import component_records
 
 if TYPE_CHECKING:
-    from trtconvert.evaluate.component_example import ComponentExample
     from trtconvert.models import DiffusionModel
     from trtconvert.progress import Bar
 
@@ -99,53 +97,6 @@ def component_stage(build: Build, name: str) -> Stage:
         ComponentExample.of(source, torch.device("cuda" if build.place.on_gpu else "cpu")).save(folder / EXAMPLE)
 
     return build.stage(f"export {name}", reads, make)
-
-
-def verified_component(build: Build, name: str, exported: Stage, engines: Engines) -> tuple[float, Engines]:
-    """Hold a component to FP32 in torch: its TensorRT engine where there is one, else its exported model on ONNX Runtime.
-
-    Returns:
-        The largest relative L2 error of an output, and the engines with theirs.
-    Raises:
-        GateError: the error is above `verify.max_component_error`, or an output is not finite.
-    """
-    runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
-    reads = {"onnx": exported.key, "engines": [stage.key for _, stage in runs]}
-
-    def make(folder: Path, bar: Bar) -> None:
-        from trtconvert.evaluate.component_example import ComponentExample
-        from trtconvert.runtime.session import OnnxRuntimeComponent
-
-        component = component_of(exported)
-        example = ComponentExample.load(exported.folder / EXAMPLE, component)
-        if runs:
-            errors = engine_errors(example, component, *runs[0])
-        else:
-            errors = example.errors(OnnxRuntimeComponent(exported.folder / component.onnx, component))
-        (folder / ERROR).write_text(json.dumps(errors))
-
-    verified = build.stage(f"verify {name}", reads, make)
-    errors = json.loads((verified.folder / ERROR).read_text())
-    error = check_component(name, component_of(exported), errors, build.recipe.verify.max_component_error)
-    return error, [
-        (of.model_copy(update={"error": error}) if (of, stage) in runs else of, stage) for of, stage in engines
-    ]
-
-
-def engine_errors(
-    example: ComponentExample, component: ComponentRecord, record: EngineRecord, stage: Stage
-) -> dict[str, float]:
-    """Relative L2 error of each output of a component's engine.
-
-    Args:
-        record, stage: what the build of the engine said, and where it left the engine.
-    """
-    from contextlib import closing
-
-    from trtconvert.runtime.bundles import engine_component
-
-    with closing(engine_component(stage.folder / ENGINE, record, component)) as engine:
-        return example.errors(engine)
 
 
 def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:

@@ -24,12 +24,12 @@ def errors_stage(build: Build, planned: Planned) -> Stage:
     reads = planned.reads() | {"dtype": recipe.model.dtype} | asked | build.kernel_reads()
 
     def make(folder: Path, bar: Bar) -> None:
-        from trtconvert.calib.data import batches_of
+        from trtconvert.calib.data import batches_of, samples_for_errors
         from trtconvert.evaluate import verify
 
         source = build.source.placed()
         sites, layers = int8_in_torch(recipe, source, planned)
-        samples = verify.samples_for_errors(planned.calibrated.chosen_sites, section.samples)
+        samples = samples_for_errors(planned.calibrated.chosen_sites, section.samples)
         bar.total(len(batches_of(samples, verify.BATCH)))
         found = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, samples, bar)
         (folder / ERRORS).write_text(json.dumps(found))

@@ -120,7 +120,7 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
     def make(folder: Path, bar: Bar) -> None:
         import torch
 
-        from trtconvert.calib.data import batches_of
+        from trtconvert.calib.data import batches_of, samples_for_errors
         from trtconvert.evaluate import gates, verify
         from trtconvert.evaluate.recorded_calls import relative_error
         from trtconvert.export.float32 import in_float32
@@ -135,7 +135,7 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         sites, layers = int8_in_torch(recipe, source, planned)
         tables = layers.tables
         batches = len(batches_of(section.samples, verify.BATCH))
-        of_errors = verify.samples_for_errors(planned.calibrated.chosen_sites, section.samples)
+        of_errors = samples_for_errors(planned.calibrated.chosen_sites, section.samples)
         bar.total(batches + len(batches_of(of_errors, verify.BATCH)) + 2)
 
         # The exported arithmetic against the torch reference of the same arithmetic, in the same types.

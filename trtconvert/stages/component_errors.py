@@ -1,0 +1,64 @@
+"""The stages that compare the pipeline's other models with FP32, as they ship."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtconvert.bundle import ComponentRecord, EngineRecord
+from trtconvert.cache import Stage
+from trtconvert.evaluate.gates import check_component
+from trtconvert.stages.build import Build
+from trtconvert.stages.common import ENGINE, ERROR, EXAMPLE, Engines, component_of
+
+if TYPE_CHECKING:
+    from trtconvert.evaluate.component_example import ComponentExample
+    from trtconvert.progress import Bar
+
+
+def verified_component(build: Build, name: str, exported: Stage, engines: Engines) -> tuple[float, Engines]:
+    """Hold a component to FP32 in torch: its TensorRT engine where there is one, else its exported model on ONNX Runtime.
+
+    Returns:
+        The largest relative L2 error of an output, and the engines with theirs.
+    Raises:
+        GateError: the error is above `verify.max_component_error`, or an output is not finite.
+    """
+    runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
+    reads = {"onnx": exported.key, "engines": [stage.key for _, stage in runs]}
+
+    def make(folder: Path, bar: Bar) -> None:
+        from trtconvert.evaluate.component_example import ComponentExample
+        from trtconvert.runtime.session import OnnxRuntimeComponent
+
+        component = component_of(exported)
+        example = ComponentExample.load(exported.folder / EXAMPLE, component)
+        if runs:
+            errors = engine_errors(example, component, *runs[0])
+        else:
+            errors = example.errors(OnnxRuntimeComponent(exported.folder / component.onnx, component))
+        (folder / ERROR).write_text(json.dumps(errors))
+
+    verified = build.stage(f"verify {name}", reads, make)
+    errors = json.loads((verified.folder / ERROR).read_text())
+    error = check_component(name, component_of(exported), errors, build.recipe.verify.max_component_error)
+    return error, [
+        (of.model_copy(update={"error": error}) if (of, stage) in runs else of, stage) for of, stage in engines
+    ]
+
+
+def engine_errors(
+    example: ComponentExample, component: ComponentRecord, record: EngineRecord, stage: Stage
+) -> dict[str, float]:
+    """Relative L2 error of each output of a component's engine.
+
+    Args:
+        record, stage: what the build of the engine said, and where it left the engine.
+    """
+    from contextlib import closing
+
+    from trtconvert.runtime.bundles import engine_component
+
+    with closing(engine_component(stage.folder / ENGINE, record, component)) as engine:
+        return example.errors(engine)
