@@ -7,8 +7,8 @@ Schedules are chosen on some seeds and measured on others: PSNR of all unseen sa
 model with all steps computed. The fourth column has, for other numbers of steps, schedules that follow from what was measured at
 the first one. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
 FP32 and all steps. Prints a Markdown table with the date and the machine. With --peers a second table has rivals in full
-precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds, alone and with TaylorSeer). Of cache-dit the
-computed steps are those at which the last block ran.
+precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds, alone and with TaylorSeer). A step
+of cache-dit counts as computed if the last block ran.
 """
 
 from __future__ import annotations

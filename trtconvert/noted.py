@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -56,6 +58,15 @@ class Notes(Generic[Entry]):
         for name, entry in entries:
             values = {f.name: copied(getattr(entry, f.name)) for f in fields(entry)}  # type: ignore[arg-type]
             self.add(name, replace(entry, **values))  # type: ignore[type-var]
+
+
+def call_of(sizes: Iterable[int], sample: int) -> int:
+    """The call that a sample is of.
+
+    Args:
+        sizes: samples of each call; sample: its place among the samples of all calls.
+    """
+    return bisect_right([*accumulate(sizes)], sample)
 
 
 @dataclass(frozen=True)

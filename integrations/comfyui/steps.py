@@ -19,7 +19,7 @@ _MODULE = "comfy.k_diffusion.sampling"
 """Where ComfyUI has them. Samplers of other nodes may have the same names."""
 
 _ADD_NOISE = ("s_churn", "eta")
-"""Options of samplers, by which some of them add noise where they are not 0."""
+"""Options of samplers: some samplers add noise where such an option is not 0."""
 
 _PARTS = {
     "context_handler": "a node draws in windows, which may be others in the next step",
@@ -81,7 +81,7 @@ class ComfySteps:
                 self._trajectory = None
                 self._tell("the model is given other noise levels than the sampler's")
                 return self._denoiser(**named)
-        # Of one conditioning several calls may be made in a step.
+        # A step may call one conditioning several times.
         key = (*conditions, *options.get("cond_or_uncond", ()))
         number = of.calls.count(key)
         of.calls.append(key)

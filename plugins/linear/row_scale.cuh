@@ -16,8 +16,8 @@ __device__ __forceinline__ float row_scale_of(const P& p, int row) {
   return fabsf(p.row_scale[row]);
 }
 
-// Of pixels of a convolution: the calibrated scale of the sample's timestep bin. The scale of the last row's sample is known: a thread's rows
-// are of one sample nearly always, and loads that wait for each other are then one after another once, and not for each row.
+// The scale of a convolution's pixels: the calibrated scale of the sample's timestep bin. A thread keeps the scale of its last row's
+// sample: the rows of a thread are nearly always of one sample, so that the chain of dependent loads runs once, and not for each row.
 class SampleScale {
  public:
   __device__ __forceinline__ float of(const ConvShape& conv, int row) {

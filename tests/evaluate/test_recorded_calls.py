@@ -50,7 +50,7 @@ def test_guidance_inside_a_denoiser_is_held_to_the_rows_of_the_model(recorded):
     guided = GuidedDenoiser(model.denoiser, model.timestep_input, form.guidance)
     guided.guidance = FusedGuidance(form.guidance, form.output.shape)
     assert all(error is not None and error < 1e-5 for error in calls.errors(guided))
-    # What is wrong with the scale, or with one condition, shows.
+    # A wrong scale or a wrong condition shows.
     twice = _Changed(guided, guidance_scale=lambda x: 2 * x)
     assert all(error > 0.01 for error in calls.errors(twice))
     others = _Changed(guided, label=lambda x: x.roll(1))

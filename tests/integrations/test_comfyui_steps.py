@@ -123,7 +123,7 @@ def test_a_conditioning_that_comes_back_begins_anew(loaded):
 
     patcher.add_wrapper_with_key("predict_noise", "switch", switched)
     guider.sample(KSampler(sample_euler), NOISE, SIGMAS)
-    # What the first two steps have left would serve the step at 5, had they been followed.
+    # The first two predictions would serve the step at 5 if they were followed.
     assert computed == [1, 1, 1, 1, 1, 1, 1, 0]
 
 

@@ -137,7 +137,7 @@ def test_damaged_recorded_calls(stepped_build, tmp_path: Path):
 
 
 def test_damaged_trajectories(stepped_build, tmp_path: Path):
-    """In bundles whose manifests fit them. What is loaded says of any timesteps which steps are computed."""
+    """Manifests fit the damaged files. A loaded schedule names the computed steps for any timesteps."""
     folder, watch = fresh_copy(stepped_build.bundle, tmp_path / "bundle"), Watch()
     component = read_manifest(folder).components["denoiser"]
     assert component.reuse is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, on_cpu
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, call_of, on_cpu
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -128,7 +128,7 @@ class RangeObserver:
             UserError: NaN or Inf at a site; the message names the first.
         """
         taken = self.notes.take()
-        # What waits for a GPU is done for all sites together.
+        # One transfer from the GPU serves all sites.
         timesteps = on_cpu([extremes.timestep for _, extremes in seen] for seen in taken.values())
         reduced = {
             site: {
@@ -149,9 +149,8 @@ class RangeObserver:
             if not is_good:
                 rows = finite[site].cpu()
                 sample = int((~rows).any(0).long().argmax())
-                call = int(torch.repeat_interleave(torch.arange(len(seen)), torch.tensor(sizes))[sample])
                 where = [name for name, whole in zip(reduced[site], rows[:, sample], strict=True) if not whole]
-                damaged.append((seen[call][0], _non_finite(site, where[0], timestep[sample].item())))
+                damaged.append((seen[call_of(sizes, sample)][0], _non_finite(site, where[0], timestep[sample].item())))
                 continue
             tokens = torch.tensor([extremes.tokens for _, extremes in seen])
             found[site] = _rows(reduced[site], tokens, groups(sizes, timestep))

@@ -28,7 +28,7 @@ SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
 """Samples, at most, and denoising steps per timestep bin, over which the errors of sites and layers are measured."""
 
 ENOUGH_TOKENS = 16384
-"""Tokens of every site, in the samples of one step, from which more samples are not needed: a large model would spend minutes."""
+"""Tokens of every site in one step. Samples beyond this number add nothing, and cost a large model minutes."""
 
 Progress = Callable[[], None]
 """Called once per batch of samples or inputs that is done."""

@@ -23,8 +23,8 @@ _HEADER_BYTES = _LENGTH_BYTES + hashlib.sha256().digest_size
 
 
 class KeptSearch:
-    """Measurements by what was measured. Each is a file, which is written whole and begins with its length and a SHA-256. What a
-    damaged file held is measured again.
+    """Measurements of a search, by sites, layers and plans. Each file is written whole and begins with its length and a
+    SHA-256. The search measures the content of a damaged file again.
 
     Args:
         folder: of everything that decides the measurements but for the units, the plans and the limits of the budget. None keeps

@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
 from trtconvert.linear.sites import LayerCall
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, on_cpu
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, call_of, on_cpu
 
 ROWS = 2
 """Whole rows that are kept of each call and timestep bin."""
@@ -135,7 +135,7 @@ class LayerObserver:
         for turn in self._turns.values():
             turn.zero_()
         taken = self.notes.take()
-        # What waits for a GPU is done for all layers together.
+        # One transfer from the GPU serves all layers.
         timesteps = on_cpu([one.timestep for _, one in seen] for seen in taken.values())
         low, high = (
             {layer: torch.cat([getattr(one, name) for _, one in seen]) for layer, seen in taken.items()}
@@ -150,8 +150,7 @@ class LayerObserver:
             sizes = [len(one.timestep) for _, one in seen]
             if not is_good:
                 first = int((~finite[layer]).long().argmax())
-                call = int(torch.repeat_interleave(torch.arange(len(seen)), torch.tensor(sizes))[first])
-                damaged.append((seen[call][0], _non_finite(layer, timestep[first].item())))
+                damaged.append((seen[call_of(sizes, first)][0], _non_finite(layer, timestep[first].item())))
                 continue
             sample = torch.cat([one.sample for _, one in seen])
             rows = torch.tensor([one.rows for _, one in seen])

@@ -110,15 +110,17 @@ def layer_tables(
         there = device or own.device
         here = computed_on or there
         factor, offset = of_input.x_factor.to(here), of_input.x_offset.to(here)
-        if key not in stored:
+        if key in stored:
+            weight, scale = (x.to(here) for x in stored[key])
+        else:
             weight, scale = layer_weight(own.to(here).float(), factor)
-            stored[key] = weight.to(there), scale.to(there)
-        weight, scale = stored[key]
         bias = None if layer.bias is None else layer.bias.of(tensors).to(here).float()
-        bias = layer_bias(bias, weight.to(here), scale.to(here), factor, offset)
+        bias = layer_bias(bias, weight, scale, factor, offset)
+        if key not in stored:
+            stored[key] = weight.to(there), scale.to(there)
         modes_of_layer = modes[layer.name].to(torch.int32)
         rest = (bias, factor, offset, of_input.x_scale, modes_of_layer)
-        found[layer.name] = LayerTables(weight, scale, *(x.to(there) for x in rest))
+        found[layer.name] = LayerTables(*stored[key], *(x.to(there) for x in rest))
     return found
 
 

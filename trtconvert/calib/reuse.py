@@ -1,10 +1,10 @@
 """Which steps a model may leave out: its trajectories are measured, and schedules are tried on samples under the plan's budget.
 
-The trajectories are drawn in full precision with all steps. Of a few shares of corrections (see `trtconvert.reuse.trajectories`)
-the one is taken that serves samples best. How errors grow by noise level is measured by leaving steps out in one part of the
-trajectory after the other. Then, for a number of computed steps, the best schedules by several objectives are
-sampled, with the arithmetic that the plan gives the model. The one is taken whose worst sample is nearest to what the same
-arithmetic draws with all steps. The fewest computed steps that keep the budget are found by bisection.
+The trajectories are drawn in full precision with all steps. The share of corrections (see `trtconvert.reuse.trajectories`)
+is the one of a few that leaves the least error in samples. How errors grow by noise level is measured by leaving steps out
+in one part of the trajectory after the other. Then, for a number of computed steps, the best schedules by several objectives
+are sampled, with the arithmetic that the plan gives the model. The one is taken whose worst sample is nearest to what the
+same arithmetic draws with all steps. The fewest computed steps that keep the budget are found by bisection.
 """
 
 from __future__ import annotations

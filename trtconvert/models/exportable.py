@@ -84,10 +84,6 @@ def _mochi_attention(
         Both, after attention over [N + L] tokens.
     """
 
-    def heads(x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        x = x.unflatten(2, (attn.heads, -1))
-        return x if norm is None else norm(x)
-
     def rotated(x: Tensor) -> Tensor:  # [B, N, H, D]
         if image_rotary_emb is None:
             return x
@@ -95,22 +91,39 @@ def _mochi_attention(
         even, odd = x[..., 0::2].float(), x[..., 1::2].float()
         return torch.stack([even * cosines - odd * sines, even * sines + odd * cosines], dim=-1).flatten(-2).to(x.dtype)
 
-    query = rotated(heads(attn.to_q(hidden_states), attn.norm_q))
-    key = rotated(heads(attn.to_k(hidden_states), attn.norm_k))
-    text_query = heads(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q)
-    text_key = heads(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k)
-    value, text_value = heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(encoder_hidden_states))
-    pairs = ((query, text_query), (key, text_key), (value, text_value))
     of_prompt = attention_mask.bool()
-    kept = torch.cat([torch.ones_like(hidden_states[..., 0], dtype=torch.bool), of_prompt], dim=1)
+    image, text = _attended(attn, hidden_states, encoder_hidden_states, of_prompt, rotated)
+    text = text * of_prompt[..., None]
+    return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
+
+
+def _attended(
+    attn: Any, image: Tensor, text: Tensor, of_prompt: Tensor, rotated: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tokens of an image and of a prompt, in front of the output projections. Padding of the prompt is masked.
+
+    Args:
+        image: [B, N, C]; text: [B, L, C]; of_prompt: [B, L], true for tokens of the prompt.
+        rotated: applies the image's rotary embedding to queries or keys [B, N, H, D].
+    Returns:
+        Both, [B, N, H · D] and [B, L, H · D].
+    """
+
+    def heads(x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        x = x.unflatten(2, (attn.heads, -1))
+        return x if norm is None else norm(x)
+
+    query, key = rotated(heads(attn.to_q(image), attn.norm_q)), rotated(heads(attn.to_k(image), attn.norm_k))
+    text_query = heads(attn.add_q_proj(text), attn.norm_added_q)
+    text_key = heads(attn.add_k_proj(text), attn.norm_added_k)
+    value, text_value = heads(attn.to_v(image)), heads(attn.add_v_proj(text))
+    kept = torch.cat([torch.ones_like(image[..., 0], dtype=torch.bool), of_prompt], dim=1)
+    pairs = ((query, text_query), (key, text_key), (value, text_value))
     attended = F.scaled_dot_product_attention(
         *(torch.cat(pair, dim=1).transpose(1, 2) for pair in pairs), attn_mask=kept[:, None, None]
     )
-    both = attended.transpose(1, 2).flatten(2)
-    length = hidden_states.shape[1]
-    text = both[:, length:] * of_prompt[..., None]
-    image = attn.to_out[1](attn.to_out[0](both[:, :length]))
-    return image, attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
+    both, length = attended.transpose(1, 2).flatten(2), image.shape[1]
+    return both[:, :length], both[:, length:]
 
 
 class _HunyuanVideoAttention:
@@ -134,26 +147,13 @@ class _HunyuanVideoAttention:
         """
         from diffusers.models import embeddings
 
-        rotated: Any = embeddings.apply_rotary_emb
+        rotary: Any = embeddings.apply_rotary_emb
 
-        def heads(x: Tensor, norm: nn.Module | None = None) -> Tensor:
-            x = x.unflatten(2, (attn.heads, -1))
-            return x if norm is None else norm(x)
+        def rotated(x: Tensor) -> Tensor:  # [B, N, H, D]
+            return x if image_rotary_emb is None else rotary(x, image_rotary_emb, sequence_dim=1)
 
-        query, key = heads(attn.to_q(hidden_states), attn.norm_q), heads(attn.to_k(hidden_states), attn.norm_k)
-        if image_rotary_emb is not None:
-            query, key = (rotated(x, image_rotary_emb, sequence_dim=1) for x in (query, key))
-        text_query = heads(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q)
-        text_key = heads(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k)
-        value, text_value = heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(encoder_hidden_states))
-        kept = torch.cat([torch.ones_like(hidden_states[..., 0], dtype=torch.bool), attention_mask.bool()], dim=1)
-        pairs = ((query, text_query), (key, text_key), (value, text_value))
-        attended = F.scaled_dot_product_attention(
-            *(torch.cat(pair, dim=1).transpose(1, 2) for pair in pairs), attn_mask=kept[:, None, None]
-        )
-        both = attended.transpose(1, 2).flatten(2)
-        length = hidden_states.shape[1]
-        return attn.to_out[1](attn.to_out[0](both[:, :length])), attn.to_add_out(both[:, length:])
+        image, text = _attended(attn, hidden_states, encoder_hidden_states, attention_mask.bool(), rotated)
+        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
 
 
 def _hunyuan_video_refiner(
