@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from trtconvert.bundle import ComponentRecord, DiffusersRecord, LayerRecord, Manifest, SiteRecord, TensorRecord
 
@@ -274,6 +272,8 @@ def _of_attributes(record: DiffusersRecord) -> Iterator[str]:
 
 def _is_tensor(numbers: Any) -> bool:
     """Whether nested lists are as regular as a tensor, and hold numbers that a tensor can have."""
+    import numpy as np  # here: a build that the cache answers loads no library
+
     try:
         return np.asarray(numbers).dtype.kind in "bif"
     except ValueError:  # lists of different lengths

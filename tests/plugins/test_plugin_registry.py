@@ -152,7 +152,7 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
         "QuantiseChangedRows": [["factor", "activation", "place"], 3],
         "Int8Linear": [[*LAYER, "quantised", "out_factor", "out_offset", "timestep", "timestep_max", "changes"], 1],
         "Int8ResidualNorm": [[*ROWS, "epsilon", "normed", "starts_early"], 3],
-        "Int8GroupNorm": [["epsilon", "groups", "silu", "timestep_max", "shift", "factor", "timestep"], 1],
+        "Int8GroupNorm": [["epsilon", "groups", "silu", "timestep_max", "shift", "factor", "timestep"], 2],
         "Int8Conv": [[*STEPS, "bias", "residual", "timestep", "bfloat16", "timestep_max"], 1],
     }
     assert found["defaults"] and found["from_engine"]
