@@ -80,7 +80,7 @@ def test_a_bundle_computes_its_layers_as_the_recipe_says(bundle_of):
     assert all(db is not None and db > 20 for row in manifest.quality.layer_sqnr.values() for db in row)
     if modes == "dynamic":
         plan = stated_attention(AttentionSection(modes="sigma-rule"), {"denoiser": "dynamic"}, build().sigmas, 2)
-        assert component.sites[0].modes == plan["denoiser"].modes.tolist()
+        assert component.sites[0].modes == plan["denoiser"].modes
     # A node of each layer, with the body of its modes.
     names = {name: [LayerMode(mode).name.lower() for mode in sorted(set(row))] for name, row in MODES[modes].items()}
     of_conv = "_".join(names["conv"]) + "_timed_2d"

@@ -442,7 +442,7 @@ def test_plans_follow_the_recipe(digits):
     def modes_of(stated, bins):
         plan = stated_attention(AttentionSection(modes=stated), {"a": "dynamic", "b": "dynamic"}, digits.sigmas, bins)
         assert plan["a"] == plan["b"]
-        return plan["a"].modes.tolist()
+        return plan["a"].modes
 
     by_noise = modes_of("sigma-rule", 10)
     assert by_noise == sorted(by_noise) and by_noise[0] == Mode.PRECISION and by_noise[-1] == Mode.AGGRESSIVE

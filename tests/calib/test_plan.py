@@ -22,7 +22,8 @@ from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.knapsack import fastest
-from trtconvert.calib.plan import search_plan, site_scalings
+from trtconvert.calib.plan import search_plan
+from trtconvert.calib.search_space import site_scalings
 from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import feature_distance
@@ -100,7 +101,7 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
     ]
 
     def measure(plan):
-        chosen = torch.stack([plan.attention[site].modes for site in SITES])
+        chosen = torch.tensor([plan.attention[site].modes for site in SITES])
         error = 3 * float((cost * 1e-3).gather(-1, chosen.long()[..., None]).sum())
         psnr = 150.0 if error == 0 else float(-10 * torch.tensor(error).log10())
         return {"psnr": psnr, "lpips": distance if (chosen == Mode.AGGRESSIVE).any() else 0.0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -68,9 +68,17 @@ class Calibration:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     blocks: Mapping[str, SiteBlocks] = field(default_factory=dict)
 
-    def with_modes(self, modes: Mapping[str, Tensor]) -> dict[str, AttentionTables]:
-        """The op's tables for each site, given [T] modes for each."""
-        return {site: AttentionTables(**tables, modes=modes[site]) for site, tables in self.tables.items()}
+    def with_modes(self, modes: Mapping[str, Sequence[int] | Tensor]) -> dict[str, AttentionTables]:
+        """Tables of the `Int8Attention` op by site, of the sites that `modes` names.
+
+        Args:
+            modes: modes of each site by timestep bin.
+        """
+        return {
+            site: AttentionTables(**tables, modes=torch.as_tensor(modes[site], dtype=torch.int32))
+            for site, tables in self.tables.items()
+            if site in modes
+        }
 
     def save(self, path: Path) -> None:
         """One safetensors file with the provenance as JSON in its metadata."""

@@ -19,7 +19,7 @@ def stated_attention(
     """What a recipe states of sites or what follows each bin's noise level; for `auto` see `plan.search`.
 
     Args:
-        scalings: of each site, see `plan.site_scalings`.
+        scalings: of each site, see `search_space.site_scalings`.
         sigmas: [timesteps] noise-to-signal ratio of each timestep, rising, or falling where timesteps do.
         bins: timestep bins.
     """

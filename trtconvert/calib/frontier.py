@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trtconvert.bundle import SparseShares
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError, first_line, first_problem
+from trtconvert.quant.decision import Plan
 from trtconvert.recipe import LayerModeName, ModeName
 
 
@@ -66,6 +68,14 @@ class PlanPoint(_Record):
         if bad := [layer for layer in self.modulated if layer not in self.layers]:
             raise ValueError(f"modulated: {bad[0]}, which is none of the layers")
         return self
+
+    def plan(self, scalings: Mapping[str, str]) -> Plan:
+        """
+        Args:
+            scalings: scales of queries and keys by site, as the search had them.
+        """
+        record = {"sites": self.modes, "layers": self.layers, "scalings": scalings, "sparse": self.sparse}
+        return Plan.of_record(record | {"modulated": self.modulated, "name": self.name, "speed": self.speed})
 
     @property
     def psnr(self) -> float:
@@ -142,6 +152,18 @@ class Frontier(_Record):
 
 
 _SHARES_OF_ERROR = (0.5, 0.1)
+
+BISECTIONS = 6
+"""Halvings of the modelled error's range in decades: the limit is known to 2**-6 of the range."""
+
+FRONTIER_DB = (60, 50, 40, 30)
+"""PSNR that the error model promises at points of the frontier; each point is then sampled."""
+
+MOST_EXACT = 64
+"""Largest number of candidates that the exact sensitivity measures with a forward of each candidate in each step."""
+
+PROBES_FORWARDS = 20
+"""Forwards that take about as long as the probes of one call."""
 
 MOST_RIVALS = 1 + len(_SHARES_OF_ERROR)
 """Of `Frontier.rivals`, at most."""

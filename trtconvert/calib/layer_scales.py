@@ -87,7 +87,7 @@ def layer_tables(
     model: torch.nn.Module,
     layers: Sequence[Layer],
     scales: Mapping[str, LayerScales],
-    modes: Mapping[str, Tensor],
+    modes: Mapping[str, Sequence[int] | Tensor],
     device: torch.device | None = None,
     computed_on: torch.device | None = None,
 ) -> dict[str, LayerTables]:
@@ -96,7 +96,7 @@ def layer_tables(
     Args:
         layers: to convert.
         scales: by the layers' sources.
-        modes: [T] by layer.
+        modes: modes of each layer by timestep bin.
         device: where they lie; by default that of the weights.
         computed_on: where they are computed, one layer after the other; by default where they lie.
     """
@@ -118,7 +118,7 @@ def layer_tables(
         bias = layer_bias(bias, weight, scale, factor, offset)
         if key not in stored:
             stored[key] = weight.to(there), scale.to(there)
-        modes_of_layer = modes[layer.name].to(torch.int32)
+        modes_of_layer = torch.as_tensor(modes[layer.name], dtype=torch.int32)
         rest = (bias, factor, offset, of_input.x_scale, modes_of_layer)
         found[layer.name] = LayerTables(*stored[key], *(x.to(there) for x in rest))
     return found

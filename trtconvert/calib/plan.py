@@ -17,181 +17,93 @@ check the figures on other seeds, and fail it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trtconvert.attention.modes import INT8_VALUES, Mode
-from trtconvert.attention.reference import AttentionTables
+from trtconvert.attention.modes import INT8_VALUES
 from trtconvert.attention.sites import Site
 from trtconvert.bars import Steps
-from trtconvert.calib.block_plan import attention_seconds, density
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.candidates import attention_units
-from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.fixed_plans import fixed_plans
-from trtconvert.calib.frontier import Frontier, PlanPoint
+from trtconvert.calib.frontier import BISECTIONS, FRONTIER_DB, Frontier, PlanPoint
 from trtconvert.calib.kept_search import KeptSearch
 from trtconvert.calib.knapsack import fastest
-from trtconvert.calib.layer_plan import SearchedLayers, layer_seconds
+from trtconvert.calib.search_space import SearchSpace
 from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
-from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.drawings import with_progress
 from trtconvert.models.int8_denoiser import int8_denoiser
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
-from trtconvert.quant.forward import Int8Sites
-from trtconvert.recipe import AttentionSection, LayersSection, PlanSection
-
-BISECTIONS = 6
-"""Halvings of the modelled error's range in decades: the limit is known to 2**-6 of it."""
-
-FRONTIER_DB = (60, 50, 40, 30)
-"""PSNR that the error model promises at the frontier's points; each point is then sampled."""
-
-
-def kernel_cost(
-    section: PlanSection, of_layers: LayersSection, *, masks: bool = False, convs: bool = False
-) -> tuple[KernelCost, set[Mode], set[LayerMode]]:
-    """The kernels' times by which a search prices its plans, and the modes that it may choose: of attention, FP16 among them,
-    and of layers, none where it does not decide about them.
-
-    Args:
-        masks: whether it may choose block masks; convs: whether convolutions are among the layers.
-    Raises:
-        UserError: as `KernelCost.load`.
-    """
-    allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
-    in_int8 = {LayerMode[name.upper()] for name in section.layer_candidates} if of_layers.modes == "auto" else set()
-    allowed_layers = {LayerMode.EXACT, *in_int8} if in_int8 else set[LayerMode]()
-    cost = KernelCost.load(
-        section.kernel_cost,
-        allowed,
-        allowed_layers,
-        masks=masks,
-        caches=of_layers.modiff == "auto",
-        of_convs=convs and bool(in_int8),
-    )
-    return cost, allowed, allowed_layers
-
-
-def site_scalings(
-    attention: AttentionSection, section: PlanSection, sites: Iterable[Site], batch: int
-) -> dict[str, str]:
-    """How each site gets the scales of queries and keys, `calibrated` or `dynamic`; of `auto` what `KernelCost.scaling` says.
-
-    Args:
-        batch: for which times are taken.
-    Raises:
-        UserError: as `KernelCost.load`.
-    """
-    if attention.scaling != "auto":
-        return {site.name: attention.scaling for site in sites}
-    stated = attention.modes if isinstance(attention.modes, list) else [attention.modes]
-    searched = {"auto": section.candidates, "sigma-rule": ["precision", "balanced", "aggressive"]}
-    modes = {Mode[name.upper()] for name in searched.get(stated[0], stated)}
-    cost = KernelCost.load(section.kernel_cost)
-    return {site.name: cost.scaling(AttentionShape.of(site, batch), modes) for site in sites}
+from trtconvert.recipe import Recipe
 
 
 def search(
     model: DiffusionModel,
+    recipe: Recipe,
     sites: Sequence[Site],
     layers: Sequence[Layer],
     calibration: Calibration,
-    attention: AttentionSection,
     scalings: Mapping[str, str],
-    of_layers: LayersSection,
-    section: PlanSection,
-    budget: Budget,
-    bins: int,
     batch: int,
+    budget: Budget,
     bar: Steps,
-    shares: Sequence[float] = (),
-    cache_bytes: int = 2,
-    kept: KeptSearch | None = None,
+    kept: KeptSearch,
 ) -> Frontier:
-    """Measure the sensitivity of the model and search its plan, see `measure_sensitivity` and `search_plan`.
+    """Measure the sensitivity of a model and search its plan, see `measure_sensitivity` and `search_plan`.
 
-    Layers take part where `layers.modes` is auto; else they have the modes that the recipe states, in all plans, and so
-    have those that are `weight_only`.
+    The search decides about layers where `layers.modes` is auto; other layers, and `weight_only` layers, have the modes that the
+    recipe states in all plans.
 
     Args:
-        sites, layers: to convert; scalings: of each site, see `site_scalings`.
-        batch: for which times are taken.
-        bar: shows the progress.
-        shares: of attention that block masks may lose, of which the calibration has the blocks.
-        cache_bytes: of a number in the caches of layers that quantise changes, where `layers.modiff` is auto.
-        kept: what was measured before; takes what is measured now.
+        sites, layers: operations to convert; scalings: of each site, see `site_scalings`.
+        batch: batch size of the kernel times.
+        bar: shows the progress. Its steps are drawings of all samples; measurements add their own.
+        kept: measurements of earlier searches; takes the new ones.
     """
-    kept = kept or KeptSearch()
-    has_convs = any(layer.kind == "conv" for layer in layers)
-    cost, allowed, allowed_layers = kernel_cost(section, of_layers, masks=bool(shares), convs=has_convs)
-    blocks = {site.name: calibration.blocks[site.name] for site in sites if shares and site.name in calibration.blocks}
-    slow = {
-        layer.name
-        for layer in layers
-        if layer.kind == "conv"
-        and cost.layer_seconds(layer, batch, LayerMode.STATIC) >= cost.layer_seconds(layer, batch, LayerMode.EXACT)
-    }
-    searched = SearchedLayers.of(model, layers, calibration, of_layers, allowed_layers, bins, slow)
-    of_sites = attention_units({site.name: scalings[site.name] for site in sites}, allowed, blocks, shares)
-    units = [*of_sites, *searched.groups]
-    seconds = [
-        attention_seconds(cost, AttentionShape.of(site, batch), unit, blocks.get(site.name), bins)
-        for site, unit in zip(sites, of_sites, strict=True)
-    ] + [layer_seconds(cost, group, unit, batch, bins, cache_bytes) for unit, group in searched.groups.items()]
-    compared = fixed_plans(units, seconds, model.sigmas, torch.ones(bins))
-    of_search = len(FRONTIER_DB) + BISECTIONS
-    # Steps of the bar are drawings of all samples; the measurements add theirs.
-    bar.total(1 + len(compared) + of_search * (2 if blocks else 1))
-
-    def int8_sites(plan: Plan) -> Int8Sites:
-        made = plan.attention
-        tables = {name: AttentionTables(**calibration.tables[name], modes=of.modes) for name, of in made.items()}
-        masks = {name: blocks[name].mask(of.shares) for name, of in made.items() if of.shares}
-        in_int8 = Int8Sites(tables, model.timestep_max, scalings, attention.smooth_k, masks=masks)
-        return in_int8.to(model.device)
-
+    section, bins = recipe.plan, recipe.calibration.bins
+    space = SearchSpace.of(model, recipe, sites, layers, calibration, scalings, batch)
+    compared = fixed_plans(space.units, space.seconds, model.sigmas, torch.ones(bins))
+    bar.total(1 + len(compared) + (len(FRONTIER_DB) + BISECTIONS) * (2 if space.blocks else 1))
     seeds = range(section.seed, section.seed + section.samples)
-    exact = Plan.of({unit: unit.choices[:1] * bins for unit in of_sites})
 
     def measured_sensitivity() -> Sensitivity:
+        exact = Plan.of({unit: unit.choices[:1] * bins for unit in space.sites})
+        in_int8 = space.int8_sites(exact).to(model.device)
         return measure_sensitivity(
-            model, units, int8_sites(exact), bins, layers=searched.int8, blocks=blocks, seeds=seeds,
+            model, space.units, in_int8, bins, layers=space.layers.int8, blocks=space.blocks, seeds=seeds,
             steps=section.steps, bar=bar, method=section.sensitivity,
         )  # fmt: skip
 
-    sensitivity = kept.sensitivity(units, measured_sensitivity)
+    sensitivity = kept.sensitivity(space.units, measured_sensitivity)
+    with_bar = with_progress(model, bar)
 
     @torch.no_grad()
     def drawn(denoiser: Denoiser) -> Tensor:
         return with_bar.sample(denoiser, seeds, steps=section.steps, solver="ddim")
 
-    with_bar = with_progress(model, bar)
     full = kept.images(lambda: drawn(graphed(model, model.denoiser)))
     bar.step()
 
     def measure(plan: Plan) -> dict[str, float]:
-        known = kept.figures(plan)
-        if known is not None:
+        if (known := kept.figures(plan)) is not None:
             bar.skip()
             return known
-        in_int8 = searched.int8.in_plan(plan.layers)
-        found = figures(budget, drawn(int8_denoiser(model, int8_sites(plan), in_int8)), full)
+        int8_sites, int8_layers = space.int8_sites(plan).to(model.device), space.layers.int8.in_plan(plan.layers)
+        found = figures(budget, drawn(int8_denoiser(model, int8_sites, int8_layers)), full)
         kept.keep_figures(plan, found)
         bar.step()
         return found
 
-    points = search_plan(sensitivity, seconds, model.sigmas, budget, measure, searched.stated)
-    densities = [density(point.sparse, blocks, len(sites), sensitivity.steps) for point in points]
+    points = search_plan(sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated)
+    densities = [space.density(point.plan(scalings), sensitivity.steps) for point in points]
     points = [point.model_copy(update={"density": x}) for point, x in zip(points, densities, strict=True)]
-    return Frontier(gpu=cost.gpu, date=cost.date, limits=limits(budget), points=points)
+    return Frontier(gpu=space.cost.gpu, date=space.cost.date, limits=limits(budget), points=points)
 
 
 def search_plan(
@@ -226,8 +138,8 @@ def search_plan(
     def point(name: str, decided: Mapping[Unit, Sequence[Choice]]) -> PlanPoint:
         plan = Plan.of(decided, stated)
         taken = torch.tensor([[unit.choices.index(choice) for choice in row] for unit, row in decided.items()])
-        of_sites = torch.stack([decision.modes for decision in plan.attention.values()])
-        found, record = measure(plan), plan.record()
+        of_sites = torch.tensor([*plan.site_modes.values()])
+        found = measure(plan)
         return PlanPoint(
             name=name,
             speed=float(time[..., 0].sum() / time.gather(-1, taken[..., None]).sum()),
@@ -235,10 +147,10 @@ def search_plan(
             keeps_budget=keeps_budget(budget, found),
             allowed=not any(unit.compared & set(row) for unit, row in decided.items()),
             int8_values=float((torch.isin(of_sites, int8_values).double().mean(0) * steps).sum()),
-            modes=record["sites"],
-            layers=record["layers"],
-            modulated=record["modulated"],
-            sparse=record["sparse"],
+            modes=plan.site_modes,
+            layers=plan.layer_modes,
+            modulated=[name for name, decision in plan.layers.items() if decision.delta],
+            sparse=plan.shares,
         )
 
     points = [point(name, decided) for name, decided in fixed_plans(units, seconds, sigmas, steps).items()]

@@ -18,6 +18,7 @@ from torch import Tensor
 from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.bars import NoBar, Steps
 from trtconvert.calib.candidates import Candidate, candidates_of
+from trtconvert.calib.frontier import MOST_EXACT, PROBES_FORWARDS
 from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.cuda_graphs import graphed
@@ -127,12 +128,6 @@ def measure_sensitivity(
         gain = _gains(with_progress(model, bar), exact, samples, error, visits, seeds, steps, bar)
     return Sensitivity(units, error, gain, visits / visits.sum())
 
-
-MOST_EXACT = 64
-"""Candidates up to which each takes a forward of its own in every step."""
-
-PROBES_FORWARDS = 20
-"""About as many forwards take as long as the probes of a call."""
 
 DRAWS = 64
 """Projections, of all samples and steps of a timestep bin, that an error is the mean of: its relative standard deviation is about

@@ -58,9 +58,13 @@ class LayerTables:
     x_scale: Tensor
     modes: Tensor
 
-    def with_modes(self, mode: LayerMode | Tensor) -> LayerTables:
-        """The same layer with another mode for every bin, or another [T] table of modes."""
-        modes = mode if isinstance(mode, Tensor) else torch.full_like(self.modes, int(mode))
+    def with_modes(self, mode: LayerMode | Sequence[int] | Tensor) -> LayerTables:
+        """The same layer with another mode for all bins, or with other modes by bin."""
+        modes = (
+            torch.full_like(self.modes, int(mode))
+            if isinstance(mode, LayerMode)
+            else torch.as_tensor(mode).to(self.modes)
+        )
         return LayerTables(**{f.name: getattr(self, f.name) for f in fields(self)} | {"modes": modes})
 
     def to(self, device: torch.device | str) -> LayerTables:

@@ -1,13 +1,10 @@
-"""What may be decided about the operations of a model, and what was: choices, units that are decided together, and plans."""
+"""Choices for the operations of a model, the units that are decided together, and plans. Free of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-import torch
-from torch import Tensor
 
 from trtconvert.attention.modes import Mode
 from trtconvert.linear.modes import LayerMode
@@ -15,12 +12,12 @@ from trtconvert.linear.modes import LayerMode
 
 @dataclass(frozen=True)
 class Choice:
-    """What one operation does in one timestep bin.
+    """The computation of one operation in one timestep bin.
 
     Attributes:
-        mode: of an attention site, or of a layer.
+        mode: `Mode` of an attention site, `LayerMode` of a layer.
         mask_share: share of attention that a block mask may lose; 0 for a mask of all blocks, None for no mask.
-        delta: whether a layer quantises changes from step to step (MoDiff).
+        delta: the layer quantises the delta to the previous step (MoDiff).
     """
 
     mode: Mode | LayerMode
@@ -29,32 +26,32 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """Whether the operation computes what full precision does."""
+        """True if the operation computes in full precision and without a mask."""
         return not self.mode and not self.mask_share
 
     @property
     def form(self) -> tuple[bool, ...]:
-        """What an engine's node has in all timestep bins or in none: 16-bit weights of a layer, a block mask, caches."""
+        """Properties that an engine's node has in all timestep bins or in none: 16-bit weights, a block mask, delta caches."""
         return self.mode is LayerMode.EXACT, self.mask_share is not None, self.delta
 
     @property
     def parts(self) -> tuple[Choice, ...]:
-        """Choices whose errors add up to that of this one: its mode without a mask, and its mask in full precision."""
+        """Choices whose errors add up to the error of this choice: the mode without a mask, and the mask in full precision."""
         alone = replace(self, mask_share=None), Choice(Mode.FP16, self.mask_share)
         return tuple(part for part in alone if not part.exact)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is decided together: one attention site, or the layers that read one tensor.
+    """Operations that get one decision: one attention site, or all layers that read one tensor.
 
     Attributes:
-        kind: of its operations.
-        name: of the site, or of the first layer that reads the tensor.
+        kind: of the operations.
+        name: name of the site, or of the first layer that reads the tensor.
         members: names of the operations.
-        choices: what they may do in a timestep bin, the exact choice first. All bins have choices of one `Choice.form`.
-        compared: those choices that no search may take. Plans without a search have them, to compare with.
-        scaling: of queries and keys at a site, `calibrated` or `dynamic`.
+        choices: candidates in a timestep bin, the exact choice first. All bins have choices of one `Choice.form`.
+        compared: choices that no search may take. Fixed plans have them, for comparison.
+        scaling: scales of queries and keys at a site, `calibrated` or `dynamic`.
     """
 
     kind: Literal["attention", "layer"]
@@ -67,7 +64,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one operation.
+    """The decision about one operation.
 
     Attributes:
         choices: by timestep bin.
@@ -78,38 +75,49 @@ class Decision:
     scaling: str = ""
 
     @property
-    def modes(self) -> Tensor:
-        """[T] INT32, as the operation's table has them."""
-        return torch.tensor([choice.mode for choice in self.choices], dtype=torch.int32)
+    def modes(self) -> list[int]:
+        """Modes by timestep bin, as the operation's table holds them."""
+        return [int(choice.mode) for choice in self.choices]
+
+    @property
+    def in_int8(self) -> bool:
+        """True if a timestep bin has another mode than full precision."""
+        return any(self.modes)
 
     @property
     def shares(self) -> list[float]:
-        """Shares of attention that a block mask may lose, by timestep bin; none without a mask."""
+        """Shares of attention that a block mask may lose, by timestep bin; empty without a mask."""
         masked = any(choice.mask_share is not None for choice in self.choices)
         return [choice.mask_share or 0.0 for choice in self.choices] if masked else []
 
     @property
     def delta(self) -> bool:
-        """Whether a layer quantises changes."""
+        """True if the layer quantises deltas."""
         return all(choice.delta for choice in self.choices)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided about a model: stated by a recipe, ruled by noise levels, or searched.
+    """The decisions about a model: stated by a recipe, ruled by noise levels, or searched.
 
     Attributes:
         attention, layers: decisions by the names of sites and of layers.
+        dense: reasons why sites that were asked for a block mask have none.
+        name, speed: name of the searched plan, and its speed-up of attention and layers over full precision; "" and 1 for a
+            plan without a search.
     """
 
     attention: dict[str, Decision]
     layers: dict[str, Decision]
+    dense: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+    speed: float = 1.0
 
     @staticmethod
     def of(decided: Mapping[Unit, Sequence[Choice]], stated: Mapping[str, Decision] | None = None) -> Plan:
         """
         Args:
-            decided: what each unit does by timestep bin; stated: decisions about the layers of no unit.
+            decided: choices of each unit by timestep bin; stated: decisions about layers outside all units.
         """
         plan = Plan({}, dict(stated or {}))
         for unit, choices in decided.items():
@@ -117,13 +125,58 @@ class Plan:
             of_kind |= dict.fromkeys(unit.members, Decision(tuple(choices), unit.scaling))
         return plan
 
+    @staticmethod
+    def of_record(record: Mapping[str, Any]) -> Plan:
+        """The plan of `record`."""
+
+        def of_site(name: str, modes: Sequence[int]) -> Decision:
+            shares = record["sparse"].get(name, [None] * len(modes))
+            choices = [Choice(Mode(mode), share) for mode, share in zip(modes, shares, strict=True)]
+            return Decision(tuple(choices), record["scalings"].get(name, ""))
+
+        def of_layer(name: str, modes: Sequence[int]) -> Decision:
+            delta = name in record["modulated"]
+            return Decision(tuple(Choice(LayerMode(mode), delta=delta) for mode in modes))
+
+        return Plan(
+            {name: of_site(name, modes) for name, modes in record["sites"].items()},
+            {name: of_layer(name, modes) for name, modes in record["layers"].items()},
+            record.get("dense", {}),
+            record.get("name", ""),
+            record.get("speed", 1.0),
+        )
+
     def record(self) -> dict[str, Any]:
         """The plan as JSON values by the names of operations: `sites` and `layers` with their modes by timestep bin, `scalings`
-        of sites, `sparse` with the shares that block masks may lose, and `modulated`, the layers that quantise changes."""
+        of sites, `sparse` with the shares that block masks may lose, `modulated` with the layers that quantise deltas, `dense`,
+        `name` and `speed`."""
         return {
-            "sites": {name: decision.modes.tolist() for name, decision in self.attention.items()},
-            "layers": {name: decision.modes.tolist() for name, decision in self.layers.items()},
-            "scalings": {name: decision.scaling for name, decision in self.attention.items()},
-            "sparse": {name: shares for name, decision in self.attention.items() if (shares := decision.shares)},
+            "sites": self.site_modes,
+            "layers": self.layer_modes,
+            "scalings": self.scalings,
+            "sparse": self.shares,
             "modulated": [name for name, decision in self.layers.items() if decision.delta],
+            "dense": self.dense,
+            "name": self.name,
+            "speed": self.speed,
         }
+
+    @property
+    def site_modes(self) -> dict[str, list[int]]:
+        """Modes of the attention sites by timestep bin."""
+        return {name: decision.modes for name, decision in self.attention.items()}
+
+    @property
+    def layer_modes(self) -> dict[str, list[int]]:
+        """Modes of the layers by timestep bin."""
+        return {name: decision.modes for name, decision in self.layers.items()}
+
+    @property
+    def scalings(self) -> dict[str, str]:
+        """Scales of queries and keys of the attention sites, `calibrated` or `dynamic`."""
+        return {name: decision.scaling for name, decision in self.attention.items()}
+
+    @property
+    def shares(self) -> dict[str, list[float]]:
+        """`Decision.shares` of the sites with a block mask."""
+        return {name: shares for name, decision in self.attention.items() if (shares := decision.shares)}

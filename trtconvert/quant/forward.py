@@ -117,7 +117,7 @@ class Int8Layers:
 
     def in_plan(self, decisions: Mapping[str, Decision]) -> Int8Layers:
         """The layers that a plan converts, of these, with its modes and empty caches."""
-        converted = {name: decision for name, decision in decisions.items() if decision.modes.any()}
+        converted = {name: decision for name, decision in decisions.items() if decision.in_int8}
         tables = {name: self.tables[name].with_modes(decision.modes) for name, decision in converted.items()}
         scales = {name: self.change_scales[name] for name, decision in converted.items() if decision.delta}
         return replace(self, tables=tables, change_scales=scales)

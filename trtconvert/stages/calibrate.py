@@ -37,7 +37,7 @@ def calibrate_stage(build: Build) -> Calibrated:
             taken,
         )
         from trtconvert.calib.dtype_checks import fitting
-        from trtconvert.calib.plan import kernel_cost
+        from trtconvert.calib.search_space import kernel_cost
 
         source = build.source.placed()
         # Nobody wants to hear after the calibration what does not serve.

@@ -26,16 +26,15 @@ def converted_layers(
     Raises:
         UserError: none of them quantises changes, where the recipe asks for it.
     """
-    import torch
 
     from trtconvert.calib.layer_scales import is_modulated, layer_tables
     from trtconvert.linear.changes import can_be_modulated
     from trtconvert.linear.sites import ConvertedLayer, with_sources_among
     from trtconvert.models.offloading import tables_device
 
-    rows = {name: row for name, row in planned.plan.layers.items() if any(row)}
-    modes = {name: torch.tensor(row, dtype=torch.int32) for name, row in rows.items()}
-    layers = [layer for layer in planned.calibrated.layers if layer.name in modes]
+    decisions = {name: decision for name, decision in planned.plan.layers.items() if decision.in_int8}
+    modes = {name: decision.modes for name, decision in decisions.items()}
+    layers = [layer for layer in planned.calibrated.layers if layer.name in decisions]
     scales = planned.calibrated.calibration.layers
     of_sources = {layer.name: scales[layer.source] for layer in layers}
     tables = layer_tables(model.denoiser, layers, scales, modes, tables_device(model, layers), computed_on)
@@ -44,7 +43,7 @@ def converted_layers(
         for layer in layers
         if is_modulated(layer, recipe.layers)
         and can_be_modulated(tables[layer.name].modes.tolist())
-        and (recipe.layers.modiff != "auto" or layer.name in planned.plan.modulated)
+        and (recipe.layers.modiff != "auto" or decisions[layer.name].delta)
     }
     if recipe.layers.modiff not in (False, "auto") and not modulated:
         raise UserError(

@@ -21,7 +21,9 @@ def check_gates(recipe: Recipe, planned: Planned, verified: Stage, engines: Engi
     """
     quality, plan = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text()), planned.plan
     convs = {layer["name"] for layer in planned.calibrated.layers_as_json() if layer["kind"] == "conv"}
-    gates.check_gates(quality, plan.sites, recipe.verify, plan.layers, plan.scalings, plan.sparse.keys(), convs)
+    gates.check_gates(
+        quality, plan.site_modes, recipe.verify, plan.layer_modes, plan.scalings, plan.shares.keys(), convs
+    )
     if not (verified.folder / ERROR).is_file():
         return quality, engines
     errors = json.loads((verified.folder / ERROR).read_text())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtconvert.cache import Stage
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.identity import kernel_cost_hash
+from trtconvert.quant.decision import Plan
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import FRONTIER, PLAN, SCALINGS
-from trtconvert.stages.results import Calibrated, Plan, Planned
+from trtconvert.stages.results import Calibrated, Planned
 from trtconvert.stages.shapes import opt_rows
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, po
 
     def make(folder: Path, bar: Bar) -> None:
         plan = _stated(build, calibrated) if searched is None else _found(searched, point, folder)
-        (folder / PLAN).write_text(json.dumps(asdict(plan), indent=1))
+        (folder / PLAN).write_text(json.dumps(plan.record(), indent=1))
 
     return Planned(build.stage("plan", reads, make), calibrated)
 
@@ -66,9 +66,7 @@ def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
     chosen = frontier.model_copy(update={"chosen": point.name})
     (folder / FRONTIER).write_text(chosen.model_dump_json(indent=1))
     scalings = json.loads((searched.folder / SCALINGS).read_text())
-    return Plan(
-        point.modes, point.layers, scalings, point.sparse, {}, point.modulated, name=point.name, speed=point.speed
-    )
+    return point.plan(scalings)
 
 
 def _stated(build: Build, calibrated: Calibrated) -> Plan:
@@ -76,8 +74,7 @@ def _stated(build: Build, calibrated: Calibrated) -> Plan:
     from trtconvert.calib.block_plan import stated_blocks
     from trtconvert.calib.fixed_plans import stated_attention
     from trtconvert.calib.layer_plan import stated_layers
-    from trtconvert.calib.plan import site_scalings
-    from trtconvert.quant.decision import Plan as Decided
+    from trtconvert.calib.search_space import site_scalings
 
     recipe, bins = build.recipe, build.recipe.calibration.bins
     source, sites = build.source.placed(), calibrated.chosen_sites
@@ -90,4 +87,4 @@ def _stated(build: Build, calibrated: Calibrated) -> Plan:
         calls = found.provenance.observed
         decisions, dense = stated_blocks(share, recipe.plan, sites, decisions, found.blocks, batch, calls)
     layers = stated_layers(recipe.layers, calibrated.chosen_layers, bins)
-    return Plan(**Decided(decisions, layers).record(), dense=dense)
+    return Plan(decisions, layers, dense)

@@ -25,13 +25,13 @@ def layer_records(
     """
     from trtconvert.linear import convs
 
-    modes = planned.plan.layers
+    decisions = planned.plan.layers
     modulated = {name for name, layer in converted.items() if layer.change_scale is not None}
     searched = recipe.attention.modes == "auto" and recipe.layers.modes == "auto"
 
     def record(layer: Layer) -> LayerRecord:
-        if any(row := modes.get(layer.name, [])):
-            return _layer_record(layer, row, layer.name in modulated)
+        if (decision := decisions.get(layer.name)) is not None and decision.in_int8:
+            return _layer_record(layer, decision.modes, layer.name in modulated)
         if searched and layer.kind == "conv" and not layer.obstacle and (slow := convs.left(layer, batch)):
             reason = f"it is a convolution {slow}, and layers.modes: auto leaves it in 16 bits"
             layer = replace(layer, obstacle=reason)
@@ -68,7 +68,7 @@ def site_records(planned: Planned, sparse: bool) -> list[SiteRecord]:
     from trtconvert.attention.blocks import obstacle_to_blocks
 
     plan = planned.plan
-    modes, shares = plan.sites, plan.sparse
+    modes, shares = plan.site_modes, plan.shares
     blocks = planned.calibrated.calibration.blocks if shares else {}
     densities = {site: blocks[site].density(row) for site, row in shares.items()}
 
@@ -83,7 +83,7 @@ def site_records(planned: Planned, sparse: bool) -> list[SiteRecord]:
             heads=s.heads,
             head_dim=s.head_dim,
             modes=modes.get(s.name, []),
-            scaling=plan.scalings.get(s.name, "") if s.name in modes else "",  # type: ignore[arg-type]  # the plan wrote it
+            scaling=plan.attention[s.name].scaling if s.name in modes else "",  # type: ignore[arg-type]  # the plan wrote it
             reason=s.obstacle,
             sparse=shares.get(s.name, []),
             density=densities.get(s.name, []),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trtconvert.bundle import ComponentRecord, GuidanceRecord, ReuseRecord
 from trtconvert.cache import Stage
+from trtconvert.quant.decision import Plan
 from trtconvert.stages.common import CALIBRATION, CHOSEN_PLAN, LAYERS, PLAN, REUSE_RECORD, SITES
 
 if TYPE_CHECKING:
@@ -68,30 +69,6 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the plan stage writes, by the names of sites and layers.
-
-    Attributes:
-        sites, layers: modes by timestep bin; of a layer that the plan leaves as it is they are 0, `LayerMode.EXACT`.
-        scalings: how each converted site gets the scales of queries and keys.
-        sparse: the share of its attention that each site with a block mask may lose, by timestep bin.
-        dense: why other sites that might have one have none.
-        modulated: layers that quantise changes, where the search chose them.
-        name, speed: of the search's plan, and the time of attention and layers without INT8 over its time; "" and 1 for a plan
-            without a search.
-    """
-
-    sites: Mapping[str, list[int]]
-    layers: Mapping[str, list[int]]
-    scalings: Mapping[str, str]
-    sparse: Mapping[str, list[float]]
-    dense: Mapping[str, str]
-    modulated: list[str]
-    name: str = ""
-    speed: float = 1.0
-
-
-@dataclass(frozen=True)
 class Planned:
     """A finished plan stage, and the calibrate stage that it is for."""
 
@@ -100,25 +77,22 @@ class Planned:
 
     @cached_property
     def plan(self) -> Plan:
-        return Plan(**json.loads((self.stage.folder / PLAN).read_text()))
+        return Plan.of_record(json.loads((self.stage.folder / PLAN).read_text()))
 
     def reads(self) -> dict[str, str]:
         """What the key of a later stage reads."""
         return {"calibration": self.calibrated.stage.key, "plan": self.stage.key}
 
     def tables(self) -> dict[str, AttentionTables]:
-        """The tables of the sites in INT8."""
-        import torch
-
-        modes = {site: torch.tensor(row, dtype=torch.int32) for site, row in self.plan.sites.items()}
-        return self.calibrated.calibration.with_modes(modes)
+        """Tables of the sites in INT8."""
+        return self.calibrated.calibration.with_modes(self.plan.site_modes)
 
     def masks(self) -> dict[str, Tensor]:
-        """The block masks [T, H, Bq, Bk] of the sites that the plan gives some."""
-        if not (rows := self.plan.sparse):
+        """Block masks [T, H, Bq, Bk] of the sites that have one in the plan."""
+        if not (shares := self.plan.shares):
             return {}
         blocks = self.calibrated.calibration.blocks
-        return {site: blocks[site].mask(row) for site, row in rows.items()}
+        return {site: blocks[site].mask(row) for site, row in shares.items()}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.kept_search import KeptSearch
-        from trtconvert.calib.plan import search, site_scalings
+        from trtconvert.calib.plan import search
+        from trtconvert.calib.search_space import site_scalings
         from trtconvert.evaluate.budget import load_budget
 
         work = build.cache.work("searched", {__name__, *build.code}, shared | {"plan": measured_reads(of_plan)})
@@ -52,19 +53,14 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
         (folder / SCALINGS).write_text(json.dumps(scalings, indent=1))
         frontier = search(
             source,
+            recipe,
             sites,
             calibrated.chosen_layers,
             calibrated.calibration,
-            recipe.attention,
             scalings,
-            recipe.layers,
-            recipe.plan,
-            load_budget(recipe.plan),
-            recipe.calibration.bins,
             batch,
+            load_budget(recipe.plan),
             bar,
-            recipe.sparse_shares,
-            2 if recipe.model.dtype == "float16" else 4,
             KeptSearch(work),
         )
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))

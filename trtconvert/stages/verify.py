@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,12 @@ from trtconvert.stages.converted import int8_in_torch
 from trtconvert.stages.results import Planned, Steps
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
     from trtconvert.progress import Bar
+    from trtconvert.quant.forward import Int8Layers
+    from trtconvert.runtime.session import OnnxRuntimeComponent
 
 
 def verify_stage(
@@ -122,8 +126,6 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
 
         from trtconvert.calib.data import batches_of, samples_for_errors
         from trtconvert.evaluate import gates, verify
-        from trtconvert.evaluate.recorded_calls import relative_error
-        from trtconvert.export.float32 import in_float32
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
         from trtconvert.models.denoiser import intercepted
@@ -133,44 +135,28 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         source, component, dtype = build.source.placed(), component_of(exported), getattr(torch, recipe.model.dtype)
         denoiser = OnnxRuntimeComponent(exported.folder / ONNX, component)
         sites, layers = int8_in_torch(recipe, source, planned)
-        tables = layers.tables
         batches = len(batches_of(section.samples, verify.BATCH))
         of_errors = samples_for_errors(planned.calibrated.chosen_sites, section.samples)
         bar.total(batches + len(batches_of(of_errors, verify.BATCH)) + 2)
 
-        # The exported arithmetic against the torch reference of the same arithmetic, in the same types.
         inputs = build.as_exported(source).example(1, {name: opt for name, (_, opt, _) in component.dims.items()})
-        typed = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
-        in_torch = in_type(intercepted(source, sites.handler(), layers.handler() if tables else None), dtype)
+        calls = [{spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}]
+        if component.caches:  # the caches hold deltas from the second step on
+            calls.append(verify.next_step(source, calls[0]))
+        in_torch = in_type(intercepted(source, sites.handler(), layers.handler() if layers.tables else None), dtype)
         if component.guidance is not None:
             in_torch = GuidedDenoiser(in_torch, source.timestep_input, component.guidance)
-        wide = {name: x.float() if x.dtype == dtype else x for name, x in typed.items()}
+        plan = planned.plan
+        limit = gates.error_limit(section, plan.site_modes.values(), plan.layer_modes.values())
         with torch.no_grad():
-            # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
-            calls, wide_calls = [typed], [wide]
-            if component.caches:  # of changes there are some from the second step on
-                calls, wide_calls = ([one, verify.next_step(source, one)] for one in (typed, wide))
-            layers.reset_cache()
-            exact = (
-                verify.in_steps(in_torch.float(), wide_calls)
-                if dtype == torch.bfloat16
-                else verify.in_steps(in_torch, calls)
-            )
-            error = relative_error(verify.in_steps(denoiser, calls), exact)
-            plan = planned.plan
-            if dtype == torch.float16 and error > gates.error_limit(section, plan.sites.values(), plan.layers.values()):
-                # What two ways round to FP16 may fall on different sides of INT8's edges: what both compute in FP32 does not.
-                with in_float32(exported.folder / ONNX) as path:
-                    found = verify.in_steps(OnnxRuntimeComponent(path, verify.widened(component)), wide_calls)
-                layers.reset_cache()
-                error = relative_error(found, verify.in_steps(in_torch.float(), wide_calls))
+            error = _export_error(exported.folder / ONNX, denoiser, in_torch, calls, dtype, limit, layers)
         bar.step()
-        compared = typed
+        compared = calls[0]
         if component.caches:
             denoiser.reset_cache()
-            denoiser(**typed)
-            compared = calls[-1] | denoiser.caches
-        difference, limit = verify.lowering_difference(
+            denoiser(**calls[0])
+            compared = calls[1] | denoiser.caches
+        difference, largest_difference = verify.lowering_difference(
             exported.folder / ONNX, exported.folder / NATIVE, recipe.model.dtype, compared, section.min_site_sqnr
         )
         bar.step()
@@ -188,10 +174,53 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
             layer_sqnr=of_layers,
             error=error,
             lowering_difference=difference,
-            lowering_limit=limit,
+            lowering_limit=largest_difference,
         )
 
     return build.stage("verify", reads, make)
+
+
+def _export_error(
+    onnx: Path,
+    denoiser: OnnxRuntimeComponent,
+    in_torch: nn.Module,
+    calls: Sequence[Mapping[str, Tensor]],
+    dtype: torch.dtype,
+    limit: float,
+    layers: Int8Layers,
+) -> float:
+    """Relative L2 error of an exported model against the torch reference of the same arithmetic.
+
+    Both compute in the model's type where ONNX Runtime has it. Two ways of rounding to FP16 may fall on different sides of the
+    edges of INT8: an error above the limit is measured again in FP32.
+
+    Args:
+        denoiser: the exported model on ONNX Runtime.
+        in_torch: the reference in the model's type; layers: its INT8 layers.
+        calls: inputs of consecutive steps in the types of the signature.
+        limit: largest error that passes.
+    """
+    import torch
+
+    from trtconvert.evaluate import verify
+    from trtconvert.evaluate.recorded_calls import relative_error
+    from trtconvert.export.float32 import in_float32
+    from trtconvert.runtime.session import OnnxRuntimeComponent
+
+    def reference(wide: bool) -> Tensor:
+        layers.reset_cache()
+        return verify.in_steps(in_torch.float(), wide_calls) if wide else verify.in_steps(in_torch, calls)
+
+    wide_calls = [{name: x.float() if x.dtype == dtype else x for name, x in call.items()} for call in calls]
+    # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
+    error = relative_error(verify.in_steps(denoiser, calls), reference(wide=dtype == torch.bfloat16))
+    if dtype == torch.float16 and error > limit:
+        with in_float32(onnx) as path:
+            found = verify.in_steps(
+                OnnxRuntimeComponent(path, verify.widened(denoiser.signature.component)), wide_calls
+            )
+        error = relative_error(found, reference(wide=True))
+    return error
 
 
 _THRESHOLDS = {"min_psnr", "max_lpips", "max_prediction_error"}
