@@ -126,7 +126,7 @@ def search(
         batch: for which times are taken.
         bar: shows the progress.
         shares: of attention that block masks may lose, of which the calibration has the blocks.
-        cache_bytes: of a number in the caches of layers that quantise changes, where `layers.modiff` is auto.
+        cache_bytes: of a number in the caches of layers that quantise deltas, where `layers.modiff` is auto.
         kept: what was measured before; takes what is measured now.
     """
     kept = kept or KeptSearch()

@@ -20,7 +20,7 @@ class Choice:
     Attributes:
         mode: of an attention site, or of a layer.
         mask_share: share of attention that a block mask may lose; 0 for a mask of all blocks, None for no mask.
-        delta: whether a layer quantises changes from step to step (MoDiff).
+        delta: whether a layer quantises deltas from step to step (MoDiff).
     """
 
     mode: Mode | LayerMode
@@ -90,7 +90,7 @@ class Decision:
 
     @property
     def delta(self) -> bool:
-        """Whether a layer quantises changes."""
+        """Whether a layer quantises deltas."""
         return all(choice.delta for choice in self.choices)
 
 
@@ -119,7 +119,7 @@ class Plan:
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON values by the names of operations: `sites` and `layers` with their modes by timestep bin, `scalings`
-        of sites, `sparse` with the shares that block masks may lose, and `modulated`, the layers that quantise changes."""
+        of sites, `sparse` with the shares that block masks may lose, and `modulated`, the layers that quantise deltas."""
         return {
             "sites": {name: decision.modes.tolist() for name, decision in self.attention.items()},
             "layers": {name: decision.modes.tolist() for name, decision in self.layers.items()},

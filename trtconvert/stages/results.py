@@ -76,7 +76,7 @@ class Plan:
         scalings: how each converted site gets the scales of queries and keys.
         sparse: the share of its attention that each site with a block mask may lose, by timestep bin.
         dense: why other sites that might have one have none.
-        modulated: layers that quantise changes, where the search chose them.
+        modulated: layers that quantise deltas, where the search chose them.
         name, speed: of the search's plan, and the time of attention and layers without INT8 over its time; "" and 1 for a plan
             without a search.
     """

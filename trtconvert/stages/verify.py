@@ -148,7 +148,7 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         with torch.no_grad():
             # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
             calls, wide_calls = [typed], [wide]
-            if component.caches:  # of changes there are some from the second step on
+            if component.caches:  # of deltas there are some from the second step on
                 calls, wide_calls = ([one, verify.next_step(source, one)] for one in (typed, wide))
             layers.reset_cache()
             exact = (
