@@ -482,7 +482,9 @@ class Bench:
 
     def calibrate_layers(self) -> None:
         """Scales of the layers' inputs, from inputs of their own at the timestep of each mode. The denoiser is in FP32."""
-        observer = LayerObserver({layer.source for layer in self.layers}, TIMESTEP_MAX, len(MODES), rows=LAYER_ROWS)
+        observer = LayerObserver(
+            {layer.input_group for layer in self.layers}, TIMESTEP_MAX, len(MODES), rows=LAYER_ROWS
+        )
         observed = intercepted(self.model, layers=observer)
         for mode in MODES:
             for _ in range(LAYER_CALLS):
@@ -494,7 +496,7 @@ class Bench:
         rows, tensors = observer.finish(), model_tensors(self.model.denoiser)
         readers: dict[str, list[Layer]] = {}
         for layer in self.layers:
-            readers.setdefault(layer.source, []).append(layer)
+            readers.setdefault(layer.input_group, []).append(layer)
         section = LayersSection()
         scales = {
             source: choose_scales(

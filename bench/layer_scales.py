@@ -151,7 +151,7 @@ def main() -> None:
             f"| {name} | {float(found[name].mean()):.2f} dB | {float(gain.mean()):+.2f} ± {error:.2f} dB |", flush=True
         )
 
-    sources = {layer.source for layer in layers}
+    sources = {layer.input_group for layer in layers}
     rows = []
     for seed in (0, 1):
         observer = LayerObserver(sources, model.timestep_max, 1, rows=ROWS_OF_A_CALL)
@@ -161,9 +161,9 @@ def main() -> None:
     tensors = model_tensors(model.denoiser)
     errors: dict[str, list[float]] = {}
     for layer in layers:
-        seen, held = (of_run[layer.source].sample.flatten(0, 1) for of_run in rows)
+        seen, held = (of_run[layer.input_group].sample.flatten(0, 1) for of_run in rows)
         weight = layer.weight.of(tensors).float().flatten(1)
-        for name, error in of_outliers(seen, held, weight, scales[1][layer.source].x_factor).items():
+        for name, error in of_outliers(seen, held, weight, scales[1][layer.input_group].x_factor).items():
             errors.setdefault(name, []).append(error)
     print("\n| a layer, one static scale | mean error | largest error |\n| --- | --- | --- |")
     for name, of_layers in errors.items():

@@ -111,7 +111,7 @@ def tables_of(layer: Layer, tensors: dict[str, Tensor], maxima: dict[str, float]
     weight = layer.weight.of(tensors)
     stored, scale = (x.cpu() for x in layer_weight(weight, ones.to(weight.device)))
     bias = torch.zeros(layer.out_channels) if layer.bias is None else layer.bias.of(tensors).cpu()
-    x_scale = short_scale(torch.tensor([maxima[layer.source] / LEVELS]))
+    x_scale = short_scale(torch.tensor([maxima[layer.input_group] / LEVELS]))
     mode = LayerMode.WEIGHT_ONLY if layer.weight_only else LayerMode.STATIC
     return LayerTables(stored, scale, bias, ones, 0 * ones, x_scale, torch.tensor([int(mode)], dtype=torch.int32))
 

@@ -1,4 +1,4 @@
-"""Steps of two models in TensorRT on one GPU: 16-bit layers, INT8 layers, and INT8 layers that quantise changes (MoDiff).
+"""Steps of two models in TensorRT on one GPU: 16-bit layers, INT8 layers, and INT8 layers that quantise deltas (MoDiff).
 
     python bench/modiff_engine.py [--batches 64 2] [--patterns '*' '*.mlp.2'] [--layers native plugin] [--json FILE]
     python bench/modiff_engine.py --batches --wide 3072 [--wide-batches 4]
@@ -12,10 +12,10 @@ times can be had, and no quality.
 
 Calibrates once on the GPU, exports and builds one engine of each kind, batch and pattern, and calls those of a batch as our
 runtime does, in turns: the time is that of the steps of a whole image, nothing waited for between them, divided by their number;
-the median of the rounds and the spread of the middle half. Layers that quantise changes are those of each pattern by itself, by
+the median of the rounds and the spread of the middle half. Layers that quantise deltas are those of each pattern by itself, by
 TensorRT's own kernels (Q/DQ) or by our plugins; these take linear layers, so that in the U-Net Q/DQ does it alone. How many
 layers multiply INT8 is counted in what TensorRT is given: beside plugins others may stay in 16 bits. Times are compared with
-the fastest engine of INT8 layers without changes. PSNR is of samples of the same seeds against FP32 in torch. Prints Markdown
+the fastest engine of INT8 layers without deltas. PSNR is of samples of the same seeds against FP32 in torch. Prints Markdown
 with the date and the GPU, a table for each model and batch. Nothing is asserted.
 """
 
@@ -48,11 +48,11 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.verify import psnr
 from trtconvert.export import storage
-from trtconvert.export.changes import caches_of
+from trtconvert.export.delta_caches import caches_of
 from trtconvert.export.matching import producer_of
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
-from trtconvert.linear.sites import ConvertedLayer, with_sources_among
+from trtconvert.linear.sites import ConvertedLayer, with_input_groups_among
 from trtconvert.models import ddpm_unet
 from trtconvert.models.ddpm import ddpm_model
 from trtconvert.models.denoiser import on_device
@@ -87,8 +87,8 @@ class Subject:
     """A model, and what is asked of it.
 
     Attributes:
-        rows: of a batch, for each sample. patterns: of layers that quantise changes.
-        int8_by: how INT8 layers can be computed; changes_by: those that quantise changes, of which they are other engines.
+        rows: of a batch, for each sample. patterns: of layers that quantise deltas.
+        int8_by: how INT8 layers can be computed; deltas_by: those that quantise deltas, of which they are other engines.
         trained: else its samples are none that a quality could be measured on.
     """
 
@@ -99,7 +99,7 @@ class Subject:
     batches: Sequence[int]
     patterns: Sequence[str]
     int8_by: Sequence[Kind]
-    changes_by: Sequence[Kind]
+    deltas_by: Sequence[Kind]
     trained: bool = True
 
 
@@ -122,7 +122,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine's layers: none in INT8; or all that there are, with changes of those of a pattern, if there is one."""
+    """An engine's layers: none in INT8; or all that there are, with deltas of those of a pattern, if there is one."""
 
     kind: Kind
     in_int8: bool = True
@@ -192,17 +192,17 @@ class Bench:
 
     def variants(self, kinds: Sequence[Kind]) -> list[Variant]:
         """What is built, those of one export beside each other."""
-        of_int8, of_changes = (
-            [kind for kind in kinds if kind in able] for able in (self.subject.int8_by, self.subject.changes_by)
+        of_int8, of_deltas = (
+            [kind for kind in kinds if kind in able] for able in (self.subject.int8_by, self.subject.deltas_by)
         )
         return [
             Variant("native", in_int8=False),
             *(Variant(kind) for kind in of_int8 or self.subject.int8_by),  # times are compared with one
-            *(Variant(kind, pattern=pattern) for pattern in self.subject.patterns for kind in of_changes),
+            *(Variant(kind, pattern=pattern) for pattern in self.subject.patterns for kind in of_deltas),
         ]
 
     def layers(self, variant: Variant) -> dict[str, ConvertedLayer]:
-        """INT8 layers, of which those of a pattern quantise changes."""
+        """INT8 layers, of which those of a pattern quantise deltas."""
         if not variant.in_int8:
             return {}
         section = self.section.model_copy(update={"modiff": [variant.pattern] if variant.pattern else False})
@@ -212,9 +212,11 @@ class Bench:
         tables = layer_tables(self.model.denoiser, layers, scales, modes)
         return {
             layer.name: ConvertedLayer(
-                layer, tables[layer.name], scales[layer.source].change_scale if is_modulated(layer, section) else None
+                layer,
+                tables[layer.name],
+                scales[layer.input_group].change_scale if is_modulated(layer, section) else None,
             )
-            for layer in with_sources_among(layers)
+            for layer in with_input_groups_among(layers)
         }
 
     def exported(self, variant: Variant, batch: int) -> tuple[Path, ComponentRecord]:

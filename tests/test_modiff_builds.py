@@ -1,4 +1,4 @@
-"""Builds whose layers quantise changes from step to step: bundles, what they compute, what is refused before a calibration."""
+"""Builds whose layers quantise deltas from step to step: bundles, what they compute, what is refused before a calibration."""
 
 import json
 from dataclasses import replace
@@ -12,9 +12,9 @@ from tolerances import WHOLE_DENOISER
 
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
-from trtconvert.calib.calibrate import calibrate, modulated_sources, parts_to_convert, taken
+from trtconvert.calib.calibrate import calibrate, modulated_groups, parts_to_convert, taken
 from trtconvert.calib.calibration import Calibration
-from trtconvert.calib.layer_observer import LayerObserver, changes_of
+from trtconvert.calib.layer_observer import LayerObserver, deltas_of
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.torch_int8 import TorchInt8
@@ -42,11 +42,11 @@ def bundle(tmp_path_factory):
     recipe = recipe_of(folder, modiff=["conv", "q", "k", "mlp.*", "tied*"])
     outcome = run("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache")
     assert outcome.exit_code == 0, outcome.output
-    assert "7 of them quantise changes from step to step (MoDiff)" in " ".join(outcome.output.replace("│", "").split())
+    assert "7 of them quantise deltas from step to step (MoDiff)" in " ".join(outcome.output.replace("│", "").split())
     return folder / "bundle"
 
 
-def test_a_bundle_says_which_layers_quantise_changes_and_what_they_keep(bundle):
+def test_a_bundle_says_which_layers_quantise_deltas_and_what_they_keep(bundle):
     manifest = read_manifest(bundle)
     component = manifest.components["denoiser"]
     modulated = {layer.name for layer in component.layers if layer.modulated}
@@ -120,7 +120,7 @@ def test_triton_which_mixes_clients_is_refused(bundle):
         ({"modiff": ["nothing.*"]}, ("'nothing.*' of layers.modiff matches no layer", "correct layers.modiff")),
         ({"exclude": ["*"]}, ("layers.modiff finds no layer with INT8 activations", "got: true")),
         ({"modes": "dynamic"}, ("layers.modes", "static or auto with layers.modiff")),
-        ({"offsets": True}, ("changes have no offsets", "layers.offsets")),
+        ({"offsets": True}, ("deltas have no offsets", "layers.offsets")),
         ({"engine": {"refittable": True}}, ("engine.refittable", "false with layers.modiff")),
         ({"engine": {"layers": "exact"}}, ("engine.layers", "auto or native with layers.modiff")),
     ],
@@ -150,28 +150,28 @@ def test_a_calibration_without_changes_is_not_taken(tmp_path):
         model, section, "w", parts.sites, tmp_path / "work", Quiet(), layers=parts.layers, of_layers=layers
     )
     made.save(tmp_path / "c.safetensors")
-    wanted = modulated_sources(parts.layers, layers.model_copy(update={"modiff": True}))
-    with pytest.raises(UserError, match=r"(?s)lacks the scales of changes.*calibrate again with layers\.modiff"):
+    wanted = modulated_groups(parts.layers, layers.model_copy(update={"modiff": True}))
+    with pytest.raises(UserError, match=r"(?s)lacks the scales of deltas.*calibrate again with layers\.modiff"):
         taken(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
     scales = {
         name: replace(of, change_scale=of.x_scale.clone(), x_offset=of.x_offset + 1) for name, of in made.layers.items()
     }
     replace(made, layers=scales).save(tmp_path / "moved.safetensors")
-    with pytest.raises(UserError, match=r"(?s)has offsets of layers, which changes have not.*calibrate again"):
+    with pytest.raises(UserError, match=r"(?s)has offsets of layers, which deltas have not.*calibrate again"):
         taken(tmp_path / "moved.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
     assert (
         taken(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers).layers.keys() == made.layers.keys()
     )
 
 
-def test_changes_are_seen_between_steps_of_one_trajectory_alone():
+def test_deltas_are_seen_between_steps_of_one_trajectory_alone():
     model = build()
-    observer = LayerObserver({"q"}, 1000.0, 2, changes={"q"})
+    observer = LayerObserver({"q"}, 1000.0, 2, deltas={"q"})
     denoiser, x = intercepted(model, layers=observer), tiny_models.build().example(0, {"batch": 2})["x"]
     for timestep in (900.0, 600.0, 600.0, 100.0, 900.0, 700.0):
         denoiser(x=x, timestep=torch.full((2,), timestep))
     found = observer.finish()
     # 900 to 600 and 600 to 100, not 600 to itself, nor 100 to 900; and 900 to 700.
-    assert found["q"].bin.tolist() == [1, 1, 1, 0, 1, 1] and found[changes_of("q")].bin.tolist() == [1, 0, 1]
+    assert found["q"].bin.tolist() == [1, 1, 1, 0, 1, 1] and found[deltas_of("q")].bin.tolist() == [1, 0, 1]
     denoiser(x=x, timestep=torch.full((2,), 10.0))
-    assert changes_of("q") not in observer.finish()  # of another batch
+    assert deltas_of("q") not in observer.finish()  # of another batch

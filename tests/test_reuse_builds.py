@@ -121,8 +121,6 @@ def test_plan_and_steps_are_chosen_together(tmp_path, monkeypatch):
     assert not page.exit_code and "chosen together" in (tmp_path / "report.html").read_text()
 
 
-def test_changes_from_step_to_step_need_all_steps(tmp_path):
+def test_deltas_from_step_to_step_need_all_steps(tmp_path):
     result = built(tmp_path, layers={"modes": "static", "modiff": True})
-    assert result.exit_code == 2 and "scales are of changes from one step to the next" in " ".join(
-        result.output.split()
-    )
+    assert result.exit_code == 2 and "scales are of deltas from one step to the next" in " ".join(result.output.split())

@@ -255,7 +255,7 @@ class LayerRecord(_Record):
         in_channels, out_channels, kernel: of its weight.
         rows: tokens or pixels for each sample, at the opt sizes.
         weight: the name of its weight in the state dict.
-        modulated: it quantises how its input changes from step to step, and has caches.
+        modulated: it quantises the deltas of its input between steps, and has caches.
     """
 
     name: _Name
@@ -410,7 +410,7 @@ class ComponentRecord(_Record):
         profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
         layers: of the model, in the order of their calls; empty where the recipe has them off, and in bundles of before.
         diffusers: how pipelines call it, where it comes from one.
-        caches: what layers that quantise changes (MoDiff) keep from step to step: further inputs of the ONNX model and of the
+        caches: what layers that quantise deltas (MoDiff) keep from step to step: further inputs of the ONNX model and of the
             engines, and, with `NEXT` behind their names, further outputs of the same shapes. The runtime holds them.
         guidance: of a denoiser that applies it inside; its batch is that of samples then.
         reuse: of a denoiser that leaves steps out.

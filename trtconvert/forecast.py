@@ -76,8 +76,8 @@ def with_forecast(
         parts: what is converted.
     """
     searched = len(recipe.plan.layer_candidates) if recipe.layers.modes == "auto" else 0
-    sources = {layer.source for layer in parts.layers}
-    choices = len(parts.sites) * len(recipe.plan.candidates) + len(sources) * searched
+    groups = {layer.input_group for layer in parts.layers}
+    choices = len(parts.sites) * len(recipe.plan.candidates) + len(groups) * searched
 
     def tell(step: float) -> None:
         found = forecast(recipe, place.device, choices, parts.sites, step / OBSERVED[place.device])

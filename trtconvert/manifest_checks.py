@@ -96,7 +96,7 @@ def _of_caches(component: ComponentRecord) -> Iterator[str]:
     names = [cache.name for cache in component.caches]
     if not names:
         if any(layer.modulated for layer in component.layers):
-            yield "caches: none, of layers that quantise changes"
+            yield "caches: none, of layers that quantise deltas"
         return
     if not component.is_denoiser:
         yield "caches: some, without a timestep"
@@ -104,9 +104,9 @@ def _of_caches(component: ComponentRecord) -> Iterator[str]:
     batch = component.inputs[0].shape[:1] if component.inputs else []
     modulated = {layer.name for layer in component.layers if layer.modulated}
     if bad := [layer.name for layer in component.layers if layer.modulated and set(layer.modes) != {_STATIC}]:
-        yield f"layers: {bad[0]} quantises changes, and is not static in all timestep bins"
+        yield f"layers: {bad[0]} quantises deltas, and is not static in all timestep bins"
     if modulated != {name.removeprefix(CACHE).removesuffix(O_HAT) for name in names if name.endswith(O_HAT)}:
-        yield "caches: of other layers than those that quantise changes"
+        yield "caches: of other layers than those that quantise deltas"
     for cache in component.caches:
         if cache.dtype not in CACHE_DTYPES:
             yield f"caches: the type {cache.dtype!r} of {cache.name}"

@@ -221,7 +221,7 @@ class LayersSection(_Section):
     )
     modiff: StrictBool | Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
         default=False,
-        description="MoDiff: layers with static scales in all timestep bins quantise how their inputs change from step to step, "
+        description="MoDiff: layers with static scales in all timestep bins quantise the deltas of their inputs between steps, "
         "and add the products to caches, which the runtime holds. true for all of them, or patterns of layer names; `auto`: "
         "those that the plan's search chooses, by what caches cost in time and save in error, where layers.modes is auto. Needs "
         "calibration.data that is denoised step by step (denoise, prompts), and one height and width in engine.shapes.",
@@ -243,7 +243,7 @@ class LayersSection(_Section):
              "static with layers.modiff, which is for layers that are static in all timestep bins"),
             (self.modiff == "auto" and self.modes != "auto", "modiff",
              "true or patterns where layers.modes are stated: auto is for the search of layers.modes: auto"),
-            (self.offsets, "offsets", "false with layers.modiff: changes have no offsets"),
+            (self.offsets, "offsets", "false with layers.modiff: deltas have no offsets"),
         )  # fmt: skip
         for wrong, field, expected in problems:
             if wrong:
@@ -464,7 +464,7 @@ class EngineSection(_Section):
         description="tensorrt: how INT8 layers are computed. `native`: by TensorRT's own kernels (Q/DQ). `plugin`: by ours "
         "where there is one. `exact`: in 16 bits, with the weights that INT8 holds. `auto` takes what is the "
         "faster, by rules that were measured for each size, and by whole engines where attention is auto too. Layers that "
-        "quantise changes (`layers.modiff`) are computed by Q/DQ or, with FP16 caches, by plugins: by these where nothing is "
+        "quantise deltas (`layers.modiff`) are computed by Q/DQ or, with FP16 caches, by plugins: by these where nothing is "
         "timed.",
     )
     workspace_mb: Annotated[Count, Field(le=2**20)] | None = Field(
@@ -685,25 +685,25 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _changes_can_be_seen(self) -> Recipe:
-        """What changes from step to step needs steps in order, and layers that the engine computes in INT8."""
+        """Deltas from step to step need steps in order, and layers that the engine computes in INT8."""
         if self.layers.modiff is False:
             return self
         calibration, engine = self.calibration, self.engine
         problems = (
             (calibration.from_ is None and calibration.steps < 2, ("calibration", "steps"), calibration.steps,
-             "2 steps or more: layers.modiff is calibrated on changes from step to step"),
+             "2 steps or more: layers.modiff is calibrated on deltas from step to step"),
             (self.layers.modiff == "auto" and self.attention.modes != "auto", ("layers", "modiff"), "auto",
              "true or patterns where attention.modes are stated: auto is for the search of attention.modes: auto"),
             (self.layers.modiff == "auto" and "static" not in self.plan.layer_candidates, ("layers", "modiff"), "auto",
              "static among plan.layer_candidates with layers.modiff: auto"),
             (engine.refittable, ("engine", "refittable"), True,
-             "false with layers.modiff: TensorRT's own INT8 layers compute changes, whose weights cannot be replaced"),
+             "false with layers.modiff: TensorRT's own INT8 layers compute deltas, whose weights cannot be replaced"),
             (engine.layers == "exact", ("engine", "layers"), engine.layers,
              "auto or native with layers.modiff: 16-bit layers have no caches"),
             (engine.guidance == "fused", ("engine", "guidance"), engine.guidance,
              "separate with layers.modiff: caches have a row for each row of the denoiser, and both halves are two of them"),
             (self.steps.computed != "all", ("steps", "computed"), self.steps.computed,
-             "all with layers.modiff, whose scales are of changes from one step to the next"),
+             "all with layers.modiff, whose scales are of deltas from one step to the next"),
         )  # fmt: skip
         for wrong, place, got, expected in problems:
             if wrong:

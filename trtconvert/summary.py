@@ -298,7 +298,7 @@ def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:
         + (f", {len(by_plan)} in the model's type by the plan" if by_plan else ""),
     )
     if modulated := sum(layer.modulated for layer in layers):
-        yield "", f"{modulated} of them quantise changes from step to step (MoDiff), {_caches(component)}"
+        yield "", f"{modulated} of them quantise deltas from step to step (MoDiff), {_caches(component)}"
     if in_int8:
         ours, in_16_bits = map(_size, weight_bytes(layers))
         yield "", f"their weights: {ours}, {in_16_bits} in 16 bits"

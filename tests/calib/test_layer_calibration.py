@@ -44,9 +44,9 @@ def test_attention_and_layers_are_found_in_one_model(calibrated):
 
 def test_there_are_scales_of_each_tensor_that_layers_read(calibrated):
     calibration, parts = calibrated
-    assert set(calibration.layers) == {layer.source for layer in parts.layers} == set(CHOSEN) - {"k", "v"}
-    channels = {layer.source: layer.in_channels for layer in parts.layers}
-    assert all(scales.flaw(channels[source], BINS) == "" for source, scales in calibration.layers.items())
+    assert set(calibration.layers) == {layer.input_group for layer in parts.layers} == set(CHOSEN) - {"k", "v"}
+    channels = {layer.input_group: layer.in_channels for layer in parts.layers}
+    assert all(scales.flaw(channels[input_group], BINS) == "" for input_group, scales in calibration.layers.items())
     assert any(len(scales.x_scale.unique()) == BINS for scales in calibration.layers.values())
     # What a GELU gives is moved, images never are, and tied layers keep their one weight.
     assert calibration.layers["mlp.2"].x_offset.all() and not calibration.layers["conv"].x_offset.any()
@@ -64,8 +64,8 @@ def test_the_recipe_says_how_scales_are_made(calibrated, tmp_path):
     calibration, _ = made(tmp_path, equalise=False, offsets=False, scales="maxima")
     assert all((scales.x_factor == 1).all() and not scales.x_offset.any() for scales in calibration.layers.values())
     # Percentiles of the calls' maxima clip hardly anything, ranges of least error may.
-    for source, scales in calibration.layers.items():
-        least = calibrated[0].layers[source]
+    for input_group, scales in calibration.layers.items():
+        least = calibrated[0].layers[input_group]
         if torch.equal(least.x_factor, scales.x_factor) and torch.equal(least.x_offset, scales.x_offset):
             assert (least.x_scale <= scales.x_scale * 1.1).all()
 
@@ -75,8 +75,8 @@ def test_the_file_gives_back_exactly_what_was_saved(calibrated, tmp_path):
     calibration.save(tmp_path / "c.safetensors")
     loaded = Calibration.load(tmp_path / "c.safetensors")
     assert loaded.layers.keys() == calibration.layers.keys() and loaded.tables.keys() == calibration.tables.keys()
-    for source, scales in calibration.layers.items():
-        assert all(torch.equal(x, getattr(loaded.layers[source], name)) for name, x in scales.tensors().items())
+    for input_group, scales in calibration.layers.items():
+        assert all(torch.equal(x, getattr(loaded.layers[input_group], name)) for name, x in scales.tensors().items())
 
 
 def test_a_file_that_lacks_a_tensor_of_a_layer_is_none(calibrated, tmp_path):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from decided import BY_CHANGES, EXACT, STATIC, layer_unit, points_of
+from decided import BY_DELTAS, EXACT, STATIC, layer_unit, points_of
 from support import Quiet, refusal, reused, run, tiny_recipe
 from tiny_layers import CHOSEN, WITH_CONV, build
 
@@ -30,7 +30,7 @@ from trtconvert.recipe import LayersSection
 
 BINS = 2
 SITE = attention_units({"site": "dynamic"}, Mode)
-OF_LAYER = [EXACT, *map(Choice, (LayerMode.WEIGHT_ONLY, LayerMode.DYNAMIC)), STATIC, BY_CHANGES]
+OF_LAYER = [EXACT, *map(Choice, (LayerMode.WEIGHT_ONLY, LayerMode.DYNAMIC)), STATIC, BY_DELTAS]
 FORMS = [[choice.form for choice in choices] for choices in (SITE[0].choices, OF_LAYER)]
 """Of a site and a layer, which have five choices each."""
 
@@ -54,7 +54,7 @@ def test_no_plan_within_the_limit_is_faster_among_those_whose_layers_are_int8_or
     cost, time = random_choices(seed)
     chosen = fastest(cost, time, limit, FORMS)
     assert cost.gather(-1, chosen[..., None]).sum() <= limit * (1 + 1e-6)
-    whole = [OF_LAYER.index(choice) for choice in (EXACT, BY_CHANGES)]
+    whole = [OF_LAYER.index(choice) for choice in (EXACT, BY_DELTAS)]
     assert all(len(set((chosen[1] == index).tolist())) == 1 for index in whole)
     feasible = [
         sum(time[s, t, indexes[s * BINS + t]] for s in range(2) for t in range(BINS))
@@ -168,7 +168,7 @@ def int8():
         intercepted(model, attend, finder)(**inputs)
     chosen, _ = select_layers(finder.layers(), WITH_CONV, [], 2)
     scales = {
-        layer.source: LayerScales(
+        layer.input_group: LayerScales(
             torch.ones(layer.in_channels), torch.zeros(layer.in_channels), torch.full((BINS,), 0.05)
         )
         for layer in chosen

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows
-from trtconvert.calib.layer_scales import LEAST_CHANGE, LayerScales, choose_scales, layer_tables
+from trtconvert.calib.layer_scales import LEAST_DELTA, LayerScales, choose_scales, layer_tables
 from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, conv, linear, quantise_weight, short_scale
@@ -52,7 +52,7 @@ def chosen(layer, model, rows, bins=1, **options):
 def static_error(layer, model, scales, x):
     """Relative error of the INT8 layer on data that nobody saw."""
     modes = {layer.name: torch.full_like(scales.x_scale, int(LayerMode.STATIC))}
-    tables = layer_tables(model, [layer], {layer.source: scales}, modes)[layer.name]
+    tables = layer_tables(model, [layer], {layer.input_group: scales}, modes)[layer.name]
     with torch.no_grad():
         return error(linear(x, None, tables), F.linear(x, model.layer.weight, model.layer.bias))
 
@@ -82,7 +82,7 @@ def test_weights_that_are_stored_in_int8_are_taken_as_they_are():
     scales = chosen(layer, model, rows_of(*calls(outliers)))
     assert torch.equal(scales.x_factor, torch.ones(64))
     modes = {layer.name: torch.tensor([int(LayerMode.STATIC)])}
-    tables = layer_tables(model, [layer], {layer.source: scales}, modes)[layer.name]
+    tables = layer_tables(model, [layer], {layer.input_group: scales}, modes)[layer.name]
     assert torch.equal(tables.weight, stored) and torch.equal(tables.weight_scale, scale)
 
 
@@ -128,7 +128,7 @@ def test_factors_are_chosen_for_all_that_read_the_tensor():
         heads[1].weight[:, 5] *= 100
     model = Called(lambda self, x: self.a(x) + self.b(x), a=heads[0], b=heads[1])
     layers = layers_of(model, random(2, 8, 64))
-    assert [layer.source for layer in layers] == ["a", "a"]
+    assert [layer.input_group for layer in layers] == ["a", "a"]
     rows, options = (
         rows_of(*calls(lambda x: x)),
         {"statistic": "least-error", "percentile": 99.0, "equalise": True, "offsets": True},
@@ -149,7 +149,7 @@ def test_images_have_factors_and_no_offsets():
     options = {"stride": (1, 1), "padding": (1, 1)}
 
     def error_with(used):
-        tables = layer_tables(model, [layer], {layer.source: used}, modes)[layer.name]
+        tables = layer_tables(model, [layer], {layer.input_group: used}, modes)[layer.name]
         with torch.no_grad():
             return error(conv(images[0][0], None, tables, **options), model.layer(images[0][0]))
 
@@ -211,7 +211,9 @@ def test_tensors_and_weights_of_zeros_have_scales_all_the_same(statistic):
         assert not scales.flaw(64, 1)
         assert torch.equal(scales.x_factor, torch.ones(64)) and not scales.x_offset.any()
         x = random(1, 4, 64)
-        tables = layer_tables(model, [layer], {layer.source: scales}, {layer.name: torch.tensor([LayerMode.STATIC])})
+        tables = layer_tables(
+            model, [layer], {layer.input_group: scales}, {layer.name: torch.tensor([LayerMode.STATIC])}
+        )
         assert linear(torch.zeros_like(x), None, tables[layer.name]).isfinite().all()
 
 
@@ -235,7 +237,7 @@ def test_offsets_and_factors_are_exact_but_for_roundings_of_the_weights():
     layer, model = layer_and_model()
     scales = LayerScales(short_scale(random(64, seed=3).exp()), 5 * random(64, seed=4), torch.ones(2))
     modes = {layer.name: torch.tensor([LayerMode.WEIGHT_ONLY] * 2)}
-    tables = layer_tables(model, [layer], {layer.source: scales}, modes)[layer.name]
+    tables = layer_tables(model, [layer], {layer.input_group: scales}, modes)[layer.name]
     x = random(2, 8, 64)
     weight = tables.dequantised() * scales.x_factor
     expected = F.linear(x.double(), weight.double(), model.layer.bias.detach().double())
@@ -250,7 +252,7 @@ def test_tied_layers_have_one_weight_and_layers_without_a_bias_zeros():
     layers = layers_of(model, random(2, 8, 64))
     plain = LayerScales(torch.ones(64), torch.zeros(64), torch.ones(1))
     modes = {layer.name: torch.tensor([LayerMode.STATIC]) for layer in layers}
-    assert [layer.source for layer in layers] == ["a", "a#2", "a"]
+    assert [layer.input_group for layer in layers] == ["a", "a#2", "a"]
     tables = layer_tables(model, layers, {"a": plain, "a#2": plain}, modes)
     assert tables["a"].weight is tables["a#2"].weight is not tables["c"].weight
     assert not tables["a"].bias.any() and torch.equal(tables["c"].bias, model.c.bias)
@@ -280,13 +282,13 @@ def test_rows_move_between_devices_whole():
     assert len(LayerRows.cat([rows, rows]).bin) == 4
 
 
-def test_changes_have_scales_of_their_own_and_those_of_what_does_not_change_are_not_too_small():
+def test_deltas_have_scales_of_their_own_and_those_of_what_does_not_change_are_not_too_small():
     layer, model = layer_and_model()
     rows = rows_of(*calls(lambda x: x))
-    found = chosen(layer, model, rows, changes=rows_of(*calls(lambda x: x / 50)))
+    found = chosen(layer, model, rows, deltas=rows_of(*calls(lambda x: x / 50)))
     assert found.change_scale is not None and 25 < float(found.x_scale / found.change_scale) < 100
     assert torch.equal(found.x_scale, chosen(layer, model, rows).x_scale)
-    still = chosen(layer, model, rows, changes=rows_of(*calls(torch.zeros_like)))
-    assert still.change_scale is not None and float(still.change_scale) >= float(still.x_scale) * LEAST_CHANGE
+    still = chosen(layer, model, rows, deltas=rows_of(*calls(torch.zeros_like)))
+    assert still.change_scale is not None and float(still.change_scale) >= float(still.x_scale) * LEAST_DELTA
     assert still.flaw(64, 1) == "" and "change_scale" in replace(still, change_scale=still.change_scale / 9).flaw(64, 1)
     assert "change_scale" not in chosen(layer, model, rows).tensors()

@@ -1,4 +1,4 @@
-"""Plans that choose which layers quantise changes from step to step: what that costs in time, and saves in error."""
+"""Plans that choose which layers quantise deltas from step to step: what that costs in time, and saves in error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from decided import BY_CHANGES, STATIC, layer_unit, points_of
+from decided import BY_DELTAS, STATIC, layer_unit, points_of
 from kernel_tables import table_without
 from support import Quiet, refusal, run, tiny_recipe
 from tiny_layers import WITH_CONV, build
@@ -41,7 +41,7 @@ def test_caches_cost_what_they_read_and_write():
     traffic = 2 * 2 * 4096 * (1024 + 4096) * 2 / table["bandwidth"]
     assert cost.modulated_seconds(LAYER, 2, 2) == pytest.approx(static + traffic)
     assert cost.modulated_seconds(LAYER, 2, 4) == pytest.approx(static + 2 * traffic)
-    exact, unit = cost.layer_seconds(LAYER, 2, LayerMode.EXACT), layer_unit("a", choices=(STATIC, BY_CHANGES))
+    exact, unit = cost.layer_seconds(LAYER, 2, LayerMode.EXACT), layer_unit("a", choices=(STATIC, BY_DELTAS))
     of_choices = layer_seconds(cost, [LAYER, LAYER], unit, 2, BINS)
     assert of_choices[0].tolist() == pytest.approx([2 * exact, 2 * static, 2 * (static + traffic)])
 
@@ -58,8 +58,8 @@ def test_a_table_without_the_bandwidth_is_refused(tmp_path):
 
 
 def searched(min_psnr, modulated_seconds=1.3):
-    """A search over a site and two groups of layers: static ones ruin the samples, and changes do not."""
-    groups = [layer_unit(name, choices=(STATIC, BY_CHANGES)) for name in ("q", "skip")]
+    """A search over a site and two groups of layers: static ones ruin the samples, and deltas do not."""
+    groups = [layer_unit(name, choices=(STATIC, BY_DELTAS)) for name in ("q", "skip")]
     units = [*attention_units({"site": "dynamic"}, {Mode.FP16, Mode.BALANCED}), *groups]
     error = torch.full((3, BINS, len(Mode)), math.nan, dtype=torch.float64)
     error[..., 0] = 0
@@ -75,7 +75,7 @@ def test_caches_hold_a_budget_that_static_layers_miss():
     chosen, points = searched(40.0)
     assert chosen.modulated == ["q"]  # and not "skip", whose caches would take time for nothing
     assert chosen.layers == {name: [LayerMode.STATIC] * BINS for name in ("q", "skip")}
-    assert {"fp16 everywhere, layers static", "fp16 everywhere, layers static by changes"} <= {p.name for p in points}
+    assert {"fp16 everywhere, layers static", "fp16 everywhere, layers static by deltas"} <= {p.name for p in points}
 
 
 @pytest.mark.parametrize(("psnr", "seconds"), [(10.0, 1.3), (40.0, 5.0)])
@@ -83,7 +83,7 @@ def test_they_are_not_chosen_where_they_pay_nothing(psnr, seconds):
     assert searched(psnr, seconds)[0].modulated == []
 
 
-def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
+def test_errors_of_deltas_are_those_of_a_trajectory(tmp_path):
     model, section = build(), LayersSection(modes="auto", include=WITH_CONV, kinds=["linear", "conv"], modiff="auto")
     parts = parts_to_convert(model, AttentionSection(), section)
     made = calibrate(
@@ -92,14 +92,14 @@ def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
     )  # fmt: skip
     modes = {layer.name: torch.full((BINS,), LayerMode.STATIC, dtype=torch.int32) for layer in parts.layers}
     tables = layer_tables(model.denoiser, parts.layers, made.layers, modes)
-    scales = {layer.name: made.layers[layer.source].change_scale for layer in parts.layers}
+    scales = {layer.name: made.layers[layer.input_group].change_scale for layer in parts.layers}
     assert all(scale is not None for scale in scales.values())
     layers = Int8Layers(tables, model.timestep_max, scales, model.timesteps_fall)  # pyright: ignore[reportArgumentType]
     no_modes = torch.zeros(BINS, dtype=torch.int32)
     sites = Int8Sites(
         {site: AttentionTables(**named, modes=no_modes) for site, named in made.tables.items()}, 1000.0, "dynamic", True
     )
-    units = [layer_unit("mlp.0", choices=(STATIC, BY_CHANGES))]
+    units = [layer_unit("mlp.0", choices=(STATIC, BY_DELTAS))]
     found = measure_sensitivity(model, units, sites, BINS, layers=layers, seeds=range(2), steps=4)
     alone = Int8Layers({"mlp.0": tables["mlp.0"]}, 1000.0, {"mlp.0": scales["mlp.0"]}, True)  # pyright: ignore
     errors = []
@@ -112,9 +112,9 @@ def test_errors_of_changes_are_those_of_a_trajectory(tmp_path):
 
     with torch.no_grad():
         model.sample(watched, range(2), steps=4, solver="ddim")
-    static, by_changes = (found.error[0, :, units[0].choices.index(choice)] for choice in (STATIC, BY_CHANGES))
-    assert by_changes.tolist() == pytest.approx([sum(errors[2:]) / 2, sum(errors[:2]) / 2], rel=1e-4)
-    assert (by_changes > 0).all() and not torch.equal(by_changes, static)
+    static, by_deltas = (found.error[0, :, units[0].choices.index(choice)] for choice in (STATIC, BY_DELTAS))
+    assert by_deltas.tolist() == pytest.approx([sum(errors[2:]) / 2, sum(errors[:2]) / 2], rel=1e-4)
+    assert (by_deltas > 0).all() and not torch.equal(by_deltas, static)
 
 
 def auto_recipe(folder, attention="auto", modiff="auto", plan=None, **layers):
@@ -132,7 +132,7 @@ def auto_recipe(folder, attention="auto", modiff="auto", plan=None, **layers):
 
 
 def test_a_build_takes_the_layers_that_the_plan_chose(tmp_path):
-    point = "fp16 everywhere, layers static by changes"
+    point = "fp16 everywhere, layers static by deltas"
     bundle = tmp_path / "bundle"
     outcome = run("build", auto_recipe(tmp_path, plan={"point": point}), "-o", bundle, "--cache", tmp_path / "cache")
     assert outcome.exit_code == 0, outcome.output

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from changed_layers import changed_model
+from delta_layers import delta_model
 from pydantic import ValidationError
 from rtx_builds import Watch
 from timed_sites import case, refuse, timed_site
@@ -154,13 +154,13 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
     monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
 
-    def take_group_norms(model):
+    def fuse_group_norms(model):
         if norms:
             node = ir.node("GroupNorm", [model.graph.outputs[0]], domain=DOMAIN)
             model.graph.append(node)
             model.graph.outputs[0] = node.outputs[0]
 
-    monkeypatch.setattr(lowering, "take_group_norms", take_group_norms)
+    monkeypatch.setattr(lowering, "fuse_group_norms", fuse_group_norms)
     record = builds.build(attention, **fields).record
     taken = kernel and norms and not fields
     assert record.plugin == (library_version() if attention == "plugin" or taken else "")
@@ -186,8 +186,8 @@ CACHE = TensorRecord(name="modiff.timestep", dtype="float32", shape=["batch"])
 
 
 @pytest.mark.parametrize(("native_us", "kept"), [(70.0, "native"), (90.0, "plugin")])
-def test_changes_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(builds, monkeypatch, native_us, kept):
-    monkeypatch.setattr(lowering, "can_take_changes", lambda model: True)
+def test_deltas_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(builds, monkeypatch, native_us, kept):
+    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     times = iter([80.0, 85.0, 80.0, native_us])
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
     record = builds.build(int8_layers=True, caches=[CACHE], layers="auto").record
@@ -200,7 +200,7 @@ def test_changes_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(bu
 
 
 def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkeypatch):
-    monkeypatch.setattr(lowering, "can_take_changes", lambda model: True)
+    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
     monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
     built = []
@@ -220,8 +220,8 @@ def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkey
 @pytest.mark.parametrize("attention", ["auto", "plugin", "native"])
 @pytest.mark.parametrize("changes", [True, False])
 def test_engines_go_on_without_layers_by_plugins_that_cannot_be_built(builds, monkeypatch, attention, changes):
-    """Changes by Q/DQ, other layers in 16 bits; the attention stays."""
-    monkeypatch.setattr(lowering, "can_take_changes", lambda model: True)
+    """Deltas by Q/DQ, other layers in 16 bits; the attention stays."""
+    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: not changes)
     monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
     build_lowered = tensorrt.build_lowered
@@ -252,11 +252,11 @@ def test_layers_that_were_asked_for_by_name_have_no_others_instead(builds, monke
 
 
 @pytest.mark.parametrize("lacking", ["", "kernels for sm_80"])
-def test_plugins_that_do_not_quantise_changes_are_told(builds, monkeypatch, lacking):
-    monkeypatch.setattr(lowering, "can_take_changes", lambda model: bool(lacking))
+def test_plugins_that_do_not_quantise_deltas_are_told(builds, monkeypatch, lacking):
+    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: bool(lacking))
     monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: lacking)
     builds.build("native", int8_layers=True, caches=[CACHE], layers="plugin")
-    (told,) = [notice for notice in builds.watch.notices if "changes are quantised by Q/DQ" in notice]
+    (told,) = [notice for notice in builds.watch.notices if "deltas are quantised by Q/DQ" in notice]
     assert (lacking or "FP16 caches") in told
 
 
@@ -367,9 +367,9 @@ def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):
 
 
 @pytest.mark.parametrize("layers", ["plugin", "native"])
-def test_layers_beside_those_that_quantise_changes_are_int8_whoever_computes_these(monkeypatch, layers):
+def test_layers_beside_those_that_quantise_deltas_are_int8_whoever_computes_these(monkeypatch, layers):
     monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
-    made = changed_model(unchanged=["mlp.0", "mlp.2", "tied", "tied#2", "skip", "attended", "conv"])
+    made = delta_model(unchanged=["mlp.0", "mlp.2", "tied", "tied#2", "skip", "attended", "conv"])
     options = EngineSection(attention="native", layers=layers)
     graph = tensorrt.lowered(made.graph(torch.float16), [], options, [made.model.dims]).graph
     kinds = [node.op_type for node in graph]

@@ -18,8 +18,8 @@ from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
-from trtconvert.export.changes import LAST
-from trtconvert.linear.changes import steps_of
+from trtconvert.export.delta_caches import LAST
+from trtconvert.linear.deltas import steps_of
 from trtconvert.manifest_checks import CACHE
 
 
@@ -127,8 +127,8 @@ def test_inputs_take_turns_and_are_spread_like_noise(device):
     assert all(abs(float(x.mean())) < 0.3 and 0.8 < float(x.std()) < 1.2 for x in sets)
 
 
-def test_layers_that_quantise_changes_are_timed_at_a_step_that_goes_on(device, monkeypatch):
-    """Whichever way timesteps go. One that begins reads no caches, or all the same, and takes another time."""
+def test_layers_that_quantise_deltas_are_timed_at_a_step_that_goes_on(device, monkeypatch):
+    """Whichever way timesteps go. One that is reset reads no caches, or all the same, and takes another time."""
     device.NAMES, device.num_io_tensors = (*Device.NAMES[:3], LAST, "out"), 5
     execute, seen = device.execute_async_v3, []
 
@@ -140,8 +140,8 @@ def test_layers_that_quantise_changes_are_timed_at_a_step_that_goes_on(device, m
     monkeypatch.setattr(device, "execute_async_v3", execute_and_see)
     cache = TensorRecord(name=LAST, dtype="float32", shape=["batch"])
     denoiser_microseconds(device, [*SIGNATURE, cache], "timestep", BATCHES, b"plan", {100.0: 1})
-    begins = [steps_of(torch.full_like(last, 100.0), last, falls).begins for last in seen for falls in (True, False)]
-    assert begins and not any(of_call.any() for of_call in begins)
+    resets = [steps_of(torch.full_like(last, 100.0), last, falls).reset for last in seen for falls in (True, False)]
+    assert resets and not any(of_call.any() for of_call in resets)
 
 
 def test_caches_are_one_set(device, monkeypatch):

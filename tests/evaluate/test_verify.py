@@ -60,10 +60,10 @@ def layers(digits):
         intercepted(digits, layers=handler)(**digits.example(0, {"batch": 16, "height": 8, "width": 8}))
     chosen, _ = select_layers(finder.layers(), ["blocks.2.*"], ["*.modulation"], 2)
     scales = {
-        layer.source: LayerScales(
+        layer.input_group: LayerScales(
             torch.ones(layer.in_channels),
             torch.zeros(layer.in_channels),
-            torch.full((BINS,), 1.5 * largest[layer.source] / LEVELS),
+            torch.full((BINS,), 1.5 * largest[layer.input_group] / LEVELS),
         )
         for layer in chosen
     }

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from torch import Tensor
 
 from trtconvert.export.nodes.common import DOMAIN, OPSET
-from trtconvert.export.nodes.layers import CONV, LAYER_METADATA, LINEAR, SOURCE_METADATA, table_names
+from trtconvert.export.nodes.layers import CONV, INPUT_GROUP_METADATA, LAYER_METADATA, LINEAR, table_names
 from trtconvert.linear.reference import LayerTables
 
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_LAYOUT", "ORT_ENABLE_ALL")
@@ -42,7 +42,7 @@ def layer_model(
     if timed:
         inputs.append(("timestep", torch.zeros(1), ["batch"]))
     node = helper.make_node(op, ["x", *names, *["timestep"] * timed], ["out"], "layer", domain=DOMAIN, **attributes)
-    for key in (LAYER_METADATA, SOURCE_METADATA):
+    for key in (LAYER_METADATA, INPUT_GROUP_METADATA):
         node.metadata_props.add(key=key, value="layer")
     of_x = helper.np_dtype_to_tensor_dtype(x.numpy().dtype)
     graph = helper.make_graph(

@@ -18,7 +18,7 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.layers import (
     BIAS_METADATA,
     CONV,
-    SOURCE_METADATA,
+    INPUT_GROUP_METADATA,
     WEIGHT_METADATA,
     layer_nodes,
 )
@@ -35,7 +35,7 @@ def layered() -> Int8Model:
 def test_each_layer_is_a_node_that_says_what_it_stands_for(layered):
     nodes = layer_nodes(layered.graph())
     assert tuple(nodes) == CHOSEN
-    assert {name: node.metadata_props[SOURCE_METADATA] for name, node in nodes.items()} == dict(
+    assert {name: node.metadata_props[INPUT_GROUP_METADATA] for name, node in nodes.items()} == dict(
         zip(CHOSEN, ("conv", "q", "q", "q", *CHOSEN[4:]), strict=True)
     )
     assert nodes["mlp.0"].metadata_props[WEIGHT_METADATA] == "mlp.0.weight"

@@ -10,7 +10,7 @@ import tolerances
 import torch
 from attention_graphs import TABLES, node_model
 from attention_graphs import run as run_attention
-from changed_layers import InOnnxRuntime, InTorch, changed_model, trajectory
+from delta_layers import InOnnxRuntime, InTorch, delta_model, trajectory
 from int8_layers import tables_of
 from layer_graphs import LEVELS, layer_model, run
 from onnx import TensorProto, helper
@@ -22,9 +22,9 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering import lower_to_function
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, MASK, Variant
-from trtconvert.export.nodes.changes import CONV, PRODUCT_INPUTS, QUANTISE, QUANTISE_INPUTS, change_body
 from trtconvert.export.nodes.common import DOMAIN, OPSET
-from trtconvert.linear.changes import add_product, quantise_change
+from trtconvert.export.nodes.deltas import CONV, PRODUCT_INPUTS, QUANTISE, QUANTISE_INPUTS, delta_body
+from trtconvert.linear.deltas import add_product, quantise_delta
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import conv, linear
 
@@ -102,9 +102,9 @@ def test_a_convolution(value, mode, level):
 
 
 def change_of(op, inputs, outputs, sizes=0, **attributes):
-    """What ONNX Runtime makes of one node that quantises changes, or multiplies them."""
+    """What ONNX Runtime makes of one node that quantises deltas, or multiplies them."""
     nodes = [helper.make_node(op, list(inputs), list(outputs), domain=DOMAIN, place=0, **attributes)]
-    body = change_body(op, sizes)
+    body = delta_body(op, sizes)
     nodes[0].overload = body.overload
     graph = helper.make_graph(
         nodes,
@@ -123,29 +123,29 @@ def change_of(op, inputs, outputs, sizes=0, **attributes):
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_changes_of_pixels(value):
+def test_deltas_of_pixels(value):
     x = random(2, 16, 5, 6)
     tables = tables_of(x, (3, 3), modes=[LayerMode.STATIC])
     a_hat, o_hat = random(2, 16, 5, 6), random(2, len(tables.bias), 5, 6)
-    begins, scale = torch.tensor([True, False]), tables.x_scale.expand(2)[:, None].contiguous()
+    reset, scale = torch.tensor([True, False]), tables.x_scale.expand(2)[:, None].contiguous()
     x[0, 3, 2, 1] = x[1, 0, 0, 0] = value
     a_hat[1, 2, 4, 5] = value
     factor = tables.x_factor.view(-1, 1, 1)
-    q, a_next = quantise_change(x, factor, a_hat, begins, scale)
-    expected = add_product(q, scale, begins, tables, o_hat, torch.float32, stride=(1, 1), padding=(1, 1))
-    given = dict(zip(QUANTISE_INPUTS, (x, factor, a_hat, begins, scale), strict=True))
+    q, a_next = quantise_delta(x, factor, a_hat, reset, scale)
+    expected = add_product(q, scale, reset, tables, o_hat, torch.float32, stride=(1, 1), padding=(1, 1))
+    given = dict(zip(QUANTISE_INPUTS, (x, factor, a_hat, reset, scale), strict=True))
     got_q, got_a = change_of(QUANTISE, given, {"q": TensorProto.INT8, "a_new": TensorProto.FLOAT})
     assert torch.equal(got_q, q)
     assert_same(got_a, a_next)
-    of_layer = (q, scale, begins, tables.weight, tables.weight_scale, tables.bias, o_hat)
+    of_layer = (q, scale, reset, tables.weight, tables.weight_scale, tables.bias, o_hat)
     given = dict(zip(PRODUCT_INPUTS, of_layer, strict=True))
     (got,) = change_of(CONV, given, {"o_new": TensorProto.FLOAT}, 2, strides=[1, 1], pads=[1, 1, 1, 1])
     assert_same(got, expected)
 
 
-def test_a_model_of_changes_stays_broken_as_the_specification_does():
+def test_a_model_of_deltas_stays_broken_as_the_specification_does():
     """Of two samples the second one, from the second step on."""
-    made = changed_model()
+    made = delta_model()
     ours, theirs = InOnnxRuntime(made.graph()), InTorch(made)
     for step, inputs in enumerate(trajectory(made)):
         if step == 1:

@@ -206,7 +206,7 @@ def test_an_engine_that_takes_norms_and_rotations_computes_the_same(trt, monkeyp
     for taken in (True, False):
         model = tiny_models.traced_projections(kind, torch.float16)
         if not taken:
-            for rewrite in ("take_rotary", "take_norms"):
+            for rewrite in ("fuse_rotary", "fuse_norms"):
                 monkeypatch.setattr(f"trtconvert.export.lowering.plugin.{rewrite}", lambda model: 0)
         lower_to_plugin(model)
         (node,) = attention_nodes(model).values()
@@ -235,7 +235,7 @@ def test_an_engine_with_sums_and_norms_of_plugins_computes_the_same(trt, monkeyp
     for taken in (5, 0):
         model = tiny_models.traced_blocks(tiny_models.Blocks(), dtype=torch.float16)
         if not taken:
-            monkeypatch.setattr("trtconvert.export.lowering.plugin.take_residual_norms", lambda model: 0)
+            monkeypatch.setattr("trtconvert.export.lowering.plugin.fuse_residual_norms", lambda model: 0)
         lower_to_plugin(model)
         assert sum(node.op_type == "ResidualNorm" for node in model.graph) == taken
         outputs.append(output_of(trt, model))

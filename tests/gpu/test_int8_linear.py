@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 
-import changed_rows
+import delta_rows
 import int8_rows
 import pytest
 import torch
@@ -181,7 +181,7 @@ def test_residuals(rows, channels, in_place, dtype, arch):
     assert is_rounded(y, expected, off)
 
 
-def exact_changes(
+def exact_deltas(
     rows: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, before: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `exact`, added to the row before, or to the bias where the row's scale is negative."""
@@ -196,8 +196,8 @@ def exact_changes(
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("channels", [(16, 8), (80, 200), (320, 320), (640, 1280), (5120, 1280), (1280, 3840)], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 129, 2048, 8200])
-def test_changes(rows, channels, biased, dtype, arch):
-    """Every second row begins, where what it was is NaN."""
+def test_deltas(rows, channels, biased, dtype, arch):
+    """Every second row is reset, where what it was is NaN."""
     given, weight, scale, bias = draw(rows, channels)
     bias = bias if biased else None
     sizes = given.scale
@@ -206,14 +206,14 @@ def test_changes(rows, channels, biased, dtype, arch):
         before, y = torch.randn(rows, channels[1], device="cuda").to(dtype), blank(rows + 3, weight, dtype)
         before[given.scale < 0] = math.nan
         assert run(params(given, weight, scale, bias, y, residual=before, target_arch=arch, **CHANGES)) == (0, "")
-        assert is_rounded(y[:rows], *exact_changes(given, weight, scale, bias, before))
+        assert is_rounded(y[:rows], *exact_deltas(given, weight, scale, bias, before))
         assert y[rows:].isnan().all()
         in_place = params(given, weight, scale, bias, before, residual=before, target_arch=arch, **CHANGES)
         assert run(in_place) == (0, "")
         assert torch.equal(before, y[:rows])
 
 
-def test_changes_whose_scale_is_nan_are_nan(arch):
+def test_deltas_whose_scale_is_nan_are_nan(arch):
     given, weight, scale, bias = draw(300, (80, 200))
     given.scale[::2] *= -1
     before, clean, y = torch.randn(300, 200, device="cuda").half(), blank(300, weight), blank(300, weight)
@@ -397,26 +397,26 @@ def test_behind_what_quantises_in_a_graph(rows):
 
 
 @pytest.mark.parametrize("rows", [2, 130, 2048])
-def test_steps_of_changes_in_a_graph(rows, arch):
-    """Two samples, of which the second begins again: two kernels, each with its cache in place."""
+def test_steps_of_deltas_in_a_graph(rows, arch):
+    """Two samples, of which the second is reset: two kernels, each with its cache in place."""
     x = torch.empty(rows, 640, device="cuda").half()
     _, weight, scale, bias = draw(1, (640, 1280))
     scale /= 25  # results have numbers of the size of 1
-    scales, changes, y = torch.empty(2, 1, device="cuda"), changed_rows.blank(x), blank(rows, weight)
+    scales, deltas, y = torch.empty(2, 1, device="cuda"), delta_rows.blank(x), blank(rows, weight)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        assert changed_rows.run(changed_rows.params(x, changes.a_next, scales, changes)) == (0, "")
-        of = params(changes.rows, weight, scale, bias, y, residual=y, target_arch=arch, **CHANGES)
+        assert delta_rows.run(delta_rows.params(x, deltas.a_next, scales, deltas)) == (0, "")
+        of = params(deltas.rows, weight, scale, bias, y, residual=y, target_arch=arch, **CHANGES)
         assert run(of) == (0, "")
     for of_samples in ((-0.03, -0.04), (0.02, 0.01), (0.02, -0.03), (0.03, 0.02)):
         x.normal_()
         scales.copy_(torch.tensor(of_samples)[:, None])
-        a_hat, before = changes.a_next.clone(), y.clone()
+        a_hat, before = deltas.a_next.clone(), y.clone()
         graph.replay()
-        q, a_next = changed_rows.specified(x, a_hat, scales[:, 0])
-        assert torch.equal(changes.q, q) and torch.equal(changes.a_next, a_next)
-        assert is_rounded(y, *exact_changes(changes.rows, weight, scale, bias, before))
+        q, a_next = delta_rows.specified(x, a_hat, scales[:, 0])
+        assert torch.equal(deltas.q, q) and torch.equal(deltas.a_next, a_next)
+        assert is_rounded(y, *exact_deltas(deltas.rows, weight, scale, bias, before))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""TensorRT engines whose layers quantise changes from step to step: their numbers, caches, and CUDA graphs of their calls."""
+"""TensorRT engines whose layers quantise deltas from step to step: their numbers, caches, and CUDA graphs of their calls."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from trtconvert.evaluate.metrics import decibels
 from trtconvert.models.ddpm_unet import build
 from trtconvert.models.digits import digits_model
 from trtconvert.modiff import Settings, modulate
-from trtconvert.modiff.recorded import Recorded
+from trtconvert.modiff.graphed import Graphed
 from trtconvert.modiff.reference import Geometry
 from trtconvert.modiff.rounding import AdaRound
 from trtconvert.modiff.study import Study, Variant
@@ -118,7 +118,7 @@ def test_compiled_models_compute_the_same():
 def test_recorded_calls_are_the_denoisers(modulated):
     """Of two sizes by turns, and after each reset."""
     found, wanted = (modulate(unet(), DYNAMIC) if modulated else unet() for _ in range(2))
-    recorded = Recorded(found)
+    recorded = Graphed(found)
     for count in (3, 2, 3):
         if modulated:
             found.reset_cache()

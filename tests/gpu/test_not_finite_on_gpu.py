@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-import changed_rows
+import delta_rows
 import int8_rows
 import pytest
 import test_group_norm
@@ -257,25 +257,25 @@ def test_quantised_rows(mode, channels, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [64, 320, 640, 4608])
-def test_changes_of_rows_stay_broken(channels, dtype):
+def test_deltas_of_rows_stay_broken(channels, dtype):
     x = torch.randn(ROWS, channels, device="cuda").to(dtype)
     scales = torch.tensor([-0.02, 0.02, 0.02], device="cuda")
     a_hat = torch.randn(ROWS, channels, device="cuda").to(dtype)
-    whole = changed_rows.quantised(x, a_hat, scales)
-    later = changed_rows.quantised(x, whole.a_next, scales.abs())
+    whole = delta_rows.quantised(x, a_hat, scales)
+    later = delta_rows.quantised(x, whole.a_next, scales.abs())
     for value in VALUES:
-        out = changed_rows.quantised(broken_rows(x, value), a_hat, scales)
+        out = delta_rows.quantised(broken_rows(x, value), a_hat, scales)
         expected = torch.zeros(ROWS, channels, dtype=torch.bool, device="cuda")
         expected[STRUCK, PLACES] = True
         assert only_struck(out.rows.scale, whole.rows.scale)
         assert torch.equal(~out.a_next.isfinite(), expected) and torch.equal(
             out.a_next[~expected], whole.a_next[~expected]
         )
-        _, a_next = changed_rows.specified(broken_rows(x, value), a_hat, scales)
+        _, a_next = delta_rows.specified(broken_rows(x, value), a_hat, scales)
         assert torch.equal(out.a_next.isnan(), a_next.isnan())
-        after = changed_rows.quantised(x, out.a_next, scales.abs())
+        after = delta_rows.quantised(x, out.a_next, scales.abs())
         assert only_struck(after.rows.scale, later.rows.scale)
-        again = changed_rows.quantised(x, out.a_next, -scales.abs())
+        again = delta_rows.quantised(x, out.a_next, -scales.abs())
         assert again.rows.scale.isfinite().all() and again.a_next.isfinite().all()
 
 
@@ -359,7 +359,7 @@ def test_few_rows_of_16_bits(rows):
 
 
 @pytest.mark.parametrize("arch", [0, 80], ids=["best", "mma"])
-def test_changes_of_layers(arch):
+def test_deltas_of_layers(arch):
     given, weight, scale, bias = test_int8_linear.draw(ROWS, (80, 200))
     before = torch.randn(ROWS, 200, device="cuda").half()
 

@@ -1,14 +1,14 @@
-"""Changes of rows on a GPU against their specification in torch."""
+"""Deltas of rows on a GPU against their specification in torch."""
 
 from __future__ import annotations
 
 import math
 
-import changed_rows
+import delta_rows
 import int8_rows
 import pytest
 import torch
-from changed_rows import Changes, blank, params, quantised, specified
+from delta_rows import Deltas, blank, params, quantised, specified
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,18 +22,18 @@ NAN, INF = math.nan, math.inf
 def draw(
     rows: int, channels: int, batch: int, dtype: torch.dtype = torch.float16, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, a cache next to it, signed scales of samples, and factors. Every second sample begins, from the `first` on."""
+    """x, a cache next to it, signed scales of samples, and factors. Every second sample is reset, from the `first` on."""
     generator = torch.Generator("cuda").manual_seed(rows * channels)
     x, moved = torch.randn(2, rows, channels, generator=generator, device="cuda")
     factor = torch.rand(channels, generator=generator, device="cuda") + 0.5
-    begins = torch.arange(batch, device="cuda") % 2 == first
+    reset = torch.arange(batch, device="cuda") % 2 == first
     a_hat = x.to(dtype) * factor + 0.2 * moved
-    a_hat.view(batch, -1)[begins] = NAN  # which nobody reads
-    scales = torch.where(begins, -0.03, 0.004) * (torch.rand(batch, generator=generator, device="cuda") + 0.5)
+    a_hat.view(batch, -1)[reset] = NAN  # which nobody reads
+    scales = torch.where(reset, -0.03, 0.004) * (torch.rand(batch, generator=generator, device="cuda") + 0.5)
     return x.to(dtype), a_hat.to(dtype), scales, factor
 
 
-def are_specified(out: Changes, x: Tensor, a_hat: Tensor, scales: Tensor, factor: Tensor | None = None) -> bool:
+def are_specified(out: Deltas, x: Tensor, a_hat: Tensor, scales: Tensor, factor: Tensor | None = None) -> bool:
     """Bit by bit."""
     q, a_next = specified(x, a_hat, scales, factor)
     of_rows = scales.repeat_interleave(len(x) // len(scales))
@@ -43,7 +43,7 @@ def are_specified(out: Changes, x: Tensor, a_hat: Tensor, scales: Tensor, factor
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [16, 48, 128, 256, 320, 512, 640, 1024, 1152, 3072, 4096, 4608, 20480, 65536])
 @pytest.mark.parametrize(("rows", "batch"), [(1, 1), (3, 3), (130, 10)])
-def test_changes_of_samples(rows, batch, channels, dtype):
+def test_deltas_of_samples(rows, batch, channels, dtype):
     """Every number of threads and vectors of a row; samples that begin beside others, in a warp where rows are short."""
     for first in (0, 1):
         x, a_hat, scales, factor = draw(rows, channels, batch, dtype, first)
@@ -79,14 +79,14 @@ def test_activations(channels, activation, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [48, 640, 4608])
 def test_a_cache_in_place_comes_as_near_as_its_scale(channels, dtype):
-    """What is clipped in a step is in the next one's change."""
+    """What is clipped in a step is in the next one's delta."""
     x, a_hat, _, factor = draw(130, channels, 10, dtype)
     out = blank(x)
     out.a_next.copy_(a_hat)
     for sign in (-1, 1, 1, 1, 1, 1, 1, 1):
         scales = torch.full((10,), sign * 0.02, device="cuda")
         before = out.a_next.clone()
-        assert changed_rows.run(params(x, out.a_next, scales[:, None], out, factor)) == (0, "")
+        assert delta_rows.run(params(x, out.a_next, scales[:, None], out, factor)) == (0, "")
         assert are_specified(out, x, before, scales, factor)
     far = (out.a_next.float() - x.float() * factor).abs()
     assert (far <= 0.0101 + torch.finfo(dtype).eps / 2 * out.a_next.float().abs()).all()
@@ -116,7 +116,7 @@ def test_samples_whose_scale_is_of_no_use_have_none(channels):
     out = quantised(x, a_hat, scales, factor)
     assert out.rows.scale.isnan().view(8, 3).all(1).tolist() == [True, False, True, True, True, True, False, False]
     usable = ~out.rows.scale.isnan()
-    good = Changes(int8_rows.Rows(out.q[usable].view(torch.uint8), out.rows.scale[usable]), out.a_next[usable])
+    good = Deltas(int8_rows.Rows(out.q[usable].view(torch.uint8), out.rows.scale[usable]), out.a_next[usable])
     assert are_specified(good, x[usable], a_hat[usable], scales[[1, 6, 7]], factor)
 
 
@@ -124,7 +124,7 @@ def test_samples_whose_scale_is_of_no_use_have_none(channels):
 def test_beyond_the_rows_nothing_is_written(channels):
     x, a_hat, scales, _ = draw(9, channels, 9)
     out = blank(x)
-    assert changed_rows.run(params(x, a_hat, scales[:, None], out, rows=7, batch=7)) == (0, "")
+    assert delta_rows.run(params(x, a_hat, scales[:, None], out, rows=7, batch=7)) == (0, "")
     assert (out.rows.payload[7:] == 0x80).all() and out.rows.scale[7:].isnan().all() and out.a_next[7:].isnan().all()
     assert not (out.rows.payload[:7] == 0x80).any() and out.a_next[:7].isfinite().all()
 
@@ -158,10 +158,10 @@ def test_beyond_the_rows_nothing_is_written(channels):
 def test_refusals_say_what_is_wrong(changed, said):
     x, a_hat, scales, _ = draw(2, 64, 2)
     out = blank(x)
-    status, message = changed_rows.run(params(x, a_hat, scales[:, None].repeat(1, 5), out, **changed))
+    status, message = delta_rows.run(params(x, a_hat, scales[:, None].repeat(1, 5), out, **changed))
     assert status == INVALID_ARGUMENT and said in message
     assert (out.rows.payload == 0x80).all() and out.rows.scale.isnan().all() and out.a_next.isnan().all()
 
 
 def test_no_params_are_refused():
-    assert changed_rows.run(None) == (INVALID_ARGUMENT, "params: expected a pointer, got null")
+    assert delta_rows.run(None) == (INVALID_ARGUMENT, "params: expected a pointer, got null")

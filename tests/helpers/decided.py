@@ -17,7 +17,7 @@ from trtconvert.linear.modes import LayerMode
 from trtconvert.quant.decision import Choice, Plan, Unit
 
 EXACT, STATIC = map(Choice, (LayerMode.EXACT, LayerMode.STATIC))
-BY_CHANGES = Choice(LayerMode.STATIC, delta=True)
+BY_DELTAS = Choice(LayerMode.STATIC, delta=True)
 
 
 def layer_unit(*members: str, choices: Sequence[Choice] = (STATIC,)) -> Unit:

@@ -126,8 +126,8 @@ def assert_same_calibration(made: Calibration, expected: Calibration) -> None:
     for name, tables in expected.tables.items():
         for key, table in tables.items():
             torch.testing.assert_close(made.tables[name][key], table, msg=f"{name} {key}")
-    for source, scales in expected.layers.items():
-        torch.testing.assert_close(made.layers[source].x_scale, scales.x_scale)
+    for input_group, scales in expected.layers.items():
+        torch.testing.assert_close(made.layers[input_group].x_scale, scales.x_scale)
     assert made.provenance == expected.provenance
     for site, shares in expected.outliers.items():
         for name, x in shares.items():

@@ -83,7 +83,7 @@ def int8_model(
     with torch.no_grad():
         intercepted(model, layers=finder)(**inputs)
     chosen, _ = select_layers(finder.layers(), include, exclude, 2)
-    observer = LayerObserver({layer.source for layer in chosen}, model.timestep_max, len(modes))
+    observer = LayerObserver({layer.input_group for layer in chosen}, model.timestep_max, len(modes))
     tables: dict[str, AttentionTables] = {}
 
     def attend(call: SiteCall) -> Tensor:
@@ -95,18 +95,18 @@ def int8_model(
         intercepted(model, attend, observer)(**inputs)
     rows, scales, readers = observer.finish(), dict[str, LayerScales](), dict[str, Layer]()
     for layer in chosen:
-        readers.setdefault(layer.source, layer)
+        readers.setdefault(layer.input_group, layer)
     tied = {layer.weight for layer in chosen if sum(o.weight == layer.weight for o in chosen) > 1}
-    for number, (source, layer) in enumerate(readers.items()):
+    for number, (input_group, layer) in enumerate(readers.items()):
         channels = layer.in_channels
         plain = not equalised or layer.weight in tied
         factor = torch.ones(channels) if plain else short_scale((random(channels, seed=number) / 4).exp())
         offset = torch.zeros(channels) if not moved or layer.kind == "conv" else random(channels, seed=99 + number) / 4
-        low, high = rows[source].low.amin(0), rows[source].high.amax(0)
+        low, high = rows[input_group].low.amin(0), rows[input_group].high.amax(0)
         largest = (torch.maximum(high - offset, offset - low) * factor).amax()
         by_bin = torch.linspace(0.75, 1, len(modes)) if len(modes) > 1 else torch.ones(1)
         # Half as wide again as the data: Q clips at -128, where the reference clips at -127.
-        scales[source] = LayerScales(factor, offset, short_scale(1.5 * largest / LEVELS * by_bin))
+        scales[input_group] = LayerScales(factor, offset, short_scale(1.5 * largest / LEVELS * by_bin))
     table = torch.tensor(modes, dtype=torch.int32)
     made = layer_tables(model.denoiser, chosen, scales, {layer.name: table for layer in chosen})
     return Int8Model(model, {layer.name: ConvertedLayer(layer, made[layer.name]) for layer in chosen}, tables)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.modiff import reference
-from trtconvert.modiff.reference import BEGINS, PRODUCT, Geometry, Weight
+from trtconvert.modiff.reference import PRODUCT, RESET, Geometry, Weight
 
 _ALONE = Geometry()  # pixels by themselves
 
@@ -23,7 +23,7 @@ class Case:
 
     Attributes:
         image: batch, height and width; rows of a linear layer are images of one pixel.
-        channels, outputs: widths of the input's parts, and of the output. begins: samples that begin, of three by turns.
+        channels, outputs: widths of the input's parts, and of the output. reset: samples that begin, of three by turns.
         by_row: a quantiser for each pixel, which linear layers have.
     """
 
@@ -59,10 +59,10 @@ def made(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor | 
     x = before + 0.1 * torch.randn(pixels, channels) + torch.linspace(-0.5, 1, channels)
     span = torch.rand(len(case.channels), groups) * 0.5 + 0.2
     rows = reference.quantiser(-span, span * 1.7, case.bits, case.symmetric, False)
-    begins = torch.arange(groups) % 3 == 0 if case.cached else torch.ones(groups, dtype=torch.bool)
+    reset = torch.arange(groups) % 3 == 0 if case.cached else torch.ones(groups, dtype=torch.bool)
     whole = reference.quantiser(-8 * span, 6 * span, 8, case.symmetric, True)
-    rows = torch.where(begins[None, :, None], whole, rows)
-    rows[..., BEGINS] = begins.float()
+    rows = torch.where(reset[None, :, None], whole, rows)
+    rows[..., RESET] = reset.float()
     codes = torch.randint(-127, 128, (case.outputs, *case.geometry.kernel, channels), dtype=torch.int8)
     parts = codes.int().sum((1, 2)).split(list(case.channels), 1)
     scale = torch.rand(len(case.channels), case.outputs) * 0.01 + 0.001
@@ -74,7 +74,7 @@ def made(case: Case, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor | 
     if not case.cached:
         return x, None, rows.to(device), weight, None
     a_hat, o_hat = before.to(device, dtype), torch.randn(shape).to(device, dtype)
-    a_hat[: len(a_hat) // groups] = torch.nan  # of a sample that begins, which nobody reads
+    a_hat[: len(a_hat) // groups] = torch.nan  # of a sample that is reset, which nobody reads
     o_hat[0] = torch.nan
     return x, a_hat, rows.to(device), weight, o_hat
 
@@ -92,10 +92,10 @@ def compare(case: Case, dtype: torch.dtype, tiles: Any, device: str, spoilt: boo
         x[-1, 3] = torch.inf
     batch, height, width = case.image
     a_wanted, o_wanted, rows_wanted = copied(a_hat), copied(o_hat), rows.clone()
-    bounds = triton_kernels.bounds_of_change(x, a_hat, rows, case.channels)
+    bounds = triton_kernels.delta_bounds(x, a_hat, rows, case.channels)
     measured = reference.measured(x, a_hat, rows, case.channels, False, case.symmetric)
-    q = triton_kernels.quantise_change(x, a_hat, rows, case.channels)
-    wanted = reference.quantise_change(x, a_wanted, rows_wanted, case.channels)
+    q = triton_kernels.quantise_delta(x, a_hat, rows, case.channels)
+    wanted = reference.quantise_delta(x, a_wanted, rows_wanted, case.channels)
     good = rows_wanted[0, :, PRODUCT].isfinite()
     of_pixels = good.repeat_interleave(len(x) // len(good))
     found = {

@@ -18,7 +18,7 @@ from trtconvert.linear.sites import (
     layer_hooks,
     model_tensors,
     select_layers,
-    with_sources_among,
+    with_input_groups_among,
 )
 
 TOKENS, IMAGES = random(2, 6, 64), random(2, 32, 8, 8)
@@ -182,7 +182,12 @@ def test_tied_layers_have_one_weight_and_names_of_their_own():
 def test_layers_that_read_one_tensor_share_a_source():
     parts = {name: nn.Linear(64, 64) for name in "qkvo"}
     model = Called(lambda self, x: self.o(self.q(x) + self.k(x) * self.v(x * 1)), **parts)
-    assert {layer.name: layer.source for layer in layers_of(model, TOKENS)} == {"q": "q", "k": "q", "v": "v", "o": "o"}
+    assert {layer.name: layer.input_group for layer in layers_of(model, TOKENS)} == {
+        "q": "q",
+        "k": "q",
+        "v": "v",
+        "o": "o",
+    }
 
 
 def test_a_tensor_that_was_changed_in_place_is_another_source():
@@ -191,7 +196,7 @@ def test_a_tensor_that_was_changed_in_place_is_another_source():
         return self.a(x) + self.b(x) + self.c(F.relu_(x)) + self.d(x)
 
     model = Called(forward, **{name: nn.Linear(64, 64) for name in "abcd"})
-    assert [layer.source for layer in layers_of(model, TOKENS)] == ["a", "a", "c", "c"]
+    assert [layer.input_group for layer in layers_of(model, TOKENS)] == ["a", "a", "c", "c"]
 
 
 def test_sources_are_told_apart_although_memory_is_used_again():
@@ -203,16 +208,16 @@ def test_sources_are_told_apart_although_memory_is_used_again():
         return x
 
     model = Called(forward, layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(8)))
-    assert len({layer.source for layer in layers_of(model, TOKENS)}) == 8
+    assert len({layer.input_group for layer in layers_of(model, TOKENS)}) == 8
 
 
 def test_the_source_among_those_that_are_converted_is_the_first_of_them():
     parts = {name: nn.Linear(64, 64) for name in "qkv"}
     layers = layers_of(Called(lambda self, x: self.q(x) + self.k(x) + self.v(x), **parts), TOKENS)
-    assert [layer.source for layer in layers] == ["q", "q", "q"]
-    assert [layer.source for layer in with_sources_among(layers[1:])] == ["k", "k"]
+    assert [layer.input_group for layer in layers] == ["q", "q", "q"]
+    assert [layer.input_group for layer in with_input_groups_among(layers[1:])] == ["k", "k"]
     chosen, _ = select_layers(layers, ["*", "v"], ["q"], 2)
-    assert [(layer.name, layer.source) for layer in chosen] == [("k", "k"), ("v", "k")]
+    assert [(layer.name, layer.input_group) for layer in chosen] == [("k", "k"), ("v", "k")]
 
 
 @pytest.mark.parametrize(

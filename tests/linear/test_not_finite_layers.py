@@ -7,7 +7,7 @@ import torch
 from int8_layers import tables_of
 from tiny_layers import random
 
-from trtconvert.linear.changes import BROKEN, add_product, quantise_change
+from trtconvert.linear.deltas import BROKEN, add_product, quantise_delta
 from trtconvert.linear.groups import act_quant, int8_gemm
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import conv, linear
@@ -57,46 +57,46 @@ def test_scales_of_no_use(value):
     assert conv(image, None, tables, stride=(1, 1), padding=(1, 1)).isnan().all()
 
 
-def steps_of_changes(x_of_steps, tables, **options):
-    """The results of steps. The first step begins the sample."""
+def steps_of_deltas(x_of_steps, tables, **options):
+    """The results of steps. The first step resets the sample."""
     a_hat, o_hat, results = torch.zeros_like(x_of_steps[0]), None, []
     scale = tables.x_scale.expand(len(a_hat))[:, None]
     factor = tables.x_factor.view(-1, *[1] * (a_hat.dim() - 2)) if options else tables.x_factor
     for step, x in enumerate(x_of_steps):
-        begins = torch.full((len(x),), step == 0)
-        q, a_hat = quantise_change(x, factor, a_hat, begins, scale)
-        o_hat = add_product(q, scale, begins, tables, o_hat, torch.float32, **options)
+        reset = torch.full((len(x),), step == 0)
+        q, a_hat = quantise_delta(x, factor, a_hat, reset, scale)
+        o_hat = add_product(q, scale, reset, tables, o_hat, torch.float32, **options)
         results.append(o_hat)
     return results, q, a_hat
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_changes_of_rows_stay_broken_until_the_sample_begins_again(value):
+def test_deltas_of_rows_stay_broken_until_the_sample_begins_again(value):
     x = random(2, 5, 32)
     tables = tables_of(x, modes=[LayerMode.STATIC])
     given = [x, x + 0.1, x + 0.2]
-    whole, _, _ = steps_of_changes(given, tables)
+    whole, _, _ = steps_of_deltas(given, tables)
     given[1] = given[1].clone()
     given[1][1, 3, 7] = value
-    broken, q, a_hat = steps_of_changes(given, tables)
+    broken, q, a_hat = steps_of_deltas(given, tables)
     reached = torch.zeros(2, 5, 1, dtype=torch.bool)
     reached[1, 3] = True
     compare(broken[0], whole[0], torch.zeros_like(reached))
     for step in (1, 2):
         compare(broken[step], whole[step], reached)
     assert (q == BROKEN).nonzero().tolist() == a_hat.isnan().nonzero().tolist() == [[1, 3, 7]]
-    begins = torch.ones(2, dtype=torch.bool)
-    q, a_hat = quantise_change(x, tables.x_factor, a_hat, begins, tables.x_scale.expand(2)[:, None])
+    reset = torch.ones(2, dtype=torch.bool)
+    q, a_hat = quantise_delta(x, tables.x_factor, a_hat, reset, tables.x_scale.expand(2)[:, None])
     assert a_hat.isfinite().all() and (q != BROKEN).all()
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_changes_of_pixels_reach_their_windows(value):
+def test_deltas_of_pixels_reach_their_windows(value):
     x, options = random(2, 16, 6, 7), {"stride": (1, 1), "padding": (1, 1)}
     tables = tables_of(x, (3, 3), modes=[LayerMode.STATIC])
-    whole, _, _ = steps_of_changes([x], tables, **options)
+    whole, _, _ = steps_of_deltas([x], tables, **options)
     x[1, 4, 2, 3] = value
-    broken, _, _ = steps_of_changes([x], tables, **options)
+    broken, _, _ = steps_of_deltas([x], tables, **options)
     reached = torch.zeros(2, 1, 6, 7, dtype=torch.bool)
     reached[1, :, 1:4, 2:5] = True
     compare(broken[0], whole[0], reached)

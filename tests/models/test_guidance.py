@@ -377,7 +377,7 @@ def test_a_model_without_conditions_is_refused_before_anything_is_calibrated(tmp
     assert not (tmp_path / "bundle").exists()
 
 
-def test_caches_of_changes_are_refused_beside_guidance_inside(tmp_path):
+def test_caches_of_deltas_are_refused_beside_guidance_inside(tmp_path):
     recipe = {
         "model": {"source": "tiny_models:build"},
         "layers": {"modes": "static", "modiff": True},

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trtconvert.modiff.qdiff import Call
+from trtconvert.modiff.qdiff import RecordedCall
 
 STEPS = 12
 
@@ -49,17 +49,18 @@ def tiny() -> TinyUNet:
     return TinyUNet().eval().requires_grad_(False)
 
 
-def trajectory(samples: int = 2, seed: int = 0, size: int = 8, steps: int = STEPS) -> list[Call]:
+def trajectory(samples: int = 2, seed: int = 0, size: int = 8, steps: int = STEPS) -> list[RecordedCall]:
     """From noise to an image of noise of another seed, which any model can be called with."""
     generator = torch.Generator().manual_seed(seed)
     clean, noise = (torch.randn(samples, 3, size, size, generator=generator) for _ in range(2))
     shares = torch.linspace(0.95, 0.05, steps)
     return [
-        Call((clean * (1 - share) + noise * share, torch.full((samples,), float(1000 * share)))) for share in shares
+        RecordedCall((clean * (1 - share) + noise * share, torch.full((samples,), float(1000 * share))))
+        for share in shares
     ]
 
 
-def mean_error(model: nn.Module, quantised: nn.Module, calls: list[Call]) -> float:
+def mean_error(model: nn.Module, quantised: nn.Module, calls: list[RecordedCall]) -> float:
     """The mean relative error of a trajectory but for its first step."""
     errors = []
     for call in calls:

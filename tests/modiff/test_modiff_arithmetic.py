@@ -16,21 +16,21 @@ from tolerances import SAME_FLOAT
 from torch.nn import functional as F
 
 from trtconvert.modiff import reference
-from trtconvert.modiff.reference import BEGINS, HIGH, LOW, PRODUCT, SCALE, ZERO, Geometry
+from trtconvert.modiff.reference import HIGH, LOW, PRODUCT, RESET, SCALE, ZERO, Geometry
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_quantisers_reach_their_range_and_hold_zero(bits, symmetric):
     low, high = torch.tensor([-1.0, 0.0, -0.3, 0.0]), torch.tensor([2.0, 5.0, 0.0, 0.0])
-    scale, least, most, zero, begins, product = reference.quantiser(low, high, bits, symmetric, True).T
+    scale, least, most, zero, reset, product = reference.quantiser(low, high, bits, symmetric, True).T
     assert torch.equal(zero, zero.round()) and bool(((least <= zero) & (zero <= most)).all())
     assert int(most[0] - least[0]) == 2**bits - (2 if symmetric else 1)
     # The ends are within half a step of the outermost codes.
     assert bool(
         ((most - zero) * scale >= high - scale * 0.51).all() and ((least - zero) * scale <= low + scale * 0.51).all()
     )
-    assert torch.equal(scale, product) and bool((scale > 0).all() and (begins == 1).all())
+    assert torch.equal(scale, product) and bool((scale > 0).all() and (reset == 1).all())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -39,16 +39,16 @@ def test_a_step_is_what_the_equations_say(case):
     x, a_hat, rows, weight, o_hat = made(case, torch.float32, "cpu")
     batch, height, width = case.image
     a_before, o_before = copied(a_hat), copied(o_hat)
-    codes = reference.quantise_change(x, a_hat, rows, case.channels)
+    codes = reference.quantise_delta(x, a_hat, rows, case.channels)
     of_pixels = rows.repeat_interleave(len(x) // rows.shape[1], 1)
-    begins = of_pixels[0, :, BEGINS, None] > 0
-    known = torch.zeros_like(x) if a_before is None else torch.where(begins, 0.0, a_before)
+    reset = of_pixels[0, :, RESET, None] > 0
+    known = torch.zeros_like(x) if a_before is None else torch.where(reset, 0.0, a_before)
     spread = torch.cat([of_pixels[part, :, None].expand(-1, count, -1) for part, count in enumerate(case.channels)], 1)
     scale, zero = spread[..., SCALE], spread[..., ZERO]
     q = scale * (codes - zero)
-    change = x - known
+    delta = x - known
     inside = (spread[..., LOW] < codes) & (codes < spread[..., HIGH])
-    assert bool(((q - change).abs() <= scale * 0.5001)[inside].all()) and 0.3 < inside.float().mean() < 1
+    assert bool(((q - delta).abs() <= scale * 0.5001)[inside].all()) and 0.3 < inside.float().mean() < 1
     if a_hat is not None:
         torch.testing.assert_close(a_hat, known + q, rtol=0, atol=0)
 
@@ -68,7 +68,7 @@ def test_a_step_is_what_the_equations_say(case):
     assert weight.bias is not None
     before = weight.bias.double().expand_as(y)
     if o_before is not None:
-        starts = (rows[0, :, BEGINS] > 0).repeat_interleave(y[..., 0].numel() // rows.shape[1]).view(*y.shape[:3], 1)
+        starts = (rows[0, :, RESET] > 0).repeat_interleave(y[..., 0].numel() // rows.shape[1]).view(*y.shape[:3], 1)
         before = torch.where(starts, before, o_before.double())
     wanted = before + total
     assert float((y - wanted).norm() / wanted.norm()) < SAME_FLOAT
@@ -95,7 +95,7 @@ def test_nan_spoils_its_sample_alone():
     x, a_hat, rows, weight, o_hat = made(CASES[0], torch.float32, "cpu")
     assert o_hat is not None
     x[-1, 0] = torch.nan
-    codes = reference.quantise_change(x, a_hat, rows, CASES[0].channels)
+    codes = reference.quantise_delta(x, a_hat, rows, CASES[0].channels)
     assert rows[0, :, PRODUCT].isnan().tolist() == [False, False, True]
     reference.add_product(
         codes.view(3, 8, 8, -1), rows, CASES[0].channels, weight, o_hat, None, CASES[0].geometry, False
@@ -111,7 +111,7 @@ def test_operators_hold_what_they_promise_to_compilers():
     assert a_hat is not None and o_hat is not None
     a_hat.nan_to_num_(0)
     o_hat.nan_to_num_(0)
-    torch.library.opcheck(torch.ops.trtconvert.modiff_change, (x, a_hat, rows, [200]))
+    torch.library.opcheck(torch.ops.trtconvert.modiff_delta, (x, a_hat, rows, [200]))
     torch.library.opcheck(torch.ops.trtconvert.modiff_quantise, (x, rows, [200]))
     codes = torch.ones(70, 1, 1, 200, dtype=torch.int8)
     points = [1, 1, 0, 0, 1, 1]

@@ -86,7 +86,7 @@ def test_samples_that_begin_at_different_times():
     inputs = walk((2, 32, 8, 8), 5)
     alone: list[Tensor] = []
     state = None
-    for x in inputs[2:]:  # the second sample begins in the third step
+    for x in inputs[2:]:  # the second sample is reset in the third step
         y, state = layer(x[1:], state)
         alone.append(y)
     state = None
@@ -94,7 +94,7 @@ def test_samples_that_begin_at_different_times():
         spoilt = state if step != 2 or state is None else State(state.a_hat.clone(), state.o_hat.clone())
         if step == 2 and spoilt is not None:
             spoilt.a_hat[1], spoilt.o_hat[1] = torch.nan, torch.nan  # what is not read may hold anything
-        y, state = layer(x, spoilt, begins=torch.tensor([step == 0, step in (0, 2)]))
+        y, state = layer(x, spoilt, reset=torch.tensor([step == 0, step in (0, 2)]))
         assert y.isfinite().all()
         if step >= 2:
             torch.testing.assert_close(y[1:], alone[step - 2], rtol=1e-5, atol=1e-5)

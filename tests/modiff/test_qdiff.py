@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError
 from trtconvert.modiff import AdaRound, Calibration, Settings, calibrate, modulate, record
-from trtconvert.modiff.reference import BEGINS, HIGH, SCALE, ZERO
+from trtconvert.modiff.reference import HIGH, RESET, SCALE, ZERO
 from trtconvert.modiff.rounding import Example, adaround
 from trtconvert.modiff.scales import Seen, least_error
 from trtconvert.modiff.weights import round_to_nearest, search_grid
@@ -43,7 +43,7 @@ def test_calibrated_modulation_is_closer_than_the_same_scales_without(calibratio
 def test_tables_have_what_each_step_needs(calibration: Calibration):
     layer = calibration.layers["blocks.0.conv1"]
     assert layer.changes.shape == layer.activations.shape == (1, 5, 6)
-    assert layer.changes[0, :, BEGINS].tolist() == [0, 0, 0, 0, 1] and bool(layer.activations[..., BEGINS].all())
+    assert layer.changes[0, :, RESET].tolist() == [0, 0, 0, 0, 1] and bool(layer.activations[..., RESET].all())
     assert layer.changes[0, :, HIGH].tolist() == [7, 7, 7, 7, 127]
     assert bool((layer.changes[0, :4, SCALE] < layer.activations[0, :4, SCALE] / 2).all())
     assert calibration.rounding == "nearest" and calibration.timesteps[0] == 950 and len(calibration.timesteps) == 12

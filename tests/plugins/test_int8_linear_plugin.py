@@ -119,7 +119,7 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
 
 
 def test_engines_of_an_earlier_version_are_read(driver: Driver) -> None:
-    """Version 1 had no layers of changes."""
+    """Version 1 had no layers of deltas."""
     given = {name: value for name, value in DEFAULTS.items() if name != "changes"} | {"mode_set": 12, "bias": 1}
     made = driver.create(1, serialization_version=1, **given)
     assert driver.serialised(made) == {"serialization_version": 2, "changes": 0} | given
@@ -348,7 +348,7 @@ def test_quantised_rows_that_cannot_be(driver: Driver, attributes: dict, shapes:
 CHANGES = {"mode_set": STATIC, "bias": 1, "residual": 1, "changes": 1}
 
 
-def test_changes_are_added_to_what_the_layer_gave(driver: Driver) -> None:
+def test_deltas_are_added_to_what_the_layer_gave(driver: Driver) -> None:
     driver.messages()
     for copy in copies_read_back(driver, driver.create(**CHANGES), {"serialization_version": 2} | DEFAULTS | CHANGES):
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 6) == 0, driver.messages()
@@ -368,7 +368,7 @@ def test_changes_are_added_to_what_the_layer_gave(driver: Driver) -> None:
     ],
     ids=["no residual", "modes", "activation", "quantised"],
 )
-def test_changes_that_cannot_be(driver: Driver, attributes: dict, descs: list[Desc], said: str) -> None:
+def test_deltas_that_cannot_be(driver: Driver, attributes: dict, descs: list[Desc], said: str) -> None:
     made = driver.create(**CHANGES | attributes)
     outputs = 1 + attributes.get("quantised", 0)
     assert driver.lib.driver_shape_change(made, array(descs), len(descs) - outputs) == 1

@@ -1,4 +1,4 @@
-"""The plugin of changes of rows, without TensorRT and without a GPU; what it computes: tests/gpu."""
+"""The plugin of deltas of rows, without TensorRT and without a GPU; what it computes: tests/gpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers that quantise changes keep from step to step: whose it is, and when it begins anew, on both runtimes."""
+"""What layers that quantise deltas keep from step to step: whose it is, and when it begins anew, on both runtimes."""
 
 from __future__ import annotations
 

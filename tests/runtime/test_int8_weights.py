@@ -66,7 +66,7 @@ def of_module(made: Int8Model):
 def rebuilt(made: Int8Model, denoiser: nn.Module) -> Int8Model:
     """What a build of other weights with the same calibration gives."""
     scales = {
-        layer.layer.source: LayerScales(layer.tables.x_factor, layer.tables.x_offset, layer.tables.x_scale)
+        layer.layer.input_group: LayerScales(layer.tables.x_factor, layer.tables.x_offset, layer.tables.x_scale)
         for layer in made.layers.values()
     }
     layers, modes = [], {}

@@ -33,7 +33,7 @@ from trtconvert.calib.data import BadSamples, CalibrationData, batches_of, open_
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver
 from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
-from trtconvert.calib.layer_observer import LayerObserver, LayerRows, changes_of
+from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
 from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated, modiff_patterns
 from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
@@ -78,7 +78,7 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
         finder.layers(), layers.include, layers.exclude, layers.min_rows, layers.kinds, few_rows=layers.few_rows
     )
     for pattern in modiff_patterns(layers):
-        if not modulated_sources(converted, layers.model_copy(update={"modiff": [pattern]})):
+        if not modulated_groups(converted, layers.model_copy(update={"modiff": [pattern]})):
             able = [layer.name for layer in converted if not layer.weight_only]
             raise UserError(
                 f"the pattern '{pattern}' of layers.modiff matches no layer with INT8 activations"
@@ -163,7 +163,7 @@ def calibrate(
         UserError: the data does not fit, or there is none; NaN or Inf at a site.
         RankLost: another process has ended.
     """
-    modulated = modulated_sources(layers, of_layers or LayersSection())
+    modulated = modulated_groups(layers, of_layers or LayersSection())
     if modulated:
         refuse_without_order(section)
     shards, bad = Shards(work), BadSamples(skip_bad)
@@ -175,10 +175,10 @@ def calibrate(
 
     observer = RangeObserver([site.name for site in sites], model.timestep_max, section.bins)
     layer_observer = LayerObserver(
-        {layer.source for layer in layers},
+        {layer.input_group for layer in layers},
         model.timestep_max,
         section.bins,
-        changes=modulated,
+        deltas=modulated,
         falls=model.timesteps_fall,
     )
     sparse = [site for site in sites if shares and not obstacle_to_blocks(site)]
@@ -288,56 +288,56 @@ def _layer_scales(
     calibration: CalibrationSection,
     shards: Shards,
 ) -> dict[str, LayerScales]:
-    """Scales of the layers' inputs, by their sources. Tied layers have no factors, which would be another weight for each."""
+    """Scales of the layers' inputs, by input group. Tied layers have no factors, which would be another weight for each."""
     readers: dict[str, list[Layer]] = {}
     for layer in layers:
-        readers.setdefault(layer.source, []).append(layer)
-    tensors, modulated = model_tensors(model.denoiser), modulated_sources(layers, section)
+        readers.setdefault(layer.input_group, []).append(layer)
+    tensors, modulated = model_tensors(model.denoiser), modulated_groups(layers, section)
     device = model.device
     users: dict[TensorRef, set[str]] = {}
     for layer in layers:
-        users.setdefault(layer.weight, set()).add(layer.source)
+        users.setdefault(layer.weight, set()).add(layer.input_group)
     return {
-        source: choose_scales(
-            of_source,
-            shards.layer(source).to(device),
+        input_group: choose_scales(
+            of_group,
+            shards.layer(input_group).to(device),
             tensors,
             calibration.bins,
             statistic=section.scales,
             percentile=calibration.percentile,
             offsets=section.offsets,
-            equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_source),
-            changes=_changes(shards, source).to(device) if source in modulated else None,
+            equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_group),
+            deltas=_deltas(shards, input_group).to(device) if input_group in modulated else None,
         )
-        for source, of_source in readers.items()
+        for input_group, of_group in readers.items()
     }
 
 
-def _changes(shards: Shards, source: str) -> LayerRows:
+def _deltas(shards: Shards, input_group: str) -> LayerRows:
     """
     Raises:
         UserError: none was seen.
     """
     try:
-        return shards.layer(changes_of(source))
+        return shards.layer(deltas_of(input_group))
     except KeyError as error:
         raise UserError(
-            f"{source} was called in no two steps that follow each other",
+            f"{input_group} was called in no two steps that follow each other",
             expected="samples that are denoised step by step, in the same sizes",
             got="calls that do not go on from each other",
             remedy="raise calibration.steps; or leave the layer out of layers.modiff by patterns of the others",
         ) from error
 
 
-def modulated_sources(layers: Iterable[Layer], section: LayersSection) -> set[str]:
-    """The sources of the layers whose changes from step to step a recipe asks for, see `is_modulated`."""
-    return {layer.source for layer in layers if is_modulated(layer, section)}
+def modulated_groups(layers: Iterable[Layer], section: LayersSection) -> set[str]:
+    """The input groups of the layers whose deltas from step to step a recipe asks for, see `is_modulated`."""
+    return {layer.input_group for layer in layers if is_modulated(layer, section)}
 
 
 def refuse_without_order(section: CalibrationSection) -> None:
     """
     Raises:
-        UserError: the data has no steps that follow each other, so that changes from step to step cannot be seen.
+        UserError: the data has no steps that follow each other, so that deltas from step to step cannot be seen.
     """
     kind = data_kind(section.data)
     problem = "" if kind in (Kind.DENOISE, Kind.PROMPTS) else f"calibration.data: {kind}"
@@ -426,7 +426,7 @@ def taken(
     """A calibration from a file, for the given sites and layers.
 
     Args:
-        modulated: sources of layers whose changes from step to step are quantised.
+        modulated: input groups of layers whose deltas from step to step are quantised.
         shares: of attention that may be lost, of which block masks are needed.
 
     Raises:
@@ -460,8 +460,8 @@ def taken(
     for site in sites:
         sizes = {"heads": site.heads, "kv_heads": site.kv_heads, "head_dim": site.head_dim}
         refuse_flaw(path, site.name, flaw(loaded.tables[site.name], bins, **sizes))
-    channels = {layer.source: layer.in_channels for layer in layers}
-    if missing := [source for source in channels if source not in loaded.layers]:
+    channels = {layer.input_group: layer.in_channels for layer in layers}
+    if missing := [input_group for input_group in channels if input_group not in loaded.layers]:
         raise UserError(
             f"{path} lacks the ranges of layers",
             expected=", ".join(missing),
@@ -469,19 +469,19 @@ def taken(
             or "attention alone: it was made before there were INT8 layers, or with layers.modes: off",
             remedy="calibrate again, set layers.modes to off in the recipe, or exclude them with layers.exclude",
         )
-    for source, count in channels.items():
-        refuse_flaw(path, source, loaded.layers[source].flaw(count, bins), of_layer=True)
-    lacking = [source for source in sorted(modulated) if loaded.layers[source].change_scale is None]
+    for input_group, count in channels.items():
+        refuse_flaw(path, input_group, loaded.layers[input_group].flaw(count, bins), of_layer=True)
+    lacking = [input_group for input_group in sorted(modulated) if loaded.layers[input_group].change_scale is None]
     if lacking:
         raise UserError(
-            f"{path} lacks the scales of changes from step to step",
+            f"{path} lacks the scales of deltas from step to step",
             expected="those of " + several(lacking, 3) + ", which layers.modiff needs",
             got="scales of whole activations alone",
             remedy="calibrate again with layers.modiff in the recipe, or set it to false",
         )
-    if moved := [source for source in sorted(modulated) if loaded.layers[source].x_offset.any()]:
+    if moved := [input_group for input_group in sorted(modulated) if loaded.layers[input_group].x_offset.any()]:
         raise UserError(
-            f"{path} has offsets of layers, which changes have not",
+            f"{path} has offsets of layers, which deltas have not",
             expected="a calibration that was made with layers.modiff, and so without layers.offsets",
             got=f"offsets of {several(moved, 3)}",
             remedy="calibrate again with layers.modiff in the recipe, or set it to false",
@@ -493,7 +493,7 @@ def taken(
         made,
         {name: loaded.outliers[name] for name in names if name in loaded.outliers},
         {name: loaded.magnitudes[name] for name in names if name in loaded.magnitudes},
-        {source: loaded.layers[source] for source in channels},
+        {input_group: loaded.layers[input_group] for input_group in channels},
         loaded.inputs,
         {site.name: loaded.blocks[site.name] for site in sparse},
     )

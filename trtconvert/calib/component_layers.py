@@ -29,7 +29,7 @@ from trtconvert.linear.sites import (
     layer_hooks,
     model_tensors,
     select_layers,
-    with_sources_among,
+    with_input_groups_among,
 )
 from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import LayersSection
@@ -82,12 +82,12 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
             got="; ".join(reasons) or "no layer at all",
             remedy=f"set components.{source.name}.layers to exact",
         )
-    observer = LayerObserver({layer.source for layer in chosen}, 1.0, 1, rows=ROWS)
+    observer = LayerObserver({layer.input_group for layer in chosen}, 1.0, 1, rows=ROWS)
     _run(source, observer)
     seen, tensors = observer.finish(), model_tensors(source.module)
     readers: dict[str, list[Layer]] = {}
     for layer in chosen:
-        readers.setdefault(layer.source, []).append(layer)
+        readers.setdefault(layer.input_group, []).append(layer)
     scales: dict[str, LayerScales] = {
         name: choose_scales(
             layers,
@@ -117,7 +117,9 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
                 for layer in chosen
                 if layer.name not in in_int8
             ]
-            converted = {layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in with_sources_among(kept)}
+            converted = {
+                layer.name: ConvertedLayer(layer, tables[layer.name]) for layer in with_input_groups_among(kept)
+            }
             return ComponentLayers(converted, left + worse, error)
     raise GateError(
         f"gate missed: no layer of {source.name} can be INT8 within the error limit of components",

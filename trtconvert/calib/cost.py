@@ -162,7 +162,7 @@ class KernelCost:
             candidates: what the plan may choose; the times of these must be there, beside those of `ALWAYS_MEASURED`.
             layer_candidates: likewise of layers, 16 bits among them.
             masks: whether the plan may choose block masks, of which there must be times too; caches: likewise layers that
-                quantise changes, whose caches are priced by the memory's bandwidth; of_convs: likewise convolutions.
+                quantise deltas, whose caches are priced by the memory's bandwidth; of_convs: likewise convolutions.
         Raises:
             UserError: not such a file, or one that lacks a mode at some head size, or of layers, or block masks, or bandwidth,
                 or convolutions.
@@ -278,7 +278,7 @@ class KernelCost:
         return _interpolated(flops(layer, batch), points)
 
     def modulated_seconds(self, layer: Layer, batch: int, bytes_each: int) -> float:
-        """Time of one call of a layer that quantises changes: of its static mode, and of reading and writing its caches, one
+        """Time of one call of a layer that quantises deltas: of its static mode, and of reading and writing its caches, one
         number for each that it reads and gives. Infinite where nobody knows.
 
         Args:

@@ -77,7 +77,7 @@ def fixed_plans(
     of_layers = everywhere([unit for unit in units if unit.kind == "layer"])
     layers = {"": Choice(LayerMode.EXACT)}
     for choice in [x for x in of_layers if not x.exact and not x.delta][-1:] + [x for x in of_layers if x.delta]:
-        layers[f", layers {choice.mode.name.lower()}" + " by changes" * choice.delta] = choice
+        layers[f", layers {choice.mode.name.lower()}" + " by deltas" * choice.delta] = choice
     plans = {name + suffix: (row, layer) for suffix, layer in layers.items() for name, row in rows.items()}
     allowed = [choice for choice in modes if not any(choice in site.compared for site in sites)]
     fastest = min(allowed, key=lambda choice: sum(float(times[site][choice][0]) for site in sites))

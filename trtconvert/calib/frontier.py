@@ -36,7 +36,7 @@ class PlanPoint(_Record):
         allowed: whether it has no other modes than the search may choose.
         int8_values: share of sites and denoising steps whose second product is INT8 too.
         modes: site: `Mode` per timestep bin.
-        layers: layer: `LayerMode` per timestep bin, where the search decided about layers. modulated: those that quantise changes
+        layers: layer: `LayerMode` per timestep bin, where the search decided about layers. modulated: those that quantise deltas
             from step to step (MoDiff), where it decided about that too.
         sparse: site: the share of its attention that may be lost per timestep bin, 0 where it has all its blocks; of the sites
             that have block masks. density: share of the blocks of all sites and denoising steps that is computed.

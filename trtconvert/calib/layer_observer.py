@@ -56,8 +56,8 @@ class LayerRows:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def changes_of(layer: str) -> str:
-    """What the changes of a layer's input are called among the layers that were observed."""
+def deltas_of(layer: str) -> str:
+    """What the deltas of a layer's input are called among the layers that were observed."""
     return f"changes of {layer}"
 
 
@@ -79,7 +79,7 @@ class LayerObserver:
         layers: to observe: one of those that read the same tensor.
         timestep_max, bins: see `timestep_bin`.
         rows: S, whole rows that are kept of each call and timestep bin.
-        changes: layers among them of which the changes from one denoising step to the next are recorded too, under `changes_of`
+        deltas: layers among them of which the deltas from one denoising step to the next are recorded too, under `deltas_of`
             the name.
         falls: timesteps fall while a sample is denoised. A call of other samples, or that does not go on, begins anew.
     """
@@ -91,11 +91,11 @@ class LayerObserver:
         bins: int,
         rows: int = ROWS,
         *,
-        changes: Collection[str] = (),
+        deltas: Collection[str] = (),
         falls: bool = True,
     ) -> None:
         self._layers, self._timestep_max, self._bins, self._rows = frozenset(layers), timestep_max, bins, rows
-        self._changes, self._direction = frozenset(changes), 1 if falls else -1
+        self._deltas, self._direction = frozenset(deltas), 1 if falls else -1
         self.notes: Notes[_Seen] = Notes()
         self._turns: dict[str, Tensor] = {}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}  # timesteps, and what was read at them
@@ -105,12 +105,12 @@ class LayerObserver:
             x = call.x.movedim(1, -1) if call.kind == "conv" else call.x
             x = x.reshape(len(call.timestep), -1, x.shape[-1])  # [B, rows, K]
             self._add(call.name, call.timestep, x)
-            if call.name in self._changes:
+            if call.name in self._deltas:
                 timestep, before = self._before.get(call.name, (call.timestep, None))
                 if before is not None and before.shape == x.shape:
                     moved = (timestep - call.timestep) * self._direction
                     if bool((moved > 0).all()):
-                        self._add(changes_of(call.name), call.timestep, x - before)
+                        self._add(deltas_of(call.name), call.timestep, x - before)
                 self._before[call.name] = call.timestep.clone(), x.clone()
         return call.exact()
 

@@ -61,7 +61,7 @@ class SearchedLayers:
     Attributes:
         groups: units about which it decides, each with its layers, which read one tensor.
         stated: decisions about the others.
-        int8: all of them in INT8, with the scales of those that may quantise changes.
+        int8: all of them in INT8, with the scales of those that may quantise deltas.
     """
 
     groups: dict[Unit, list[Layer]]
@@ -82,15 +82,15 @@ class SearchedLayers:
         Args:
             layers: to convert; allowed: the modes that the search may choose, none where the recipe states them all.
             slow: names of layers that are no faster in INT8. They stay in 16 bits where the search would choose, unless they may
-                quantise changes.
+                quantise deltas.
         """
-        change_scales = {
+        delta_scales = {
             layer.name: scale
             for layer in layers
-            if section.modiff == "auto" and (scale := calibration.layers[layer.source].change_scale) is not None
+            if section.modiff == "auto" and (scale := calibration.layers[layer.input_group].change_scale) is not None
         }
         auto = section.modes == "auto"
-        exact = [layer.name for layer in layers if auto and layer.name in slow and layer.name not in change_scales]
+        exact = [layer.name for layer in layers if auto and layer.name in slow and layer.name not in delta_scales]
         layers = [layer for layer in layers if layer.name not in exact]
         stated = stated_layers(section, layers, bins)
         modes = {name: decision.modes for name, decision in stated.items()}
@@ -98,17 +98,17 @@ class SearchedLayers:
         readers: dict[str, list[Layer]] = {}
         for layer in layers:
             if auto and not layer.weight_only:
-                readers.setdefault(layer.source, []).append(layer)
+                readers.setdefault(layer.input_group, []).append(layer)
                 del stated[layer.name]
         groups = {}
-        for source, members in readers.items():
+        for input_group, members in readers.items():
             names = tuple(layer.name for layer in members)
             in_int8 = sorted({_mode_of(members[0], mode) for mode in allowed if mode != LayerMode.EXACT})
-            by_changes = [Choice(LayerMode.STATIC, delta=True)] if names[0] in change_scales else []
-            choices = (Choice(LayerMode.EXACT), *map(Choice, in_int8), *by_changes)
-            groups[Unit("layer", source, names, choices)] = members
+            by_deltas = [Choice(LayerMode.STATIC, delta=True)] if names[0] in delta_scales else []
+            choices = (Choice(LayerMode.EXACT), *map(Choice, in_int8), *by_deltas)
+            groups[Unit("layer", input_group, names, choices)] = members
         return SearchedLayers(
             groups,
             stated | dict.fromkeys(exact, Decision((Choice(LayerMode.EXACT),) * bins)),
-            Int8Layers(tables, model.timestep_max, change_scales, model.timesteps_fall),
+            Int8Layers(tables, model.timestep_max, delta_scales, model.timesteps_fall),
         )

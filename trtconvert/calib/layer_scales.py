@@ -40,8 +40,8 @@ FACTOR_GAIN, OFFSET_GAIN = 0.9, 0.9
 """Of the error without them: what factors and offsets have to come to. In front of a fused product each is one more
 operation on every element, so that they have to pay."""
 
-LEAST_CHANGE = 2.0**-12
-"""Of the largest scale of whole activations: finer steps of changes FP16 does not have, nor the ratio of the two. What does not
+LEAST_DELTA = 2.0**-12
+"""Of the largest scale of whole activations: finer steps of deltas FP16 does not have, nor the ratio of the two. What does not
 change from step to step, as the tokens of a prompt, has these."""
 
 MOST_NUMBERS = 2**25
@@ -57,7 +57,7 @@ class LayerScales:
 
     Attributes:
         x_factor, x_offset, x_scale: as in `LayerTables`.
-        change_scale: [T] of the changes of x̂ from step to step, as x_scale; None where they were not observed.
+        change_scale: [T] of the deltas of x̂ from step to step, as x_scale; None where they were not observed.
     """
 
     x_factor: Tensor
@@ -78,8 +78,8 @@ class LayerScales:
                 return f"{name} of {list(tensor.shape)} {tensor.dtype}, where FP32 {list(shape)} is needed"
             if not tensor.isfinite().all() or (name != "x_offset" and (tensor <= 0).any()):
                 return f"NaN, Inf, or numbers that are not positive in {name}"
-        if self.change_scale is not None and (self.change_scale < LEAST_CHANGE * self.x_scale.max()).any():
-            return f"numbers in change_scale below {LEAST_CHANGE:g} of the largest x_scale"
+        if self.change_scale is not None and (self.change_scale < LEAST_DELTA * self.x_scale.max()).any():
+            return f"numbers in change_scale below {LEAST_DELTA:g} of the largest x_scale"
         return ""
 
 
@@ -95,7 +95,7 @@ def layer_tables(
 
     Args:
         layers: to convert.
-        scales: by the layers' sources.
+        scales: by the layers' input groups.
         modes: modes of each layer by timestep bin.
         device: where they lie; by default that of the weights.
         computed_on: where they are computed, one layer after the other; by default where they lie.
@@ -104,7 +104,7 @@ def layer_tables(
     found: dict[str, LayerTables] = {}
     stored: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
     for layer in layers:
-        of_input = scales[layer.source]
+        of_input = scales[layer.input_group]
         key = (layer.weight, of_input.x_factor.numpy().tobytes())
         own = layer.weight.of(tensors)
         there = device or own.device
@@ -125,12 +125,12 @@ def layer_tables(
 
 
 def modiff_patterns(section: LayersSection) -> list[str]:
-    """Of the layers whose changes are calibrated."""
+    """Of the layers whose deltas are calibrated."""
     return section.modiff if isinstance(section.modiff, list) else ["*"] if section.modiff else []
 
 
 def is_modulated(layer: Layer, section: LayersSection) -> bool:
-    """Whether a recipe asks for the changes of a layer's input from step to step (MoDiff), or lets the plan choose them."""
+    """Whether a recipe asks for the deltas of a layer's input from step to step (MoDiff), or lets the plan choose them."""
     patterns = modiff_patterns(section)
     return not layer.weight_only and any(fnmatchcase(layer.name, pattern) for pattern in patterns)
 
@@ -145,7 +145,7 @@ def choose_scales(
     percentile: float,
     equalise: bool,
     offsets: bool,
-    changes: LayerRows | None = None,
+    deltas: LayerRows | None = None,
 ) -> LayerScales:
     """Scales for the layers that read one tensor.
 
@@ -157,7 +157,7 @@ def choose_scales(
         statistic: "least-error": the scale of least squared error; "maxima": the percentile of the calls' maxima.
         percentile: of "maxima".
         equalise: whether factors may be used; offsets: whether offsets may. Neither is where activations stay in 16 bits.
-        changes: of what they read, from step to step.
+        deltas: of what they read, from step to step.
     """
     in_16bit = all(layer.weight_only for layer in layers)
     equalise, offsets = equalise and not in_16bit, offsets and not in_16bit
@@ -190,14 +190,14 @@ def choose_scales(
     scale = torch.stack(
         [_scale_of(seen.of_bin(index), chosen, statistic, percentile / 100) for index in seen.nearest(bins)]
     )
-    of_changes = None
-    if changes is not None:
-        steps, not_moved = _Points(changes), replace(chosen, offset=torch.zeros_like(chosen.offset))
+    of_deltas = None
+    if deltas is not None:
+        steps, not_moved = _Points(deltas), replace(chosen, offset=torch.zeros_like(chosen.offset))
         found = [
             _scale_of(steps.of_bin(index), not_moved, statistic, percentile / 100) for index in steps.nearest(bins)
         ]
-        of_changes = short_scale(torch.stack(found).clamp_min(float(scale.max()) * LEAST_CHANGE)).cpu()
-    return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu(), of_changes)
+        of_deltas = short_scale(torch.stack(found).clamp_min(float(scale.max()) * LEAST_DELTA)).cpu()
+    return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu(), of_deltas)
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:

@@ -85,7 +85,7 @@ def measure_sensitivity(
     Args:
         units: of these sites and layers.
         sites: their modes do not matter.
-        layers: their modes do not matter either. Those that may quantise changes have scales of changes, and keep caches from
+        layers: their modes do not matter either. Those that may quantise deltas have scales of deltas, and keep caches from
             step to step.
         blocks: of the sites that may have block masks.
         seeds: of the samples that are drawn, one batch.

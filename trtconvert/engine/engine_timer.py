@@ -16,7 +16,7 @@ from trtconvert.bundle import Dims, TensorRecord
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError, first_line
-from trtconvert.export.changes import LAST
+from trtconvert.export.delta_caches import LAST
 from trtconvert.manifest_checks import CACHE
 
 ROTATION = 4
@@ -117,7 +117,7 @@ def denoiser_microseconds(
 ) -> float:
     """Device time of one call of a denoiser's engine in µs: the mean over timestep bins, summed over the profiles' opt shapes.
 
-    Floating-point inputs are N(0, 1), others zeros, which are valid wherever they are indices. Layers that quantise changes go on
+    Floating-point inputs are N(0, 1), others zeros, which are valid wherever they are indices. Layers that quantise deltas go on
     from a step before, as nearly all steps do, and read their caches: one set for all calls, as caches may take gigabytes.
 
     Args:

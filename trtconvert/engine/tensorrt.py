@@ -248,7 +248,7 @@ def build_engine(
         BackendUnavailable: see `load`; or the plugin library has no kernels for this GPU, and the plugin was asked for.
         TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
         UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
-            folder is full; or 16-bit layers are asked for, and layers quantise changes.
+            folder is full; or 16-bit layers are asked for, and layers quantise deltas.
     """
     import torch
 
@@ -268,7 +268,7 @@ def build_engine(
     if component.caches and (options.refittable or options.layers == "exact"):
         asked = "engine.refittable: true" if options.refittable else "engine.layers: exact"
         raise UserError(
-            "layers that quantise changes have no engine of 16-bit layers",
+            "layers that quantise deltas have no engine of 16-bit layers",
             expected="engine.refittable: false, and engine.layers: auto, plugin or native",
             got=asked,
             remedy="leave that out; or build the bundle with layers.modiff: false",
@@ -303,7 +303,7 @@ def build_engine(
         choice = choose_alone(trt, model, profiles, options, watch)
 
         def fastest(layers: LayerKind) -> ChosenEngine:
-            # Of layers that quantise changes the last kind has no plugins.
+            # Of layers that quantise deltas the last kind has no plugins.
             without = kinds[-1] if component.caches else layers
             plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}), layers=without)
             with_layers = partial(build, layers=layers)
@@ -363,11 +363,11 @@ def _layer_kinds(
     In U-Nets nearly all layers lie beside plugins, where ours are the faster; elsewhere TensorRT's, which fuse more. Refittable
     engines have ours, whose weights can be replaced, where the bundle keeps what they are quantised from.
     """
-    from trtconvert.export.lowering import can_take_changes, has_group_norms
+    from trtconvert.export.lowering import can_fuse_deltas, has_group_norms
 
     if component.caches:  # engines without these have other inputs
         lacking = _against_plugins(options)
-        ours = can_take_changes(model) and not lacking
+        ours = can_fuse_deltas(model) and not lacking
         if options.layers == "auto":
             return ["plugin", "native"] if ours else ["native"]
         if options.layers == "plugin" and not ours:
@@ -376,7 +376,7 @@ def _layer_kinds(
                 if lacking
                 else "our kernels take linear layers with FP16 caches alone"
             )
-            watch.notice(f"changes are quantised by Q/DQ: {why}")
+            watch.notice(f"deltas are quantised by Q/DQ: {why}")
         return [options.layers]
     if options.refittable:
         if not component.has_int8_layers or options.layers == "exact":
@@ -519,8 +519,14 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
     """See `lowered`; in place."""
     from trtconvert.export.lowering import (
         expand_layers,
-        has_changes,
-        lower_changes,
+        fuse_deltas,
+        fuse_few_row_layers,
+        fuse_group_norms,
+        fuse_int8_convs,
+        fuse_mixed_layers,
+        fuse_refittable_layers,
+        has_deltas,
+        lower_deltas,
         lower_to_native,
         lower_to_plugin,
         multiply_patches,
@@ -528,17 +534,11 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
         refittable_layers,
         split_modulations,
         split_products,
-        take_changes,
-        take_few_row_layers,
-        take_group_norms,
-        take_int8_convs,
-        take_mixed_layers,
-        take_refittable_layers,
     )
     from trtconvert.export.nodes.attention import attention_nodes
     from trtconvert.export.nodes.layers import layer_nodes
 
-    of_changes = has_changes(model)
+    of_deltas = has_deltas(model)
     # First: rewrites look for products.
     if options.refittable and options.layers == "plugin" and not _against_plugins(options):
         ours = refittable_layers(model, opt_sizes(profiles))
@@ -548,12 +548,12 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
         exact: bool | Collection[str] = options.layers == "exact" or options.refittable
         if not exact and options.layers == "plugin":
             exact = _convs_in_16_bits(model, options, profiles).keys()
-        in_int8 = expand_layers(model, exact=exact, offsets=options.layers == "plugin" and not of_changes)
+        in_int8 = expand_layers(model, exact=exact, offsets=options.layers == "plugin" and not of_deltas)
     # Of group norms and of linear layers there are kernels for some GPUs only.
     if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
-        take_group_norms(model)
+        fuse_group_norms(model)
         if options.layers == "plugin" and has_linear_kernel():
-            take_int8_convs(model, opt_sizes(profiles))
+            fuse_int8_convs(model, opt_sizes(profiles))
     if native:
         lower_to_native(model, native)
     if attention_nodes(model):
@@ -569,17 +569,17 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
         split_modulations(model)
         multiply_patches(model)
     elif in_int8:
-        take_refittable_layers(model, opt_sizes(profiles))
+        fuse_refittable_layers(model, opt_sizes(profiles))
     if in_int8 and not options.refittable and options.layers != "exact" and not _against_plugins(options):
-        take_few_row_layers(model, opt_sizes(profiles))
-        take_mixed_layers(model)
+        fuse_few_row_layers(model, opt_sizes(profiles))
+        fuse_mixed_layers(model)
     if options.layers == "plugin" and not _against_plugins(options):
-        take_changes(model)
+        fuse_deltas(model)
     # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits. But linear layers beside those that
-    # quantise changes are INT8 whoever computes these.
-    if options.layers != "plugin" or of_changes:
+    # quantise deltas are INT8 whoever computes these.
+    if options.layers != "plugin" or of_deltas:
         quantise_products(model)
-    lower_changes(model)
+    lower_deltas(model)
 
 
 def build_lowered(

@@ -387,7 +387,7 @@ def frontier(tried: search.Frontier) -> Frontier:
             [f"{point.figures[name]:.4g}" for name in further],
             f"{point.int8_values:.0%}",
             f"{sum(map(any, point.layers.values()))} of {len(point.layers)}"
-            + (f", {len(point.modulated)} by changes" if point.modulated else ""),
+            + (f", {len(point.modulated)} by deltas" if point.modulated else ""),
             f"{point.density:.1%}",
             point.keeps_budget,
             point.allowed,

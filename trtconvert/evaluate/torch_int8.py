@@ -13,7 +13,7 @@ from trtconvert.bundle import LayerRecord, Manifest
 from trtconvert.calib.calibration import load_of_bundle, masks_of_bundle, modes_of_bundle
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, layer_hooks, with_sources_among
+from trtconvert.linear.sites import ConvertedLayer, LayerCall, LayerFinder, layer_hooks, with_input_groups_among
 from trtconvert.models.denoiser import DenoiserInType, intercepted
 from trtconvert.models.offloading import tables_device
 from trtconvert.quant.forward import Int8Layers, Int8Sites
@@ -62,7 +62,7 @@ class TorchInt8:
         self._layers = Int8Layers(
             {name: layer.tables for name, layer in of_layers.items()},
             model.timestep_max,
-            {name: scale for name, layer in of_layers.items() if (scale := layer.change_scale) is not None},
+            {name: scale for name, layer in of_layers.items() if (scale := layer.delta_scale) is not None},
             model.timesteps_fall,
         )
         self._nonfinite = {"site": NonfiniteCounts(), "layer": NonfiniteCounts()}
@@ -75,7 +75,7 @@ class TorchInt8:
         return self._denoiser(*inputs, **named)
 
     def reset_cache(self) -> None:
-        """All samples begin anew in the next call, where layers quantise changes."""
+        """All samples begin anew in the next call, where layers quantise deltas."""
         self._layers.reset_cache()
 
     def take_nonfinite(self) -> dict[str, dict[str, int]]:
@@ -119,12 +119,12 @@ def converted_layers(
         intercepted(model, layers=finder)(**{name: x.to(device) for name, x in inputs.items()})
     # Scales have the names of the first layers that read each tensor, among all that could be INT8.
     able = {record.name for record in records if not record.reason}
-    layers = with_sources_among([layer for layer in finder.layers() if layer.name in able])
+    layers = with_input_groups_among([layer for layer in finder.layers() if layer.name in able])
     chosen, modulated = [layer for layer in layers if layer.name in modes], {r.name for r in records if r.modulated}
     tables = layer_tables(model.denoiser, chosen, scales, modes, tables_device(model, chosen))
     return {
         layer.name: ConvertedLayer(
-            layer, tables[layer.name], scales[layer.source].change_scale if layer.name in modulated else None
+            layer, tables[layer.name], scales[layer.input_group].change_scale if layer.name in modulated else None
         )
         for layer in chosen
     }

@@ -79,7 +79,7 @@ def output_sqnr(
 
     steps = min(SITE_STEPS_PER_BIN * bins, len(model.sigmas))  # a short schedule has no more
     denoiser: Denoiser = intercepted(model, attend, compute if layers.tables else None)
-    if not layers.change_scales:
+    if not layers.delta_scales:
         denoiser = graphed(model, denoiser, counts=True)
     with torch.no_grad():
         for batch in batches_of(samples, BATCH):

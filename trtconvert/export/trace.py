@@ -24,18 +24,18 @@ from trtconvert.attention.sites import Handler, SiteCall, attention_hooks
 from trtconvert.bundle import NEXT
 from trtconvert.diffusion_model import DiffusionModel, InputSpec, ModelComponent, copied_with, resized
 from trtconvert.errors import UserError, first_line
-from trtconvert.export.changes import ChangeEmitter, caches_of
+from trtconvert.export.delta_caches import DeltaEmitter, caches_of
 from trtconvert.export.lowering import fold_transposes, lower_to_function
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, OP
-from trtconvert.export.nodes.changes import modulated_layers
 from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
+from trtconvert.export.nodes.deltas import modulated_layers
 from trtconvert.export.nodes.layers import (
     BIAS_METADATA,
     CONV,
+    INPUT_GROUP_METADATA,
     LAYER_METADATA,
     LINEAR,
-    SOURCE_METADATA,
     WEIGHT_METADATA,
     check_modes,
     layer_nodes,
@@ -83,7 +83,7 @@ def trace(
 ) -> ir.Model:
     """The denoiser as an ONNX model whose converted sites are `Int8Attention` nodes with their function bodies.
 
-    Layers with a scale of changes read and write caches: behind the denoiser's own, the model has the inputs of `caches_of`, and
+    Layers with a scale of deltas read and write caches: behind the denoiser's own, the model has the inputs of `caches_of`, and
     for each an output of its name and `NEXT`.
 
     Args:
@@ -98,7 +98,7 @@ def trace(
         _check_tables(site, site_tables)
     layers = layers or {}
     for name, layer in layers.items():
-        _check_layer(name, layer.tables, layer.change_scale)
+        _check_layer(name, layer.tables, layer.delta_scale)
     caches = caches_of(model, layers, dims, dtype)
     traced = _TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches, masks or {}).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
@@ -379,12 +379,12 @@ class _TracedDenoiser(nn.Module):
             self.register_buffer(_rows_of(site), of_bin)
         self._buffers_of = {site: registered(self, site, of_site) for site, of_site in tables.items()}
         hooks = dict(attention_hooks(self._attention(options)))
-        self._caches, self._changes = caches, None
+        self._caches, self._deltas = caches, None
         if caches:
-            self._changes = ChangeEmitter(self, layers, options.timestep_max, model.timesteps_fall)
+            self._deltas = DeltaEmitter(self, layers, options.timestep_max, model.timesteps_fall)
         if layers:
             hooks |= layer_hooks(
-                LayerEmitter(self, layers, model_tensors(model.denoiser), options.timestep_max, self._changes)
+                LayerEmitter(self, layers, model_tensors(model.denoiser), options.timestep_max, self._deltas)
             )
         self._names = [spec.name for spec in model.inputs]
         self._timestep_input, self._guidance = model.timestep_input, model.guidance
@@ -396,15 +396,15 @@ class _TracedDenoiser(nn.Module):
             return guided_prediction(
                 self.intercepted, dict(zip(self._names, inputs, strict=True)), self._timestep_input, self._guidance
             )
-        if self._changes is None:
+        if self._deltas is None:
             return self.intercepted(*inputs)
         own = dict(zip(self._names, inputs, strict=False))
         given = {cache.name: x for cache, x in zip(self._caches, inputs[len(own) :], strict=True)}
         timestep = own[self._timestep_input].float().reshape(-1).expand(samples_of(own, self._timestep_input))
         timestep = place_of(self.intercepted.noise_input, timestep)
-        self._changes.begin(timestep, given)
+        self._deltas.begin(timestep, given)
         output = self.intercepted(*own.values())
-        return (output, *self._changes.caches(list(given)))
+        return (output, *self._deltas.caches(list(given)))
 
     def _attention(self, options: SiteOptions) -> Handler:
         def handler(call: SiteCall) -> Tensor:
@@ -475,7 +475,7 @@ class LayerEmitter:
         layers: to convert.
         tensors: the model's parameters and buffers by name.
         timestep_max: see `DiffusionModel`.
-        changes: emits the nodes of layers with a scale of changes; needed where there are some.
+        deltas: emits the nodes of layers with a scale of deltas; needed where there are some.
         prefix: of the names of tensors, which the state dict has not.
     """
 
@@ -485,10 +485,10 @@ class LayerEmitter:
         layers: Mapping[str, ConvertedLayer],
         tensors: Mapping[str, Tensor],
         timestep_max: float,
-        changes: ChangeEmitter | None = None,
+        deltas: DeltaEmitter | None = None,
         prefix: str = "",
     ) -> None:
-        self._module, self._layers, self._timestep_max, self._changes = module, layers, timestep_max, changes
+        self._module, self._layers, self._timestep_max, self._deltas = module, layers, timestep_max, deltas
         self._tensors, self._prefix = tensors, prefix
         tied: dict[int, str] = {}
         self._buffers = {name: registered(module, name, layer.tables, tied) for name, layer in layers.items()}
@@ -510,9 +510,9 @@ class LayerEmitter:
                 *((size + 2 * pad - kernel) // step + 1 for size, kernel, step, pad in sizes),
             )
         named = self._buffers[call.name]
-        if layer.change_scale is not None:
-            assert self._changes is not None
-            return self._changes.emit(call, layer, named, shape)
+        if layer.delta_scale is not None:
+            assert self._deltas is not None
+            return self._deltas.emit(call, layer, named, shape)
         inputs = [getattr(self._module, named[name]) for name in table_names(op)]
         timestep = [call.timestep] if len(layer.tables.modes) > 1 else []
         return torch.onnx.ops.symbolic(
@@ -524,7 +524,7 @@ class LayerEmitter:
             version=VERSION,
             metadata_props={
                 LAYER_METADATA: call.name,
-                SOURCE_METADATA: layer.layer.source,
+                INPUT_GROUP_METADATA: layer.layer.input_group,
                 **{
                     key: reference.state_name(self._tensors).removeprefix(self._prefix)
                     for key, reference in ((WEIGHT_METADATA, layer.layer.weight), (BIAS_METADATA, layer.layer.bias))
@@ -584,7 +584,7 @@ def _check_tables(site: str, tables: AttentionTables) -> None:
             )
 
 
-def _check_layer(name: str, tables: LayerTables, change_scale: Tensor | None = None) -> None:
+def _check_layer(name: str, tables: LayerTables, delta_scale: Tensor | None = None) -> None:
     problem = check_modes(tables)
     for field in ("weight_scale", "bias", "x_factor", "x_offset", "x_scale"):
         table = getattr(tables, field)
@@ -592,8 +592,8 @@ def _check_layer(name: str, tables: LayerTables, change_scale: Tensor | None = N
             problem = f"NaN or Inf in {field}"
         elif not problem and field not in ("bias", "x_offset") and not (table > 0).all():
             problem = f"a {field} that is not positive"
-    if change_scale is not None and not (change_scale.isfinite() & (change_scale > 0)).all():
-        problem = problem or "a change_scale that is not finite and positive"
+    if delta_scale is not None and not (delta_scale.isfinite() & (delta_scale > 0)).all():
+        problem = problem or "a delta_scale that is not finite and positive"
     if problem:
         raise UserError(
             f"the tables of the layer {name} cannot be used",

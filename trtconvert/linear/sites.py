@@ -97,7 +97,7 @@ class Layer:
         in_channels, out_channels: K and N.
         kernel: sizes of a convolution's, else empty.
         rows: of x, or pixels of the result, for each sample, of the sizes that it was found with.
-        source: the first layer that reads the same tensor, itself or another: they share scales, so that x is quantised once.
+        input_group: the first layer that reads the same tensor. The layers of a group share scales: x is quantised once.
         weight: where it is in the model, [N, K, *kernel]; equal for tied layers. bias: likewise.
         weight_only: its activations stay in 16 bits in every timestep bin, as its rows are few.
         normed: a group norm gives its input, perhaps through `silu`.
@@ -108,7 +108,7 @@ class Layer:
     in_channels: int
     out_channels: int
     rows: int
-    source: str
+    input_group: str
     weight: TensorRef
     bias: TensorRef | None = None
     kernel: tuple[int, ...] = ()
@@ -124,15 +124,15 @@ class ConvertedLayer:
     """A layer that becomes an INT8 one.
 
     Attributes:
-        layer: its source is among those that are converted.
+        layer: its input group is among those that are converted.
         tables: what it computes with.
-        change_scale: [T] FP32, of changes from step to step in each timestep bin, see `trtconvert.linear.changes`; None for a
+        delta_scale: [T] FP32, of deltas from step to step in each timestep bin, see `trtconvert.linear.deltas`; None for a
             layer that computes every step by itself.
     """
 
     layer: Layer
     tables: LayerTables
-    change_scale: Tensor | None = None
+    delta_scale: Tensor | None = None
 
 
 LayerHandler = Callable[[LayerCall], Tensor]
@@ -256,7 +256,7 @@ class LayerFinder:
 
     def __init__(self, model: nn.Module, moving: bool = False) -> None:
         self.found: dict[str, Layer] = {}
-        self._sources = WeakIdKeyDictionary()
+        self._input_groups = WeakIdKeyDictionary()
         self._model, self._moving = model, moving
         self._storages = self._found_storages()
         self._calls: dict[tuple[Any, ...], str] = {}
@@ -275,7 +275,7 @@ class LayerFinder:
             self._storages = self._found_storages()
         weight = self._reference(call.weight)
         if weight is not None and call.x.dim() > 0:
-            read = self._source(call)
+            read = self._input_group(call)
             batch = len(call.timestep)
             places = output.numel() // max(1, output.shape[call.channel_axis])
             bias = None if call.bias is None else self._reference(call.bias)
@@ -321,10 +321,10 @@ class LayerFinder:
             functional.silu: noted(functional.silu, False),
         }
 
-    def _source(self, call: LayerCall) -> str:
+    def _input_group(self, call: LayerCall) -> str:
         """The first layer that reads the same tensor, as it is now: what was changed in place is another one."""
         version = 0 if call.x.is_inference() else call.x._version
-        versions: dict[int, str] = self._sources.setdefault(call.x, {})  # pyright: ignore[reportAssignmentType]
+        versions: dict[int, str] = self._input_groups.setdefault(call.x, {})  # pyright: ignore[reportAssignmentType]
         return versions.setdefault(version, call.name)
 
     def _reference(self, tensor: Tensor) -> TensorRef | None:
@@ -414,7 +414,7 @@ def select_layers(
             chosen.append(layer)
     if not chosen and "linear" not in kinds:
         refuse_unfit_kinds(left, kinds)
-    return with_sources_among(chosen), left
+    return with_input_groups_among(chosen), left
 
 
 _KINDS = {"linear": "linear layers", "conv": "convolutions"}
@@ -442,10 +442,10 @@ def refuse_unfit_kinds(left: Sequence[Layer], kinds: Collection[str]) -> None:
         )
 
 
-def with_sources_among(layers: Sequence[Layer]) -> list[Layer]:
-    """Layers whose sources are among themselves: of those that read one tensor, the first that is here."""
+def with_input_groups_among(layers: Sequence[Layer]) -> list[Layer]:
+    """Layers whose input groups are among themselves: of those that read one tensor, the first that is here."""
     first: dict[str, str] = {}
-    return [replace(layer, source=first.setdefault(layer.source, layer.name)) for layer in layers]
+    return [replace(layer, input_group=first.setdefault(layer.input_group, layer.name)) for layer in layers]
 
 
 def layer_from_json(fields: dict[str, Any]) -> Layer:

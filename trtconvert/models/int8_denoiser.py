@@ -10,6 +10,6 @@ from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 def int8_denoiser(model: DiffusionModel, sites: Int8Sites, layers: Int8Layers) -> Denoiser:
     """The model's denoiser with these sites and layers in INT8, recorded in CUDA graphs where the model is on a GPU. Layers that
-    quantise changes keep caches from call to call, and are not recorded."""
+    quantise deltas keep caches from call to call, and are not recorded."""
     denoiser = intercepted(model, sites.handler(), layers.handler() if layers.tables else None)
-    return denoiser if layers.change_scales else graphed(model, denoiser)
+    return denoiser if layers.delta_scales else graphed(model, denoiser)

@@ -37,7 +37,7 @@ class LayerCalibration:
 
     Attributes:
         widths: channels of each part. codes: INT8 [N, C, …]; scale: [P, N] FP32.
-        changes: [P, T + 1, 6] FP32 quantisers of changes in T timestep bins, and of the first step.
+        changes: [P, T + 1, 6] FP32 quantisers of deltas in T timestep bins, and of the first step.
         activations: the same of whole activations, for comparisons without modulation; the last is as the one before it.
     """
 

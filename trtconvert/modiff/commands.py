@@ -87,7 +87,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
     @click.group()
     def modiff() -> None:
-        """Sample with layers that quantise the change since the step before (MoDiff), calibrated by Q-Diff.
+        """Sample with layers that quantise the delta since the step before (MoDiff), calibrated by Q-Diff.
 
         MODEL is the name of a model that ships (emoji-dit, digits-dit) or a recipe, whose `model` section is read.
         """
@@ -101,7 +101,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
     )
     @speaking
     def calibrate(model: str, weight_bits: int, act_bits: int, output: Path, out: Output, **options: Any) -> None:
-        """Round MODEL's weights and find the scales of its activations and of their changes.
+        """Round MODEL's weights and find the scales of its activations and of their deltas.
 
         `trtconvert.modiff.Calibration.load` reads the file.
         """

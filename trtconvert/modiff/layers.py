@@ -1,4 +1,4 @@
-"""Linear layers and convolutions that quantise how their inputs change from step to step; their caches are the caller's."""
+"""Linear layers and convolutions that quantise the deltas of their inputs between steps; their caches are the caller's."""
 
 from __future__ import annotations
 
@@ -134,15 +134,15 @@ class ModulatedLayer(nn.Module):
         found = torch.cat(scaled, -1)
         return (found.permute(0, 3, 1, 2) if found.dim() == 4 else found).to(self.full.weight.dtype)
 
-    def rows_at(self, timestep_bin: Tensor | None, begins: Tensor | None, batch: int) -> Tensor:
+    def rows_at(self, timestep_bin: Tensor | None, reset: Tensor | None, batch: int) -> Tensor:
         """[P, B, 6] quantisers of samples, a copy.
 
         Args:
-            timestep_bin: [B] INT64, or None: the first bin. begins: [B] bool, or None: no sample begins.
+            timestep_bin: [B] INT64, or None: the first bin. reset: [B] bool, or None: no sample is reset.
         """
         index = torch.zeros(batch, dtype=torch.long, device=self.table.device) if timestep_bin is None else timestep_bin
         first = self.table.shape[1] - 1
-        return self.table[:, index if begins is None else torch.where(begins, first, index)]
+        return self.table[:, index if reset is None else torch.where(reset, first, index)]
 
     def forward(
         self,
@@ -150,7 +150,7 @@ class ModulatedLayer(nn.Module):
         state: State | None = None,
         *,
         timestep_bin: Tensor | None = None,
-        begins: Tensor | None = None,
+        reset: Tensor | None = None,
         batch: int | None = None,
     ) -> tuple[Tensor, State | None]:
         """A step. Nothing is changed in place.
@@ -159,7 +159,7 @@ class ModulatedLayer(nn.Module):
             x: […, K], or [B, C, H, W] of a convolution; any floating-point type.
             state: of the step before; None where all samples begin.
             timestep_bin: [B], which of the table's quantisers each sample has; the first by default.
-            begins: [B] bool, samples whose first step this is; their caches are not read.
+            reset: [B] bool, samples whose first step this is; their caches are not read.
             batch: samples B, where x has several rows for each; x.shape[0] by default.
         Returns:
             […, N] or [B, N, H', W'] in x's type, and the caches; None without modulation. Where caches have x's type the first
@@ -171,8 +171,8 @@ class ModulatedLayer(nn.Module):
         if not self.settings.modulation:
             return self.step(x, self.rows_at(timestep_bin, None, count), None), None
         if state is None:
-            begins = torch.ones(count, dtype=torch.bool, device=x.device)
-        rows = self.rows_at(timestep_bin, begins, count)
+            reset = torch.ones(count, dtype=torch.bool, device=x.device)
+        rows = self.rows_at(timestep_bin, reset, count)
         if state is None:
             state = self.empty_state(x)
         else:
@@ -201,7 +201,7 @@ class ModulatedLayer(nn.Module):
             rows = products.measured(
                 flat, a_hat, rows, self.widths, settings.granularity == "tensor", settings.symmetric
             )
-        codes = products.quantise_change(flat, a_hat, rows, self.widths)
+        codes = products.quantise_delta(flat, a_hat, rows, self.widths)
         if self.simulated or not self.quantises_weights:
             return self._simulated(x, codes, rows, state)
         shape = self.output_shape(pixels)
@@ -231,7 +231,7 @@ class ModulatedLayer(nn.Module):
         return self.product_in_full(as_x, weight.to(x.dtype))
 
     def empty_state(self, x: Tensor) -> State:
-        """Caches for inputs like x; what they hold is not read before a step in which its sample begins."""
+        """Caches for inputs like x; what they hold is not read before a step in which its sample is reset."""
         dtype = self.cache_dtype(x.dtype)
         pixels = self.as_pixels(x)
         shape = x.shape if self.codes.dim() == 2 else pixels.shape
@@ -367,8 +367,8 @@ def dynamic_table(parts: int, settings: Settings, bins: int = 1) -> Tensor:
     """[P, T + 1, 6] quantisers whose scales are still to be measured."""
     one = torch.ones(parts)
     usual, first = (
-        quantiser(-one, one, bits, settings.symmetric, begins)
-        for bits, begins in ((settings.activation_bits, not settings.modulation), (first_bits(settings), True))
+        quantiser(-one, one, bits, settings.symmetric, reset)
+        for bits, reset in ((settings.activation_bits, not settings.modulation), (first_bits(settings), True))
     )
     return torch.cat([usual[:, None].expand(-1, bins, -1), first[:, None]], 1).contiguous()
 

@@ -146,7 +146,7 @@ class Modulated(nn.Module):
     """
 
     tables: Tensor
-    begins: Tensor
+    reset: Tensor
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Modulated(nn.Module):
             first += len(layer.widths)
         _replace(model, {name: held.layer.full for name, held in self.layers.items()}, self.layers)
         self.register_buffer("tables", torch.cat([layer.table for layer in layers.values()]), persistent=False)
-        self.register_buffer("begins", torch.zeros(0, dtype=torch.bool, device=self.tables.device), persistent=False)
+        self.register_buffer("reset", torch.zeros(0, dtype=torch.bool, device=self.tables.device), persistent=False)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class Modulated(nn.Module):
         else:
             index = timestep_bin(timestep.to(x.device, non_blocking=True), self.timestep_max, bins)
         if self.settings.modulation:
-            index = torch.where(self.begins, bins, index)
+            index = torch.where(self.reset, bins, index)
         for layer in self.layers.values():
             layer.calls = 0
         step.rows = self.tables.index_select(1, index)
@@ -212,7 +212,7 @@ class Modulated(nn.Module):
             output = self.model(*args, **kwargs)
         finally:
             step.rows = None
-        self.begins.fill_(False)
+        self.reset.fill_(False)
         return self._apart(output) if self.settings.modulation and self.settings.shared_outputs else output
 
     @_not_compiled
@@ -244,7 +244,7 @@ class Modulated(nn.Module):
                     got=f"{list(x.shape)} {x.dtype} on {x.device}",
                     remedy="call reset_cache() before the first step of a batch",
                 )
-            self.begins = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            self.reset = torch.ones(len(x), dtype=torch.bool, device=x.device)
             self._made_for = None
         self._fresh = False
         self._check_time(timestep)
@@ -260,7 +260,7 @@ class Modulated(nn.Module):
             return
         now = timestep.detach().float().cpu()
         if self._latest is not None and len(self._latest) == len(now):
-            moved = (now - self._latest)[~self.begins.cpu()]
+            moved = (now - self._latest)[~self.reset.cpu()]
             if self._direction and bool((moved * self._direction < 0).any()):
                 sample = int((moved * self._direction < 0).nonzero()[0])
                 raise UserError(
@@ -268,7 +268,7 @@ class Modulated(nn.Module):
                     expected=f"timesteps that {'rise' if self._direction > 0 else 'fall'}, as in the steps before",
                     got=f"{float(now[sample]):g} after {float(self._latest[sample]):g} of sample {sample}",
                     remedy="call reset_cache() before a new trajectory; or Settings(check_timesteps=False) for a sampler that "
-                    "goes to and fro: caches follow it, with larger changes than were calibrated",
+                    "goes to and fro: caches follow it, with larger deltas than were calibrated",
                 )
             if not self._direction and bool(moved.any()):
                 self._direction = 1 if float(moved[moved != 0][0]) > 0 else -1
@@ -295,18 +295,18 @@ class Modulated(nn.Module):
         """
         if samples is None:
             self._fresh, self._latest, self._direction = True, None, 0
-            self.begins.fill_(True)
+            self.reset.fill_(True)
             return
-        chosen = torch.as_tensor(samples, device=self.begins.device)
-        fits = chosen.shape == self.begins.shape if chosen.dtype == torch.bool else True
+        chosen = torch.as_tensor(samples, device=self.reset.device)
+        fits = chosen.shape == self.reset.shape if chosen.dtype == torch.bool else True
         try:
             if not fits:
                 raise IndexError(f"a mask of {list(chosen.shape)}")
-            self.begins[chosen if chosen.dtype == torch.bool else chosen.long()] = True
+            self.reset[chosen if chosen.dtype == torch.bool else chosen.long()] = True
         except (IndexError, RuntimeError) as error:
             raise UserError(
                 "there are no such samples to begin",
-                expected=f"a mask or indices of the {len(self.begins)} samples of the step before",
+                expected=f"a mask or indices of the {len(self.reset)} samples of the step before",
                 got=str(error),
                 remedy="reset_cache() for a new batch",
             ) from error
@@ -364,7 +364,7 @@ class Modulated(nn.Module):
         for held in self.layers.values():
             for call, state in enumerate(held.states):
                 held.set_state(call, state)
-        self.begins.fill_(False)
+        self.reset.fill_(False)
         self._fresh, self._latest = False, None
 
     def check_caches(self) -> None:
@@ -374,7 +374,7 @@ class Modulated(nn.Module):
             UserError: NaN or Inf is in a cache of a sample that does not begin.
         """
         for name, cache in self.named_states():
-            _require_finite(name, cache[~self.begins] if len(cache) == len(self.begins) else cache)
+            _require_finite(name, cache[~self.reset] if len(cache) == len(self.reset) else cache)
 
     def _require_states(self) -> None:
         if not any(held.states for held in self.layers.values()):

@@ -18,13 +18,13 @@ from trtconvert.modiff import reference
 from trtconvert.modiff.reference import Geometry, Weight
 
 
-def quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
-    """`reference.quantise_change` by the fastest there is."""
+def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """`reference.quantise_delta` by the fastest there is."""
     if torch.compiler.is_compiling():
         if a_hat is None:
             return _quantise_operator(x, rows, list(widths))
-        return _change_operator(x, a_hat, rows, list(widths))
-    return _quantise_change(x, a_hat, rows, widths)
+        return _delta_operator(x, a_hat, rows, list(widths))
+    return _quantise_delta(x, a_hat, rows, widths)
 
 
 def add_product(
@@ -51,17 +51,17 @@ def measured(
     """`reference.measured` by the fastest there is."""
     if not torch.compiler.is_compiling() and (triton := _triton(x)) is not None:
         with torch.cuda.device(x.device):
-            bounds = triton.bounds_of_change(x, a_hat, rows, widths)
+            bounds = triton.delta_bounds(x, a_hat, rows, widths)
         return reference.of_bounds(bounds, rows, together, symmetric)
     return reference.measured(x, a_hat, rows, widths, together, symmetric)
 
 
-def _quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+def _quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
     triton = _triton(x)
     if triton is None:
-        return reference.quantise_change(x, a_hat, rows, widths)
+        return reference.quantise_delta(x, a_hat, rows, widths)
     with torch.cuda.device(x.device):  # Triton launches on the current one
-        return triton.quantise_change(x, a_hat, rows, widths)
+        return triton.quantise_delta(x, a_hat, rows, widths)
 
 
 def _add_product(
@@ -88,19 +88,19 @@ def _kernels() -> ModuleType | None:
     return importlib.import_module("trtconvert.modiff.triton_kernels")
 
 
-@torch.library.custom_op("trtconvert::modiff_change", mutates_args=("a_hat", "rows"))
-def _change_operator(x: Tensor, a_hat: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
-    return _quantise_change(x, a_hat, rows, widths)
+@torch.library.custom_op("trtconvert::modiff_delta", mutates_args=("a_hat", "rows"))
+def _delta_operator(x: Tensor, a_hat: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+    return _quantise_delta(x, a_hat, rows, widths)
 
 
-@_change_operator.register_fake
+@_delta_operator.register_fake
 def _(x: Tensor, a_hat: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
     return torch.empty_like(x, dtype=torch.int8)
 
 
 @torch.library.custom_op("trtconvert::modiff_quantise", mutates_args=("rows",))
 def _quantise_operator(x: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
-    return _quantise_change(x, None, rows, widths)
+    return _quantise_delta(x, None, rows, widths)
 
 
 @_quantise_operator.register_fake

@@ -1,7 +1,7 @@
 """Q-Diff's calibration of modulated layers: on a model's own trajectory, step by step.
 
 Weights first, block by block in the order in which they run, each fed with what the quantised ones before it give; then the
-scales of activations and of their changes since the step before. Source: Li et al. 2023 (arXiv 2302.04304); MoDiff takes changes
+scales of activations and of their deltas since the step before. Source: Li et al. 2023 (arXiv 2302.04304); MoDiff takes deltas
 in the place of activations.
 """
 
@@ -41,27 +41,27 @@ _IDENTITY = "calibration.json"
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """What a denoiser is called with in a step."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-Trajectory = Sequence[Call]
+Trajectory = Sequence[RecordedCall]
 """The calls of a denoiser that turn one batch of noise into images, in order."""
 
 
-def record(model: nn.Module, sample: Callable[[Callable[..., Any]], object]) -> list[Call]:
+def record(model: nn.Module, sample: Callable[[Callable[..., Any]], object]) -> list[RecordedCall]:
     """A trajectory of a model in full precision.
 
     Args:
         sample: draws one batch with the denoiser that it is given, which is the model but for that its calls are kept.
     """
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
 
     def denoiser(*args: Any, **kwargs: Any) -> Any:
-        calls.append(Call(pytree.tree_map(_copied, args), pytree.tree_map(_copied, kwargs)))
+        calls.append(RecordedCall(pytree.tree_map(_copied, args), pytree.tree_map(_copied, kwargs)))
         return model(*args, **kwargs)
 
     sample(denoiser)
@@ -185,7 +185,7 @@ def calibrate(
     return Calibration(settings, digest(model), timestep, timestep_max, tuple(times), str(rounding), calibrated)
 
 
-def _timesteps(call: Call, names: Sequence[str], timestep_input: str | None) -> list[float]:
+def _timesteps(call: RecordedCall, names: Sequence[str], timestep_input: str | None) -> list[float]:
     _, timestep = batch_and_timestep(names, timestep_input, call.args, call.kwargs)
     return [] if timestep is None else timestep.float().tolist()
 
@@ -193,7 +193,7 @@ def _timesteps(call: Call, names: Sequence[str], timestep_input: str | None) -> 
 def _in_order(
     model: nn.Module,
     chosen: Mapping[str, nn.Module],
-    call: Call,
+    call: RecordedCall,
     settings: Settings,
     names: Sequence[str],
     timestep: str | None,
@@ -274,7 +274,7 @@ def _units(
 
 def _round(
     model: nn.Module, name: str, members: Sequence[str], layers: Mapping[str, nn.Module], grids: Mapping[str, Grid],
-    widths: Mapping[str, Sequence[int]], calls: Sequence[Call], put: Callable[[str, Tensor | None], None],
+    widths: Mapping[str, Sequence[int]], calls: Sequence[RecordedCall], put: Callable[[str, Tensor | None], None],
     codes: Mapping[str, Tensor], how: AdaRound, seed: int,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Codes of a unit's layers, those of the units before it being known."""
@@ -306,7 +306,7 @@ class _Reached(Exception):
 
 
 def _calls_of(
-    model: nn.Module, unit: nn.Module, calls: Sequence[Call]
+    model: nn.Module, unit: nn.Module, calls: Sequence[RecordedCall]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any], Tensor]]:
     """What a unit is given and gives in calls of the model."""
     seen: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
@@ -332,14 +332,14 @@ def _scales(
     settings: Settings, names: Sequence[str], timestep_input: str | None, timestep_max: float, seed: int,
     said: Callable[[str, int, int], None],
 ) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
-    """Tables of quantisers of changes and of whole activations, [P, T + 1, 6] each, by layer."""
+    """Tables of quantisers of deltas and of whole activations, [P, T + 1, 6] each, by layer."""
     generator = torch.Generator().manual_seed(seed)
     bins = settings.bins
     seen: dict[tuple[str, int, str, int], Seen] = {}  # layer, part, kind, bin
     before: dict[str, list[Tensor]] = {}
     calls: dict[str, int] = {}
     ends: list[tuple[str, Tensor]] = []  # the least and the largest of what layers read in a step
-    place: tuple[int, bool] = (0, True)  # the step's bin, and whether a trajectory begins
+    place: tuple[int, bool] = (0, True)  # the step's bin, and whether a trajectory starts
 
     def add(name: str, kind: str, at: int, x: Tensor) -> list[Tensor]:
         axis = 1 if x.dim() == 4 and isinstance(layers[name], nn.Conv2d) else -1
@@ -351,12 +351,12 @@ def _scales(
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def see(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].detach()
-            at, begins = place
+            at, reset = place
             call = calls.get(name, 0)
             calls[name] = call + 1
             held = before.setdefault(name, [])
             ends.extend((name, each) for each in add(name, "activations", at, x))
-            if begins or call >= len(held) or held[call].shape != x.shape:
+            if reset or call >= len(held) or held[call].shape != x.shape:
                 add(name, "first", 0, x)
                 held[call:] = [x.clone()]
             else:
@@ -381,18 +381,18 @@ def _scales(
             for each in seen.values():
                 each.settle()
 
-    def row(name: str, part: int, kind: str, at: int, bits: int, begins: bool) -> Tensor:
+    def row(name: str, part: int, kind: str, at: int, bits: int, reset: bool) -> Tensor:
         near = sorted((b for n, p, k, b in seen if (n, p, k) == (name, part, kind)), key=lambda b: (abs(b - at), b))
-        if not near:  # one step alone has no change: that of a whole activation will not be clipped
-            return row(name, part, "activations", at, bits, begins)
+        if not near:  # one step alone has no delta: that of a whole activation will not be clipped
+            return row(name, part, "activations", at, bits, reset)
         key = (name, part, kind, near[0])
-        return least_error(seen[key], bits, settings.symmetric, begins, kind == "changes", generator)
+        return least_error(seen[key], bits, settings.symmetric, reset, kind == "changes", generator)
 
     def table(name: str, kind: str, usual: int, first: int) -> Tensor:
-        begins = kind != "changes"
+        reset = kind != "changes"
         return torch.stack([
             torch.stack([
-                *(row(name, part, kind, at, usual, begins) for at in range(bins)),
+                *(row(name, part, kind, at, usual, reset) for at in range(bins)),
                 row(name, part, "first", 0, first, True),
             ])
             for part in range(len(widths[name]))

@@ -27,9 +27,9 @@ from torch.nn import functional as F
 
 from trtconvert.linear.reference import TINY_SCALE
 
-SCALE, LOW, HIGH, ZERO, BEGINS, PRODUCT = range(6)
+SCALE, LOW, HIGH, ZERO, RESET, PRODUCT = range(6)
 """Columns of a quantiser: s; the least and the largest c; z; whether the rows begin (1, 0); and s again, which is NaN after
-`quantise_change` has met NaN or Inf in the rows: their products are NaN then, whatever their codes are."""
+`quantise_delta` has met NaN or Inf in the rows: their products are NaN then, whatever their codes are."""
 COLUMNS = 6
 
 _EXACT = 2**24
@@ -73,7 +73,7 @@ def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
     return (1 - half if symmetric else -half), half - 1
 
 
-def quantiser(low: Tensor, high: Tensor, bits: int, symmetric: bool, begins: bool) -> Tensor:
+def quantiser(low: Tensor, high: Tensor, bits: int, symmetric: bool, reset: bool) -> Tensor:
     """The quantisers whose codes reach from `low` to `high`, or as far on either side as the farther of them.
 
     Args:
@@ -81,11 +81,11 @@ def quantiser(low: Tensor, high: Tensor, bits: int, symmetric: bool, begins: boo
     Returns:
         […, 6] FP32. Zero is always a code.
     """
-    least, most, begin = (torch.full_like(low, float(value)) for value in (*code_range(bits, symmetric), begins))
+    least, most, begin = (torch.full_like(low, float(value)) for value in (*code_range(bits, symmetric), reset))
     return _reaching(low, high, least, most, begin, symmetric)
 
 
-def _reaching(low: Tensor, high: Tensor, least: Tensor, most: Tensor, begins: Tensor, symmetric: bool) -> Tensor:
+def _reaching(low: Tensor, high: Tensor, least: Tensor, most: Tensor, reset: Tensor, symmetric: bool) -> Tensor:
     """Quantisers [..., 6] whose codes `least` to `most` reach from `low` to `high`; all of one shape."""
     if symmetric:
         scale, zero = torch.maximum(high, -low) / most, torch.zeros_like(low)
@@ -93,7 +93,7 @@ def _reaching(low: Tensor, high: Tensor, least: Tensor, most: Tensor, begins: Te
         scale = (high - low) / (most - least)
         zero = torch.clamp((least - low / scale.clamp_min(TINY_SCALE)).round(), least, most)
     scale = scale.clamp_min(TINY_SCALE)
-    return torch.stack([scale, least, most, zero, begins, scale], -1)
+    return torch.stack([scale, least, most, zero, reset, scale], -1)
 
 
 def measured(
@@ -102,15 +102,15 @@ def measured(
     """Quantisers for what is there: their range is that of a − â.
 
     Args:
-        x, a_hat, rows, widths: see `quantise_change`; of the rows the codes' range and `BEGINS` are read.
+        x, a_hat, rows, widths: see `quantise_delta`; of the rows the codes' range and `RESET` are read.
         together: the groups that begin have one scale, and the others have one.
     Returns:
         [P, G, 6] FP32.
     """
-    change = _change(x, a_hat, rows)
+    delta = _delta(x, a_hat, rows)
     groups = rows.shape[1]
     bounds = []
-    for part in change.split(list(widths), 1):
+    for part in delta.split(list(widths), 1):
         grouped = part.reshape(groups, -1)
         if grouped.shape[1]:
             bounds.append(torch.stack([grouped.amin(1).clamp_max(0), grouped.amax(1).clamp_min(0)]))
@@ -120,17 +120,17 @@ def measured(
 
 
 def of_bounds(bounds: Tensor, rows: Tensor, together: bool, symmetric: bool) -> Tensor:
-    """Quantisers with the codes' range and `BEGINS` of `rows` [P, G, 6] for changes within `bounds` [2, P, G], see `measured`."""
+    """Quantisers with the codes' range and `RESET` of `rows` [P, G, 6] for deltas within `bounds` [2, P, G], see `measured`."""
     low, high = bounds.nan_to_num(0, 0, 0)
-    begins = rows[..., BEGINS] > 0
+    reset = rows[..., RESET] > 0
     if together:
-        for mask in (begins, ~begins):
+        for mask in (reset, ~reset):
             low = torch.where(mask, low.masked_fill(~mask, 0).amin(1, keepdim=True), low)
             high = torch.where(mask, high.masked_fill(~mask, 0).amax(1, keepdim=True), high)
-    return _reaching(low, high, rows[..., LOW], rows[..., HIGH], rows[..., BEGINS], symmetric)
+    return _reaching(low, high, rows[..., LOW], rows[..., HIGH], rows[..., RESET], symmetric)
 
 
-def quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
     """c of a − â, and â with what it stands for. `a_hat` and the last column of `rows` are changed in place.
 
     Args:
@@ -139,23 +139,23 @@ def quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Seque
     Returns:
         [R, C] INT8.
     """
-    change = _change(x, a_hat, rows)
+    delta = _delta(x, a_hat, rows)
     scale, low, high, zero = (spread(rows[..., i], x.shape, widths) for i in (SCALE, LOW, HIGH, ZERO))
-    codes = torch.clamp((change.nan_to_num(0) * (1 / scale)).round() + zero, low, high)
+    codes = torch.clamp((delta.nan_to_num(0) * (1 / scale)).round() + zero, low, high)
     if a_hat is not None:
-        before = torch.where(spread(rows[..., BEGINS], x.shape, widths) > 0, 0.0, a_hat.float())
+        before = torch.where(spread(rows[..., RESET], x.shape, widths) > 0, 0.0, a_hat.float())
         # NaN stays where it came: the cache says so, see `Modulated.check_caches`.
-        a_hat.copy_(before + (codes - zero) * scale + change * 0.0)
-    finite = change.isfinite().view(rows.shape[1], -1).all(1) if len(x) else torch.ones(rows.shape[1], dtype=torch.bool)
+        a_hat.copy_(before + (codes - zero) * scale + delta * 0.0)
+    finite = delta.isfinite().view(rows.shape[1], -1).all(1) if len(x) else torch.ones(rows.shape[1], dtype=torch.bool)
     rows[..., PRODUCT].masked_fill_(~finite, torch.nan)
     return codes.to(torch.int8)
 
 
-def _change(x: Tensor, a_hat: Tensor | None, rows: Tensor) -> Tensor:
+def _delta(x: Tensor, a_hat: Tensor | None, rows: Tensor) -> Tensor:
     if a_hat is None:
         return x.float()
-    begins = rows[0, :, BEGINS].repeat_interleave(x.shape[0] // rows.shape[1])[:, None] > 0
-    return x.float() - torch.where(begins, 0.0, a_hat.float())
+    reset = rows[0, :, RESET].repeat_interleave(x.shape[0] // rows.shape[1])[:, None] > 0
+    return x.float() - torch.where(reset, 0.0, a_hat.float())
 
 
 def spread(values: Tensor, shape: torch.Size, widths: Sequence[int]) -> Tensor:
@@ -173,7 +173,7 @@ def add_product(
     """ô ← ô + Ŵ · Q in place, where rows begin bias + Ŵ · Q; and y ← ô in another type, or without a cache y ← bias + Ŵ · Q.
 
     Args:
-        codes: [B, H, W, C] INT8; rows, widths: see `quantise_change`; rows of pixels of the images.
+        codes: [B, H, W, C] INT8; rows, widths: see `quantise_delta`; rows of pixels of the images.
         o_hat, y: [B, H', W', N] of a floating-point type, at least one of them.
         shifted: whether z of any quantiser may be other than 0.
     """
@@ -183,7 +183,7 @@ def add_product(
     if weight.bias is not None:
         total = total + weight.bias
     if o_hat is not None and o_hat.numel():
-        total = torch.where(_by_pixels(rows[0, :, BEGINS], o_hat) > 0, total, o_hat.float())
+        total = torch.where(_by_pixels(rows[0, :, RESET], o_hat) > 0, total, o_hat.float())
     ends = torch.tensor(widths).cumsum(0).tolist()
     for part, (end, width) in enumerate(zip(ends, widths, strict=True)):
         channels = slice(end - width, end)

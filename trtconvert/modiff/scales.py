@@ -1,4 +1,4 @@
-"""Quantisers of least squared error, for activations and for their changes from step to step."""
+"""Quantisers of least squared error, for activations and for their deltas from step to step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from trtconvert.modiff.reference import HIGH, LOW, SCALE, ZERO, quantiser
 
 _SHARES = torch.logspace(0, -1.5, 41, 10.0)
-"""Of the range that was seen, down to a thirtieth: with 3 bits the least error clips far below the largest change."""
+"""Of the range that was seen, down to a thirtieth: with 3 bits the least error clips far below the largest delta."""
 
 VALUES = 4096
 """Numbers that are kept of what a layer reads in a bin."""
 
 _STEPS = 6
-"""Of one direction, after which errors of changes are compared."""
+"""Of one direction, after which errors of deltas are compared."""
 
 
 @dataclass
@@ -52,20 +52,20 @@ class Seen:
 
 
 def least_error(
-    seen: Seen, bits: int, symmetric: bool, begins: bool, feedback: bool, generator: torch.Generator
+    seen: Seen, bits: int, symmetric: bool, reset: bool, feedback: bool, generator: torch.Generator
 ) -> Tensor:
     """The quantiser [6] whose squared error is the least of those that clip at a share of the range.
 
     Args:
-        feedback: the numbers are changes, and a layer quantises each together with the error of the step before: a_t − â. The
+        feedback: the numbers are deltas, and a layer quantises each together with the error of the step before: a_t − â. The
             error is that after some steps, each of which changes a number by as much: trajectories are smooth, so that what is
             clipped in one step falls further behind in the next.
     """
     x = seen.sample(generator)
-    tried = quantiser(seen.low * _SHARES, seen.high * _SHARES, bits, symmetric, begins)
+    tried = quantiser(seen.low * _SHARES, seen.high * _SHARES, bits, symmetric, reset)
     scale, low, high, zero = (tried[:, column, None] for column in (SCALE, LOW, HIGH, ZERO))
     error = torch.zeros(len(_SHARES), len(x))
     for _ in range(_STEPS if feedback else 1):
-        change = x + error
-        error = change - ((change / scale).round_().add_(zero).clamp_(low, high) - zero) * scale
+        delta = x + error
+        error = delta - ((delta / scale).round_().add_(zero).clamp_(low, high) - zero) * scale
     return tried[int(error.square().mean(1).argmin())]

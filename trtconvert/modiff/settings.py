@@ -18,11 +18,11 @@ class Settings:
     """Bits, granularities, and which layers they are for.
 
     Attributes:
-        weight_bits: 4 or 8. activation_bits: 3 to 8, of what is quantised in a step: the change since the step before, or,
+        weight_bits: 4 or 8. activation_bits: 3 to 8, of what is quantised in a step: the delta since the step before, or,
             without `modulation`, the activation itself.
-        first_bits: of the activations of a sample's first step, which are quantised whole. 8 whatever the changes have: an error
+        first_bits: of the activations of a sample's first step, which are quantised whole. 8 whatever the deltas have: an error
             of the first step stays in the cache until later steps have made up for it, and one step of many costs nothing.
-        modulation: quantise changes, and add their products to a cache (MoDiff). Without it every step is quantised by itself.
+        modulation: quantise deltas, and add their products to a cache (MoDiff). Without it every step is quantised by itself.
         symmetric: activations; asymmetric ones have a zero point of their own. weight_symmetric: weights; those of 4 bits may be
             asymmetric.
         weight_granularity: a scale for each output channel, or one for the weight.

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.modiff.calibration import Calibration
+from trtconvert.modiff.graphed import Graphed
 from trtconvert.modiff.methods import METHODS
 from trtconvert.modiff.modulated import Modulated
-from trtconvert.modiff.recorded import Recorded
 from trtconvert.modiff.study import Study, Variant, told, typed_call
 from trtconvert.progress import Bar, Reporter
 
@@ -83,7 +83,7 @@ def _compiled(name: str, denoiser: nn.Module, inputs: list[Any], runs: int, stud
     compiled, modulated = torch.compile(denoiser), denoiser if isinstance(denoiser, Modulated) else None
     return [
         _row(f"{name}, torch.compile", compiled, inputs, runs, study, modulated),
-        _row(f"{name}, torch.compile, CUDA graph", Recorded(compiled), inputs, runs, study, modulated),
+        _row(f"{name}, torch.compile, CUDA graph", Graphed(compiled), inputs, runs, study, modulated),
     ]
 
 

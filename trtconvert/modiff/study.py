@@ -32,10 +32,10 @@ from trtconvert.evaluate.shards import ShardSet
 from trtconvert.files import sha256
 from trtconvert.models.denoiser import on_device
 from trtconvert.modiff.calibration import Calibration, digest
+from trtconvert.modiff.graphed import Graphed
 from trtconvert.modiff.methods import METHODS, Method
 from trtconvert.modiff.modulated import Modulated, modulate
 from trtconvert.modiff.qdiff import calibrate, record
-from trtconvert.modiff.recorded import Recorded
 from trtconvert.modiff.rounding import AdaRound
 from trtconvert.modiff.settings import Settings
 from trtconvert.progress import Bar, Reporter
@@ -233,7 +233,7 @@ class Study:
 
     def drawing(self, model: DiffusionModel) -> Callable[[Sequence[int]], Tensor]:
         """What draws the images of seeds, [N, C, H, W] in [0, 1], with a model of `prepared`."""
-        denoiser: Denoiser = Recorded(torch.compile(model.denoiser, dynamic=False)) if self.compiled else model.denoiser
+        denoiser: Denoiser = Graphed(torch.compile(model.denoiser, dynamic=False)) if self.compiled else model.denoiser
 
         def typed(*inputs: Tensor, **named: Tensor) -> Tensor:  # samplers give FP32, whatever the model computes in
             inputs, named = typed_call(model, self.dtype, inputs, named)

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from trtconvert.linear.triton_kernels import fastest
-from trtconvert.modiff.reference import BEGINS, COLUMNS, HIGH, LOW, PRODUCT, SCALE, ZERO, Geometry, Weight
+from trtconvert.modiff.reference import COLUMNS, HIGH, LOW, PRODUCT, RESET, SCALE, ZERO, Geometry, Weight
 from trtconvert.modiff.tiles import TILES, Choices, Tiles, candidates
 
-__all__ = ["TILES", "Tiles", "add_product", "bounds_of_change", "quantise_change"]
+__all__ = ["TILES", "Tiles", "add_product", "delta_bounds", "quantise_delta"]
 
 _SCALE, _LOW, _HIGH, _ZERO = tl.constexpr(SCALE), tl.constexpr(LOW), tl.constexpr(HIGH), tl.constexpr(ZERO)
-_BEGINS, _PRODUCT, _COLUMNS = tl.constexpr(BEGINS), tl.constexpr(PRODUCT), tl.constexpr(COLUMNS)
+_RESET, _PRODUCT, _COLUMNS = tl.constexpr(RESET), tl.constexpr(PRODUCT), tl.constexpr(COLUMNS)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 """Added and taken away it rounds FP32 to integers, halves to the even one."""
 _BEYOND = tl.constexpr(1024.0)
@@ -57,7 +57,7 @@ _ANY_IMAGE = (
 
 
 @triton.jit(do_not_specialize=_ANY)
-def _quantise_change(
+def _quantise_delta(
     x, a_hat, rows, q, count, channels, per_group, groups, first_width,
     CACHED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def _quantise_change(
     low = tl.load(quantiser + _LOW, inside, 0.0)[:, None]
     high = tl.load(quantiser + _HIGH, inside, 0.0)[:, None]
     zero = tl.load(quantiser + _ZERO, inside, 0.0)[:, None]
-    begins = tl.load(quantiser + _BEGINS, inside, 1.0)
+    reset = tl.load(quantiser + _RESET, inside, 1.0)
     inverse = tl.div_rn(1.0, scale)
     if PARTS == 2:
         second = quantiser + groups * _COLUMNS
@@ -82,16 +82,16 @@ def _quantise_change(
         low = tl.where(is_first, low, tl.load(second + _LOW, inside, 0.0)[:, None])
         high = tl.where(is_first, high, tl.load(second + _HIGH, inside, 0.0)[:, None])
         zero = tl.where(is_first, zero, tl.load(second + _ZERO, inside, 0.0)[:, None])
-    change = tl.load(x + at, there, 0.0).to(tl.float32)
-    before = tl.zeros_like(change)
+    delta = tl.load(x + at, there, 0.0).to(tl.float32)
+    before = tl.zeros_like(delta)
     if CACHED:
-        before = tl.load(a_hat + at, there & (begins == 0.0)[:, None], 0.0).to(tl.float32)
-        change -= before
-    known = tl.where(change == change, change, 0.0)
+        before = tl.load(a_hat + at, there & (reset == 0.0)[:, None], 0.0).to(tl.float32)
+        delta -= before
+    known = tl.where(delta == delta, delta, 0.0)
     steps = tl.clamp(known * inverse, -_BEYOND, _BEYOND)
     code = tl.clamp(((steps + _ROUNDING) - _ROUNDING) + zero, low, high)
     tl.store(q + at, code.to(tl.int8), there)
-    spoilt = change * 0.0  # NaN of NaN and Inf
+    spoilt = delta * 0.0  # NaN of NaN and Inf
     if CACHED:
         tl.store(a_hat + at, (before + (code - zero) * scale + spoilt).to(a_hat.dtype.element_ty), there)
     bad = tl.sum(tl.where(there, spoilt, 0.0), 1)
@@ -114,19 +114,19 @@ def _bounds(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     group = row // per_group
-    begins = tl.load(rows + group * _COLUMNS + _BEGINS, inside, 1.0)
+    reset = tl.load(rows + group * _COLUMNS + _RESET, inside, 1.0)
     least = tl.zeros((ROWS,), tl.float32)
     most = tl.zeros((ROWS,), tl.float32)
     for left in range(start, end, WIDTH):
         column = left + tl.arange(0, WIDTH)
         there = inside[:, None] & (column < end)[None, :]
         at = row.to(tl.int64)[:, None] * channels + column[None, :]
-        change = tl.load(x + at, there, 0.0).to(tl.float32)
+        delta = tl.load(x + at, there, 0.0).to(tl.float32)
         if CACHED:
-            change -= tl.load(a_hat + at, there & (begins == 0.0)[:, None], 0.0).to(tl.float32)
-        change = tl.where(change == change, change, 0.0)
-        least = tl.minimum(least, tl.min(change, 1))
-        most = tl.maximum(most, tl.max(change, 1))
+            delta -= tl.load(a_hat + at, there & (reset == 0.0)[:, None], 0.0).to(tl.float32)
+        delta = tl.where(delta == delta, delta, 0.0)
+        least = tl.minimum(least, tl.min(delta, 1))
+        most = tl.maximum(most, tl.max(delta, 1))
     low = bounds + part * groups
     high = low + PARTS * groups
     if TOGETHER:  # all rows of the tile are of one group
@@ -203,8 +203,8 @@ def _add_product(
     if bias is not None:
         before += tl.load(bias + output, there, 0.0).to(tl.float32)[None, :]
     if o_hat is not None:
-        begins = tl.load(quantiser + _BEGINS, inside, 1.0)[:, None] != 0.0
-        before = tl.where(begins, before, tl.load(o_hat + at, stored & (begins == 0), 0.0).to(tl.float32))
+        reset = tl.load(quantiser + _RESET, inside, 1.0)[:, None] != 0.0
+        before = tl.where(reset, before, tl.load(o_hat + at, stored & (reset == 0), 0.0).to(tl.float32))
     total += before
     if o_hat is not None:
         tl.store(o_hat + at, total.to(o_hat.dtype.element_ty), stored)
@@ -217,22 +217,22 @@ def _untyped(of_triton: Any) -> Any:
     return of_triton
 
 
-def quantise_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
-    """`reference.quantise_change` on a GPU, in one pass; of one or two parts. `rows` is contiguous."""
+def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+    """`reference.quantise_delta` on a GPU, in one pass; of one or two parts. `rows` is contiguous."""
     count, channels = x.shape
     x = x.contiguous()
     q = torch.empty(count, channels, dtype=torch.int8, device=x.device)
     if q.numel():
         wide = min(_WIDEST, triton.next_power_of_2(channels))
         tall = _ELEMENTS // wide
-        _untyped(_quantise_change)[(triton.cdiv(count, tall), triton.cdiv(channels, wide))](
+        _untyped(_quantise_delta)[(triton.cdiv(count, tall), triton.cdiv(channels, wide))](
             x, a_hat, rows, q, count, channels, count // rows.shape[1], rows.shape[1], widths[0],
             CACHED=a_hat is not None, PARTS=len(widths), ROWS=tall, WIDTH=wide, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return q
 
 
-def bounds_of_change(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
+def delta_bounds(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
     """The least and the largest a − â of each part and group, [2, P, G] FP32, at most and at least 0; NaN is passed by."""
     count, channels = x.shape
     x = x.contiguous()

@@ -18,7 +18,7 @@ from trtconvert.attention.blocks import mask_at
 from trtconvert.attention.modes import Scaling, scaling_at
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import SiteCall
-from trtconvert.linear import changes
+from trtconvert.linear import deltas
 from trtconvert.linear import kernel as layer_kernel
 from trtconvert.linear import reference as linear
 from trtconvert.linear.reference import LayerTables
@@ -87,7 +87,7 @@ def _beside(call: LayerCall, tables: LayerTables) -> LayerTables:
 
 @dataclass(frozen=True)
 class _Caches:
-    """Caches of a layer, see `trtconvert.linear.changes`; o_hat is None where all samples begin."""
+    """Caches of a layer, see `trtconvert.linear.deltas`; o_hat is None where all samples begin."""
 
     last: Tensor
     a_hat: Tensor
@@ -101,13 +101,13 @@ class Int8Layers:
     Attributes:
         tables: per converted layer.
         timestep_max: as the op's attribute.
-        change_scales: [T] of those that quantise changes. Their caches are kept from call to call, of one trajectory.
-        falls: see `trtconvert.linear.changes.steps_of`.
+        delta_scales: [T] of those that quantise deltas. Their caches are kept from call to call, of one trajectory.
+        falls: see `trtconvert.linear.deltas.steps_of`.
     """
 
     tables: Mapping[str, LayerTables]
     timestep_max: float
-    change_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    delta_scales: Mapping[str, Tensor] = field(default_factory=dict)
     falls: bool = True
     _caches: dict[str, _Caches] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -119,17 +119,17 @@ class Int8Layers:
         """The layers that a plan converts, of these, with its modes and empty caches."""
         converted = {name: decision for name, decision in decisions.items() if decision.in_int8}
         tables = {name: self.tables[name].with_modes(decision.modes) for name, decision in converted.items()}
-        scales = {name: self.change_scales[name] for name, decision in converted.items() if decision.delta}
-        return replace(self, tables=tables, change_scales=scales)
+        scales = {name: self.delta_scales[name] for name, decision in converted.items() if decision.delta}
+        return replace(self, tables=tables, delta_scales=scales)
 
     def reset_cache(self) -> None:
         """All samples begin anew in the next call."""
         self._caches.clear()
 
     def output(self, call: LayerCall, tables: LayerTables | None = None) -> Tensor:
-        """The call's output as its op defines it, with the layer's own tables or others, which quantise no changes."""
-        if tables is None and call.name in self.change_scales:
-            return self._output_of_change(call)
+        """The call's output as its op defines it, with the layer's own tables or others, which quantise no deltas."""
+        if tables is None and call.name in self.delta_scales:
+            return self._output_of_delta(call)
         tables = _beside(call, tables or self.tables[call.name])
         if call.kind == "linear":
             return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
@@ -139,19 +139,19 @@ class Int8Layers:
                 call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
             )
 
-    def _output_of_change(self, call: LayerCall) -> Tensor:
+    def _output_of_delta(self, call: LayerCall) -> Tensor:
         tables, x = _beside(call, self.tables[call.name]), call.x
-        before, dtype = self._caches.get(call.name), changes.cache_dtype(x.dtype)
+        before, dtype = self._caches.get(call.name), deltas.cache_dtype(x.dtype)
         if before is None or before.a_hat.shape != x.shape or before.a_hat.dtype != dtype:
             forgotten = torch.full_like(call.timestep, -math.inf, dtype=torch.float32)
             before = _Caches(forgotten, torch.zeros_like(x, dtype=dtype), None)
-        begins, last = changes.steps_of(call.timestep, before.last, self.falls)
-        first, later = (table.to(x.device)[:, None] for table in (tables.x_scale, self.change_scales[call.name]))
-        scale = changes.scales_of(begins, call.timestep, first, later, self.timestep_max)
+        reset, last = deltas.steps_of(call.timestep, before.last, self.falls)
+        first, later = (table.to(x.device)[:, None] for table in (tables.x_scale, self.delta_scales[call.name]))
+        scale = deltas.scales_of(reset, call.timestep, first, later, self.timestep_max)
         factor = tables.x_factor.to(x.device).view(-1, *[1] * (x.dim() - 1 - call.channel_axis))
-        q, a_hat = changes.quantise_change(x, factor, before.a_hat, begins, scale)
-        o_hat = changes.add_product(
-            q, scale, begins, tables, before.o_hat, dtype, stride=call.stride, padding=call.padding
+        q, a_hat = deltas.quantise_delta(x, factor, before.a_hat, reset, scale)
+        o_hat = deltas.add_product(
+            q, scale, reset, tables, before.o_hat, dtype, stride=call.stride, padding=call.padding
         )
         self._caches[call.name] = _Caches(last, a_hat, o_hat)
         return o_hat.to(x.dtype)

@@ -34,7 +34,7 @@ class DeviceMemory:
         per_stream: what each stream that calls them takes to compute in, once for all engines of the bundle on a device.
         streams: what the streams that have called them hold of it now.
         graphs: the inputs and outputs that CUDA graphs have to themselves.
-        caches: what layers that quantise changes keep from step to step, on the streams that have called them.
+        caches: what layers that quantise deltas keep from step to step, on the streams that have called them.
     """
 
     weights: int

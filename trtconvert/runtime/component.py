@@ -48,7 +48,7 @@ class Component(Protocol):
 
     @property
     def caches_memory(self) -> int:
-        """Bytes of device memory of what layers that quantise changes keep from step to step."""
+        """Bytes of device memory of what layers that quantise deltas keep from step to step."""
         ...
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
@@ -60,7 +60,7 @@ class Component(Protocol):
         ...
 
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
-        """All samples begin anew in the next call, where layers quantise changes from step to step. They do so by themselves
+        """All samples begin anew in the next call, where layers quantise deltas from step to step. They do so by themselves
         where the batch is another, or timesteps go back to more noise."""
         ...
 

@@ -268,7 +268,7 @@ class DiffusersDenoiser(_DropIn):
 
     @contextmanager
     def cache_context(self, name: str | None = None, *_: object, **__: object) -> Iterator[None]:
-        """Pipelines name the conditional and the unconditional call: each has caches of its own, where layers quantise changes
+        """Pipelines name the conditional and the unconditional call: each has caches of its own, where layers quantise deltas
         from step to step."""
         before, self._called.context = self._called.context, name
         try:
@@ -286,7 +286,7 @@ class DiffusersDenoiser(_DropIn):
         self._called.follow(scheduler)
 
     def reset_cache(self) -> None:
-        """All samples begin anew in the next call, where layers quantise changes. They do so by themselves at the first step of
+        """All samples begin anew in the next call, where layers quantise deltas. They do so by themselves at the first step of
         an image, which has more noise than the last step of the one before."""
         self._called.reset_cache()
 

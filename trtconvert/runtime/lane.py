@@ -54,7 +54,7 @@ class Call:
         profile: index of the optimisation profile.
         inputs, outputs: shapes, in the signature's order.
         caches: shapes of them, in the signature's order.
-        reads, writes: the caches, where layers quantise changes; such a call is one of a `_Caches`.
+        reads, writes: the caches, where layers quantise deltas; such a call is one of a `_Caches`.
     """
 
     profile: int
@@ -76,7 +76,7 @@ class Plan:
     Attributes:
         trt: TensorRT's module; engine: its ICudaEngine; log: what it complains of in this engine's calls.
         inputs, input_dtypes, outputs, output_dtypes: names and types, in the signature's order.
-        caches, cache_dtypes: likewise, of the caches of layers that quantise changes.
+        caches, cache_dtypes: likewise, of the caches of layers that quantise deltas.
         device: the GPU.
         scratch: memory for execution contexts.
         changing: held while an execution context is made or goes. TensorRT lets different threads use different contexts, and

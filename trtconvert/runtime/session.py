@@ -135,7 +135,7 @@ class OnnxRuntimeComponent:
 
     @property
     def caches(self) -> dict[str, Tensor]:
-        """What layers that quantise changes keep from step to step, by the signature's names; empty before the first call."""
+        """What layers that quantise deltas keep from step to step, by the signature's names; empty before the first call."""
         kept = self._kept.get(self._trajectory, [])
         return {cache.name: x for cache, x in zip(self._caches, kept, strict=False)}
 

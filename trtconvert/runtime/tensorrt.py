@@ -258,7 +258,7 @@ class TensorRTComponent:
 
     @property
     def caches(self) -> dict[str, Tensor]:
-        """What layers that quantise changes keep from step to step on the current stream, by the signature's names; empty before
+        """What layers that quantise deltas keep from step to step on the current stream, by the signature's names; empty before
         the first call. The next call but one writes there."""
         lane = self._lanes.get(torch._C._cuda_getCurrentRawStream(self.device.index))
         return {} if lane is None else dict(zip(self._opened().caches, lane.caches_of(self._trajectory), strict=False))

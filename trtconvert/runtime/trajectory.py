@@ -1,4 +1,4 @@
-"""Whose caches a call of a denoiser reads and writes, where its layers quantise changes from step to step (MoDiff).
+"""Whose caches a call of a denoiser reads and writes, where its layers quantise deltas from step to step (MoDiff).
 
 Caches are inputs and outputs of the model, see `ComponentRecord.caches`; the runtime gives each call what the call before it
 gave. The model itself finds samples that begin, by their timesteps: with `FORGOTTEN` in the place of those of the call before

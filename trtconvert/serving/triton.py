@@ -196,7 +196,7 @@ def _component(name: str, record: ComponentRecord) -> dict[str, Any]:
         raise UserError(
             f"{name} keeps caches from step to step, which Triton's clients would mix",
             expected="a bundle whose layers compute every step by itself",
-            got="layers that quantise changes (layers.modiff in the recipe)",
+            got="layers that quantise deltas (layers.modiff in the recipe)",
             remedy="build the bundle with layers.modiff: false; or serve it by `trtconvert serve`, which draws whole images",
         )
     engines = plans(record)

@@ -30,7 +30,7 @@ def calibrate_stage(build: Build) -> Calibrated:
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import (
             calibrate,
-            modulated_sources,
+            modulated_groups,
             observations_folder,
             parts_to_convert,
             refuse_without_blocks,
@@ -44,7 +44,7 @@ def calibrate_stage(build: Build) -> Calibrated:
         _refuse_unfit_steps(recipe, source)
         profiles = profiles_of(recipe, build.as_exported(source))
         if recipe.layers.modiff:
-            from trtconvert.export.changes import require_fixed_sizes
+            from trtconvert.export.delta_caches import require_fixed_sizes
 
             require_fixed_sizes(source, covering(profiles))
         if recipe.attention.modes == "auto":
@@ -62,7 +62,7 @@ def calibrate_stage(build: Build) -> Calibrated:
         if recipe.calibration.from_ is not None:
             made = taken(
                 recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
-                modulated_sources(parts.layers, recipe.layers), recipe.sparse_shares,
+                modulated_groups(parts.layers, recipe.layers), recipe.sparse_shares,
             )  # fmt: skip
         else:
             # Observations outlive a build that is killed, and go when the stage is done.

@@ -24,19 +24,19 @@ def converted_layers(
     Args:
         computed_on: where the tables are computed, see `layer_tables`.
     Raises:
-        UserError: none of them quantises changes, where the recipe asks for it.
+        UserError: none of them quantises deltas, where the recipe asks for it.
     """
 
     from trtconvert.calib.layer_scales import is_modulated, layer_tables
-    from trtconvert.linear.changes import can_be_modulated
-    from trtconvert.linear.sites import ConvertedLayer, with_sources_among
+    from trtconvert.linear.deltas import can_be_modulated
+    from trtconvert.linear.sites import ConvertedLayer, with_input_groups_among
     from trtconvert.models.offloading import tables_device
 
     decisions = {name: decision for name, decision in planned.plan.layers.items() if decision.in_int8}
     modes = {name: decision.modes for name, decision in decisions.items()}
     layers = [layer for layer in planned.calibrated.layers if layer.name in decisions]
     scales = planned.calibrated.calibration.layers
-    of_sources = {layer.name: scales[layer.source] for layer in layers}
+    of_layers = {layer.name: scales[layer.input_group] for layer in layers}
     tables = layer_tables(model.denoiser, layers, scales, modes, tables_device(model, layers), computed_on)
     modulated = {
         layer.name
@@ -47,16 +47,16 @@ def converted_layers(
     }
     if recipe.layers.modiff not in (False, "auto") and not modulated:
         raise UserError(
-            "no layer quantises changes, as layers.modiff asks",
+            "no layer quantises deltas, as layers.modiff asks",
             expected="a plan with layers that are static in all timestep bins",
             got=f"{len(layers)} INT8 layers, none of them so",
             remedy="set layers.modes to static, raise the budget of the plan section, or set layers.modiff to false",
         )
     return {
         layer.name: ConvertedLayer(
-            layer, tables[layer.name], of_sources[layer.name].change_scale if layer.name in modulated else None
+            layer, tables[layer.name], of_layers[layer.name].change_scale if layer.name in modulated else None
         )
-        for layer in with_sources_among(layers)
+        for layer in with_input_groups_among(layers)
     }
 
 
@@ -68,6 +68,6 @@ def int8_in_torch(recipe: Recipe, model: DiffusionModel, planned: Planned) -> tu
     sites = Int8Sites(planned.tables(), model.timestep_max, scalings, smooth_k, masks=planned.masks())
     converted = converted_layers(recipe, model, planned)
     tables = {name: layer.tables for name, layer in converted.items()}
-    of_changes = {name: layer.change_scale for name, layer in converted.items() if layer.change_scale is not None}
-    layers = Int8Layers(tables, model.timestep_max, of_changes, model.timesteps_fall)
+    of_deltas = {name: layer.delta_scale for name, layer in converted.items() if layer.delta_scale is not None}
+    layers = Int8Layers(tables, model.timestep_max, of_deltas, model.timesteps_fall)
     return sites.to(model.device), layers

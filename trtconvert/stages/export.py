@@ -29,7 +29,7 @@ def export_stage(build: Build, planned: Planned) -> Stage:
         import torch
 
         from trtconvert.export import storage
-        from trtconvert.export.changes import caches_of
+        from trtconvert.export.delta_caches import caches_of
         from trtconvert.export.trace import SiteOptions, trace
 
         source = build.as_exported(build.source.model())

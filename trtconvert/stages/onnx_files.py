@@ -30,7 +30,7 @@ def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
     import onnx_ir as ir
 
     from trtconvert.export import storage
-    from trtconvert.export.lowering import expand_layers, lower_changes, lower_to_native, quantise_products
+    from trtconvert.export.lowering import expand_layers, lower_deltas, lower_to_native, quantise_products
     from trtconvert.export.nodes.attention import attention_nodes
 
     native = ir.load(onnx_file)
@@ -38,7 +38,7 @@ def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
         lower_to_native(native)
     expand_layers(native)
     quantise_products(native)
-    lower_changes(native)
+    lower_deltas(native)
     storage.save(native, path)
     check_onnx(path, dtype)
 

@@ -26,7 +26,7 @@ def layer_records(
     from trtconvert.linear import convs
 
     decisions = planned.plan.layers
-    modulated = {name for name, layer in converted.items() if layer.change_scale is not None}
+    modulated = {name for name, layer in converted.items() if layer.delta_scale is not None}
     searched = recipe.attention.modes == "auto" and recipe.layers.modes == "auto"
 
     def record(layer: Layer) -> LayerRecord:

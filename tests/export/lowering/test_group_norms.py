@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, take_group_norms
+from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, fuse_group_norms
 
 
 class Images(nn.Module):
@@ -188,7 +188,7 @@ def same_function(model: ir.Model, before: ir.Model, x: Tensor) -> bool:
 def test_what_a_norm_takes_along(make: type[Images], silu: int, shift: int, dims: dict[str, int]):
     model, x = images(make(), **dims)
     before = model.clone()
-    assert take_group_norms(model) == 1
+    assert fuse_group_norms(model) == 1
     assert (flags(model, "silu"), shifts(model), flags(model, "channels_last")) == ([silu], shift, [0])
     assert not named(model, "InstanceNormalization")
     assert same_function(model, before, x)
@@ -209,7 +209,7 @@ def test_what_a_norm_takes_along(make: type[Images], silu: int, shift: int, dims
 def test_other_norms_are_left(make, channels: int, dtype: torch.dtype):
     model, _ = images(make(), dtype, channels, batch=0)
     before = [(node.op_type, node.name) for node in model.graph]
-    assert take_group_norms(model) == 0
+    assert fuse_group_norms(model) == 0
     assert [(node.op_type, node.name) for node in model.graph] == before
 
 
@@ -226,12 +226,12 @@ def test_norms_that_are_written_in_another_way_are_left(lacking: str):
         model.graph.remove(node, safe=True)
     else:
         norm.replace_input_with(1 if lacking == "ones" else 2, norm.inputs[2 if lacking == "ones" else 1])
-    assert take_group_norms(model) == 0
+    assert fuse_group_norms(model) == 0
 
 
 def test_other_16_bits_and_the_most_channels():
     model, _ = images(Images(4096, 32), torch.bfloat16, 4096)
-    assert take_group_norms(model) == 1
+    assert fuse_group_norms(model) == 1
     assert len(model.graph) == 3 and flags(model, "silu") == [1]
     assert all(value.dtype == ir.DataType.BFLOAT16 for value in named(model, GROUP_NORM)[0].inputs)
 
@@ -246,7 +246,7 @@ def test_a_norm_that_is_a_result_stays_one():
         before = model.clone()
         model.graph.outputs.append(last.outputs[0])
         name = last.outputs[0].name
-        take_group_norms(model)
+        fuse_group_norms(model)
         assert (flags(model, "silu"), flags(model, "channels_last")) == ([0], [0])
         assert named(model, GROUP_NORM)[0].outputs[0] is model.graph.outputs[1]
         assert model.graph.outputs[1].name == name
@@ -260,7 +260,7 @@ def test_a_norm_that_is_called_twice_has_its_weights_once():
 
     model, x = images(Twice())
     before = model.clone()
-    assert take_group_norms(model) == 2
+    assert fuse_group_norms(model) == 2
     first, second = named(model, GROUP_NORM)
     assert first.inputs[1:] == second.inputs[1:] and first.inputs[1] is not first.inputs[2]
     assert same_function(model, before, x)
@@ -295,7 +295,7 @@ def test_images_become_tokens_and_back(
     before = model.clone()
     if width != 16 and "rows" in dims:  # of other channels the sizes have to be known
         sums, convolutions = 0, convolutions + 1
-    assert take_group_norms(model) == 1 + sums
+    assert fuse_group_norms(model) == 1 + sums
     assert flags(model, "channels_last") == [last] and len(named(model, CHANNELS_LAST_ADD)) == sums
     assert len(named(model, "Conv")) == convolutions
     assert same_function(model, before, x)
@@ -311,7 +311,7 @@ def test_one_transformer_behind_another():
 
     model, x = images(Two(), batch=0)
     before = model.clone()
-    assert take_group_norms(model) == 4 and flags(model, "channels_last") == [1, 1]
+    assert fuse_group_norms(model) == 4 and flags(model, "channels_last") == [1, 1]
     assert same_function(model, before, x)
 
 
@@ -323,7 +323,7 @@ def test_square_images_that_are_turned_back_are_left():
 
     model, x = images(Turned(), width=4)
     before = model.clone()
-    assert take_group_norms(model) == 1 and flags(model, "channels_last") == [1]
+    assert fuse_group_norms(model) == 1 and flags(model, "channels_last") == [1]
     assert same_function(model, before, x)
 
 
@@ -335,5 +335,5 @@ def test_tokens_are_added_as_before_where_no_norm_is_taken():
 
     model, _ = images(Unnormed())
     before = [(node.op_type, node.name) for node in model.graph]
-    assert take_group_norms(model) == 0
+    assert fuse_group_norms(model) == 0
     assert [(node.op_type, node.name) for node in model.graph] == before

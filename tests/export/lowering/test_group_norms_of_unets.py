@@ -19,7 +19,7 @@ from trtconvert.engine import tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
-from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, has_group_norms, take_group_norms
+from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, fuse_group_norms, has_group_norms
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import has_own_nodes
@@ -54,7 +54,7 @@ def test_norms_of_unets_are_taken_and_the_function_stays(linear: bool, varying: 
     model = unet(linear, varying)
     lower_to_native(model, list(attention_nodes(model)))
     before = model.clone()
-    assert has_group_norms(model) and take_group_norms(model) == 21 + 4 and not has_group_norms(model)
+    assert has_group_norms(model) and fuse_group_norms(model) == 21 + 4 and not has_group_norms(model)
     model = model.clone()  # values that are in the graph by their names alone do not come along
     assert (len(named(model, GROUP_NORM)), len(named(model, CHANNELS_LAST_ADD))) == (21, 4)
     assert (sum(flags(model, "silu")), sum(flags(model, "channels_last")), shifts(model)) == (17, 4, 8)
@@ -82,7 +82,7 @@ def test_residual_norms_are_taken_as_before():
     """Two in each transformer. Its projections are two products more."""
     plain, model = unet(linear=False, varying=()), unet(linear=False, varying=())
     lower_to_plugin(plain)
-    take_group_norms(model)
+    fuse_group_norms(model)
     lower_to_plugin(model)
     assert len(named(model, GROUP_NORM)) == 21
     assert len(named(model, RESIDUAL_NORM)) == len(named(plain, RESIDUAL_NORM)) == 8
@@ -95,7 +95,7 @@ def test_weights_in_files(tmp_path: Path):
     expected = run(model, batch=2, height=8, width=8)
     ir.save(model, tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
     model = ir.load(tmp_path / "model.onnx")
-    assert take_group_norms(model) == 25
+    assert fuse_group_norms(model) == 25
     model = model.clone()
     with storage.for_parser(model) as content:  # writes what the engine's builder reads
         assert content

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.export.lowering import expand_layers, lower_to_native, quantise_products, take_group_norms
+from trtconvert.export.lowering import expand_layers, fuse_group_norms, lower_to_native, quantise_products
 from trtconvert.export.lowering.group_norms import GROUP_NORM
-from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, take_int8_convs
+from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, fuse_int8_convs
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.linear.convs import IMAGE_MARKS
@@ -34,8 +34,8 @@ def lowered(modes, equalised: bool = True):
     """A U-Net's graph with INT8 convolutions as plugins, and how many; inputs, and what the layers specify at timesteps."""
     graph, inputs, expected, _ = traced(modes, equalised)
     expand_layers(graph, offsets=True)
-    assert take_group_norms(graph) == 4
-    count = take_int8_convs(graph, [{}])
+    assert fuse_group_norms(graph) == 4
+    count = fuse_int8_convs(graph, [{}])
     lower_to_native(graph)
     return graph, count, inputs, expected
 

@@ -23,14 +23,14 @@ from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import (
     expand_layers,
+    fuse_few_row_layers,
+    fuse_mixed_layers,
     int8_layers,
     lower_to_native,
     split_modulations,
-    take_few_row_layers,
-    take_mixed_layers,
 )
-from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS, take_int8_layers
-from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
+from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS, fuse_int8_layers
+from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, fuse_residual_norms
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.modes import LayerMode
@@ -80,7 +80,7 @@ def block() -> DiffusionModel:
 
 def tables(layer, modes, model) -> LayerTables:
     """Of channels that are moved and equalised; activations of about N(0, 1) fit the scale."""
-    generator = torch.Generator().manual_seed(len(layer.source))  # all that read one tensor share them
+    generator = torch.Generator().manual_seed(len(layer.input_group))  # all that read one tensor share them
     factor = torch.rand(layer.in_channels, generator=generator) + 0.5
     offset = torch.randn(layer.in_channels, generator=generator) * 0.1
     weight = model.denoiser.get_submodule(layer.name).weight
@@ -122,10 +122,10 @@ def lowered(modes, *, mixed=False):
     graph = trace(model, attention, options, layers=converted, dims={}, dtype=torch.float16)
     expand_layers(graph, offsets=not mixed)
     if mixed:
-        count = take_mixed_layers(graph)
+        count = fuse_mixed_layers(graph)
     else:
-        take_residual_norms(graph)
-        count = take_int8_layers(graph, [{}])
+        fuse_residual_norms(graph)
+        count = fuse_int8_layers(graph, [{}])
     lower_to_native(graph)
     # Rows in hand have scales of their own, not calibrated ones; what GEGLU gives keeps these where one serves all bins.
     in_hand = torch.tensor(
@@ -347,7 +347,7 @@ def test_modulations_of_few_samples_read_int8_weights(samples, taken):
         for output in value.outputs:
             if value.op_type == "Gemm" and output.shape is not None and output.shape[-1] == CHANNELS:
                 output.shape = ir.Shape(["B", CHANNELS])
-    assert take_few_row_layers(graph, [{"B": samples}]) == taken
+    assert fuse_few_row_layers(graph, [{"B": samples}]) == taken
     timestep = torch.tensor([100.0, 900.0])
     expected = intercepted(
         model, layers=lambda c: linear(c.x, c.timestep, plain, timestep_max=MAX) if c.name == "modulate" else c.exact()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from trtconvert.engine import tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_plugin
-from trtconvert.export.lowering.linear_layers import LINEAR, take_linear_layers
-from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
+from trtconvert.export.lowering.linear_layers import LINEAR, fuse_linear_layers
+from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, fuse_residual_norms
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_linear_kernel
 from trtconvert.recipe import EngineSection
@@ -103,12 +103,12 @@ def test_layers_between_plugins_are_taken():
 @pytest.mark.parametrize("files", [False, True], ids=["in memory", "in files"])
 def test_taken_layers_are_the_same_function(tmp_path: Path, files: bool):
     model = blocks()
-    take_residual_norms(model)
+    fuse_residual_norms(model)
     expected = run(model.clone(), 3)
     if files:
         ir.save(model, tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
         model = ir.load(tmp_path / "model.onnx")
-    assert take_linear_layers(model, PROFILES) == 15
+    assert fuse_linear_layers(model, PROFILES) == 15
     model = model.clone()  # values that are in the graph by their names alone do not come along
     with storage.for_parser(model) as content:  # writes what the engine's builder reads
         assert content
@@ -125,9 +125,9 @@ def test_layers_without_a_bias():
                     layer.bias = None
 
     model = blocks(Without())
-    take_residual_norms(model)
+    fuse_residual_norms(model)
     expected = run(model.clone(), 3)
-    assert take_linear_layers(model, PROFILES) == 12
+    assert fuse_linear_layers(model, PROFILES) == 12
     assert sum(len(node.inputs) == 2 for node in taken(model)) == 8
     np.testing.assert_array_equal(run(as_operators(model.clone()), 3), expected)
 
@@ -162,7 +162,7 @@ def test_a_weight_of_two_layers_is_turned_once():
 def test_other_sizes_are_left(width: int, dtype: torch.dtype, profiles: list[dict[str, int]], count: int):
     model = blocks(width=width, dtype=dtype)
     before = [node.name for node in model.graph]
-    assert take_linear_layers(model, profiles) == count
+    assert fuse_linear_layers(model, profiles) == count
     assert count or [node.name for node in model.graph] == before
 
 
@@ -185,9 +185,9 @@ def test_layers_that_others_read_are_left():
     node = next(iter(attention_nodes(model).values()))
     product = node.inputs[0].producer().inputs[0]
     model.graph.outputs.append(product)
-    left = take_linear_layers(model.clone(), PROFILES)
+    left = fuse_linear_layers(model.clone(), PROFILES)
     model.graph.outputs.pop()
-    assert take_linear_layers(model, PROFILES) == left + 1
+    assert fuse_linear_layers(model, PROFILES) == left + 1
 
 
 @pytest.mark.first_case

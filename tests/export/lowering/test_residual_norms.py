@@ -14,7 +14,7 @@ from tiny_models import traced_blocks
 from torch import Tensor, nn
 
 from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
-from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, take_residual_norms
+from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, fuse_residual_norms
 from trtconvert.export.nodes.attention import attention_nodes
 
 WIDTH = 64
@@ -91,7 +91,7 @@ def test_sums_beside_plugins_are_taken_with_their_norms(native, count):
 def test_taken_sums_are_the_same_function():
     model = traced_blocks(tiny_models.Blocks(epsilon=0.5), dtype=torch.float16)
     expected = run(lowered_to_function(model.clone()), 3)
-    assert take_residual_norms(model) == 5
+    assert fuse_residual_norms(model) == 5
     model = model.clone()  # values that are in the graph by their names alone do not come along
     assert {node.attributes["epsilon"].as_float() for node in taken(model)} == {0.5}
     assert all(list(value.shape)[1:] == [16, WIDTH] for node in taken(model) for value in node.outputs)
@@ -118,7 +118,7 @@ def lowered_to_function(model: ir.Model) -> ir.Model:
 def test_other_sums_are_left(make: Callable[[], nn.Module], width: int, dtype: torch.dtype):
     model = traced_blocks(make(), width, dtype)
     before = [node.name for node in model.graph]
-    assert take_residual_norms(model) == 0
+    assert fuse_residual_norms(model) == 0
     assert [node.name for node in model.graph] == before
 
 
@@ -128,9 +128,9 @@ def test_a_sum_that_is_a_result_is_left():
         node.inputs[0] for node in model.graph if node.op_type == "LayerNormalization" and node.inputs[0].producer()
     )
     model.graph.outputs.append(total)
-    assert take_residual_norms(model) == 0
+    assert fuse_residual_norms(model) == 0
     model.graph.outputs.pop()
-    assert take_residual_norms(model) == 1
+    assert fuse_residual_norms(model) == 1
 
 
 def test_refittable_engines_keep_them():

@@ -17,8 +17,8 @@ from rotary_graphs import CHANNELS, HEADS, ROTATED, TOKENS, WIDTH, Shapes, asser
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trtconvert.export.lowering.norms import take_norms
-from trtconvert.export.lowering.rotary import take_rotary
+from trtconvert.export.lowering.norms import fuse_norms
+from trtconvert.export.lowering.rotary import fuse_rotary
 from trtconvert.export.nodes.attention import attention_nodes
 
 
@@ -379,7 +379,7 @@ def test_masks_stay_before_what_is_taken():
 def test_other_rotations_are_left():
     model = traced(Blocks(*OTHER_ROTATIONS), ROTATED)
     before = [node.name for node in model.graph]
-    assert take_rotary(model) == 0
+    assert fuse_rotary(model) == 0
     assert [node.name for node in model.graph] == before
 
 
@@ -387,7 +387,7 @@ def test_other_rotations_are_left():
 def test_other_parts_are_left():
     model = traced(Blocks(*OTHER_PARTS), ROTATED)
     before = [node.name for node in model.graph]
-    assert take_rotary(model) == 0
+    assert fuse_rotary(model) == 0
     assert [node.name for node in model.graph] == before
 
 
@@ -397,7 +397,7 @@ def test_parts_of_unknown_numbers_of_tokens_are_left():
     for join in (x.producer() for x in node.inputs[:2]):
         text = join.inputs[1]
         text.shape = ir.Shape([text.shape[0], None, *text.shape[2:]])
-    assert take_rotary(model) == 0
+    assert fuse_rotary(model) == 0
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_other_slices_are_joined(cuts):
         for index, bound in enumerate(bounds, 1):
             cut.replace_input_with(index, bound.outputs[0])
     after = model.clone()
-    assert take_rotary(after) == 1
+    assert fuse_rotary(after) == 1
     (node,) = attention_nodes(after).values()
     assert [x.producer().op_type for x in node.inputs[:2]] == ["Concat", "Reshape"]
     assert_same_after(model, after)
@@ -430,16 +430,16 @@ def test_other_slices_are_joined(cuts):
 @pytest.mark.soak
 def test_other_norms_are_left():
     model = traced(Blocks(*OTHER_NORMS), ROTATED)
-    assert take_rotary(model) == len(OTHER_NORMS)
+    assert fuse_rotary(model) == len(OTHER_NORMS)
     before = [node.name for node in model.graph]
-    assert take_norms(model) == 0
+    assert fuse_norms(model) == 0
     assert [node.name for node in model.graph] == before
 
 
 def test_what_is_rotated_and_normed_in_fp32_is_left():
     """Casts to FP16 come in front of the plugin: it would rotate rounded numbers."""
     model = traced(Blocks("norm", "norm alone", "across heads alone"), ROTATED, torch.float32)
-    assert (take_rotary(model), take_norms(model)) == (0, 0)
+    assert (fuse_rotary(model), fuse_norms(model)) == (0, 0)
 
 
 def test_engines_that_are_refitted_keep_their_norms():

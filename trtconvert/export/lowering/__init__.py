@@ -1,17 +1,17 @@
 """Rewrites of a model in place, each with the count of nodes that it changed: the three ways in which an `Int8Attention`
 node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
 
-from trtconvert.export.lowering.changed_rows import can_take_changes, take_changes
-from trtconvert.export.lowering.changes import has_changes, lower_changes
+from trtconvert.export.lowering.delta_plugins import can_fuse_deltas, fuse_deltas
+from trtconvert.export.lowering.delta_qdq import has_deltas, lower_deltas
 from trtconvert.export.lowering.function import lower_to_function
-from trtconvert.export.lowering.group_norms import has_group_norms, take_group_norms
-from trtconvert.export.lowering.int8_convs import left_convs, take_int8_convs
+from trtconvert.export.lowering.group_norms import fuse_group_norms, has_group_norms
+from trtconvert.export.lowering.int8_convs import fuse_int8_convs, left_convs
 from trtconvert.export.lowering.int8_layers import (
+    fuse_few_row_layers,
+    fuse_mixed_layers,
+    fuse_refittable_layers,
     refittable_layers,
     refitted_constants,
-    take_few_row_layers,
-    take_mixed_layers,
-    take_refittable_layers,
 )
 from trtconvert.export.lowering.layers import exact_names, expand_layers, quantise_products, timesteps_kept
 from trtconvert.export.lowering.layout import fold_transposes
@@ -22,14 +22,20 @@ from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.products import split_products
 
 __all__ = [
-    "can_take_changes",
+    "can_fuse_deltas",
     "exact_names",
     "expand_layers",
     "fold_transposes",
-    "has_changes",
+    "fuse_deltas",
+    "fuse_few_row_layers",
+    "fuse_group_norms",
+    "fuse_int8_convs",
+    "fuse_mixed_layers",
+    "fuse_refittable_layers",
+    "has_deltas",
     "has_group_norms",
     "left_convs",
-    "lower_changes",
+    "lower_deltas",
     "lower_to_function",
     "lower_to_native",
     "lower_to_plugin",
@@ -39,11 +45,5 @@ __all__ = [
     "refitted_constants",
     "split_modulations",
     "split_products",
-    "take_changes",
-    "take_few_row_layers",
-    "take_group_norms",
-    "take_int8_convs",
-    "take_mixed_layers",
-    "take_refittable_layers",
     "timesteps_kept",
 ]

@@ -6,8 +6,8 @@ import onnx_ir as ir
 
 from trtconvert.export.nodes.attention import attention_nodes, require_attention_nodes, variant_of
 from trtconvert.export.nodes.attention_body import OP, function_body
-from trtconvert.export.nodes.changes import change_body, change_nodes, overload_of, sizes_of
 from trtconvert.export.nodes.common import DOMAIN, VERSION
+from trtconvert.export.nodes.deltas import delta_body, delta_nodes, overload_of, sizes_of
 from trtconvert.export.nodes.layers import layer_body, layer_nodes, variant_of_layer
 
 OVERLOADS_SINCE = 10
@@ -22,8 +22,8 @@ def lower_to_function(model: ir.Model) -> int:
     Raises:
         UserError: the model has neither.
     """
-    layers, changes = layer_nodes(model), change_nodes(model)
-    nodes = attention_nodes(model) if layers or changes else require_attention_nodes(model)
+    layers, deltas = layer_nodes(model), delta_nodes(model)
+    nodes = attention_nodes(model) if layers or deltas else require_attention_nodes(model)
     for node in nodes.values():
         variant = variant_of(node)
         node.overload = variant.overload
@@ -38,11 +38,11 @@ def lower_to_function(model: ir.Model) -> int:
         key = (DOMAIN, node.op_type, of_layer.overload)
         if key not in model.functions:
             model.functions[key] = ir.serde.deserialize_function(layer_body(of_layer))
-    for node in changes:
+    for node in deltas:
         node.overload = overload_of(node)
         key = (DOMAIN, node.op_type, node.overload)
         if key not in model.functions:
-            model.functions[key] = ir.serde.deserialize_function(change_body(node.op_type, sizes_of(node)))
+            model.functions[key] = ir.serde.deserialize_function(delta_body(node.op_type, sizes_of(node)))
     model.opset_imports[DOMAIN] = VERSION
     model.ir_version = max(model.ir_version or 0, OVERLOADS_SINCE)
-    return len(nodes) + len(layers) + len(changes)
+    return len(nodes) + len(layers) + len(deltas)

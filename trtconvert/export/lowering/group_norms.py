@@ -83,11 +83,11 @@ class _Exit:
 
 
 def has_group_norms(model: ir.Model) -> bool:
-    """Whether `take_group_norms` would take any."""
+    """Whether `fuse_group_norms` would take any."""
     return any(_taken(node) is not None for node in model.graph)
 
 
-def take_group_norms(model: ir.Model) -> int:
+def fuse_group_norms(model: ir.Model) -> int:
     """Replace group norms beside convolutions by nodes `GroupNorm`, in place, and sums of images and tokens by `ChannelsLastAdd`.
 
     A norm takes the SiLU behind it, and a sum in front that nothing else reads, of an image and a vector [B, C]. Where
@@ -96,7 +96,7 @@ def take_group_norms(model: ir.Model) -> int:
 
     Only images in 16 bits, of as many channels as the kernels take, and norms with a weight and a bias. And only of images that
     convolutions make or read: elsewhere nothing is copied, and TensorRT fuses by itself. Weights get another name: not for
-    engines whose weights are to be replaced. Comes before `take_residual_norms` and `take_linear_layers`, which look at products.
+    engines whose weights are to be replaced. Comes before `fuse_residual_norms` and `fuse_linear_layers`, which look at products.
 
     Returns:
         How many nodes the graph has got. Where it has no such norm nothing is changed.

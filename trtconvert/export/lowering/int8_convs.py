@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.lowering.group_norms import GROUP_NORM, take_group_norms
+from trtconvert.export.lowering.group_norms import GROUP_NORM, fuse_group_norms
 from trtconvert.export.lowering.initializers import add_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Int8Weight, int8_weight_of
 from trtconvert.export.lowering.layers import expand_layers
@@ -55,12 +55,12 @@ class _Conv:
         return self.add or self.conv
 
 
-def take_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+def fuse_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
     """Replace convolutions with INT8 weights behind nodes `GroupNorm` by nodes `Int8Conv`, and the norms by `Int8GroupNorm`, in
     place.
 
     Only those whose activations are INT8 in all timestep bins, and of sizes that the kernel is made for; the others stay as they
-    are. Comes behind `take_group_norms`.
+    are. Comes behind `fuse_group_norms`.
 
     Args:
         profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
@@ -79,28 +79,28 @@ def take_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> i
 
 
 def left_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """The convolutions in INT8 that `take_int8_convs` would leave in 16 bits, and why.
+    """The convolutions in INT8 that `fuse_int8_convs` would leave in 16 bits, and why.
 
     These are to be 16-bit products of their own inputs from the start: a factor in front of one is a kernel more, and hides from
-    `take_group_norms` what becomes tokens.
+    `fuse_group_norms` what becomes tokens.
 
     Args:
         model: with `Int8Conv` nodes of ours; it stays as it is.
-        profiles: as in `take_int8_convs`.
+        profiles: as in `fuse_int8_convs`.
     """
     names = [name for name, node in layer_nodes(model).items() if node.op_type == CONV]
     if not names:
         return {}
     model = model.clone()
     expand_layers(model, offsets=True)
-    take_group_norms(model)
+    fuse_group_norms(model)
     reasons = dict.fromkeys(names, PIXELS)  # products of tokens, with their group norm
     for node in model.graph:
         found = _found(node, profiles)
         if found is not None:
             weight = int8_weight_of(node.inputs[1])
             assert weight is not None
-            reasons[weight.activation.source] = found if isinstance(found, str) else ""
+            reasons[weight.activation.input_group] = found if isinstance(found, str) else ""
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -169,7 +169,7 @@ def _replace(taken: _Conv) -> None:
     if timed:
         assert activation.timestep is not None
         table.append(activation.timestep)
-    table.append(named_constant(graph, f"{activation.source}: scales of {len(scales)} bins", scales))
+    table.append(named_constant(graph, f"{activation.input_group}: scales of {len(scales)} bins", scales))
     of_table = {"timestep": int(timed), "timestep_max": float(activation.timestep_max)}
 
     payload, marks = _int8_norm(graph, taken, table, of_table)
@@ -204,7 +204,7 @@ def _int8_norm(
     attributes: dict[str, Any] = {name: norm.attributes[name].value for name in ("epsilon", "groups", "silu")}
     attributes |= dict(of_table) | {"shift": int(len(inputs) > 3), "factor": int(taken.factor is not None)}
     if taken.factor is not None:
-        inputs.append(named_constant(graph, f"{taken.weight.activation.source}: factor", taken.factor))
+        inputs.append(named_constant(graph, f"{taken.weight.activation.input_group}: factor", taken.factor))
     node = ir.node(INT8_GROUP_NORM, [*inputs, *table], attributes | PLUGIN, domain=DOMAIN, num_outputs=2)
     shape = norm.outputs[0].shape
     assert shape is not None

@@ -8,7 +8,7 @@ was calibrated: that costs no time, and is closer (`LayerMode.DYNAMIC` in place 
 layer keeps its calibrated scale: its kernel has a tile of a row at a time, and quantises it on the way out.
 
 Layers of few rows, as modulations, take as long as their weights take to be read: with INT8 weights half as long, whatever lies
-around them (`take_few_row_layers`).
+around them (`fuse_few_row_layers`).
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class _Layer:
     @property
     def rows_of(self) -> tuple[ir.Value, str]:
         """What is quantised once for several layers."""
-        return self.x, self.weight.activation.source
+        return self.x, self.weight.activation.input_group
 
 
-def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+def fuse_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
     """Replace products with INT8 weights, and GEGLU of them, by nodes `Int8Linear` on quantised rows, in place.
 
     Those whose rows a plugin or a layer norm gives, of sizes that the kernel is made for; the others stay products. Comes behind
-    `take_residual_norms`, whose nodes give quantised rows themselves where INT8 layers read them.
+    `fuse_residual_norms`, whose nodes give quantised rows themselves where INT8 layers read them.
 
     Args:
         profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
@@ -103,7 +103,7 @@ def take_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> 
     return _take(model, lambda layer: _is_border(layer.x) and _pays(layer, profiles))
 
 
-def take_mixed_layers(model: ir.Model) -> int:
+def fuse_mixed_layers(model: ir.Model) -> int:
     """Replace products whose activations are INT8 in some timestep bins and of 16 bits in others, as Q/DQ cannot have them, by
     nodes `Int8Linear` on rows that are quantised where the timestep says so, in place.
 
@@ -142,7 +142,7 @@ def refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) ->
 
     Args:
         model: with `Int8Linear` nodes; it stays as it is.
-        profiles: as in `take_int8_layers`.
+        profiles: as in `fuse_int8_layers`.
     """
     model = model.clone()
     expand_layers(model, offsets=True, refittable=True)
@@ -156,7 +156,7 @@ def refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) ->
     return found
 
 
-def take_refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+def fuse_refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
     """Replace the products that are left of INT8 layers by nodes `Int8Linear`, in place.
 
     Args:
@@ -164,7 +164,7 @@ def take_refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]
     Returns:
         How many layers were replaced.
     """
-    count = take_few_row_layers(model, profiles) + _take(model, lambda layer: True)
+    count = fuse_few_row_layers(model, profiles) + _take(model, lambda layer: True)
     # One that stayed would have a weight of no name that it could be replaced by.
     assert not any(int8_weight_of(value) is not None and value.uses() for value in model.graph.initializers.values())
     return count
@@ -189,13 +189,13 @@ def refitted_constants(model: ir.Model) -> dict[str, tuple[str, Table]]:
     return found
 
 
-def take_few_row_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
+def fuse_few_row_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
     """Replace products of few rows with INT8 weights, activations in 16 bits, by nodes `Int8Linear`, in place.
 
     Comes behind `split_modulations`, which makes several products of one.
 
     Args:
-        profiles: as in `take_int8_layers`.
+        profiles: as in `fuse_int8_layers`.
     Returns:
         How many layers were replaced.
     """
@@ -388,7 +388,7 @@ def _takes_static_rows(layer: _Layer, layers: Sequence[_Layer], producer: ir.Nod
 
 def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
     """GEGLU with quantised rows in place of its result."""
-    graph, activation, source = geglu.graph, layer.weight.activation, layer.weight.activation.source
+    graph, activation, input_group = geglu.graph, layer.weight.activation, layer.weight.activation.input_group
     assert isinstance(graph, ir.Graph)
     inputs, attributes = _rows_inputs(graph, layer)
     del inputs[int(layer.factor is not None) + int(layer.offset is not None) :]  # modes: there is one
@@ -397,7 +397,7 @@ def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
     if timed:
         assert activation.timestep is not None
         inputs.append(activation.timestep)
-    inputs.append(named_constant(graph, f"{source}: scales of {len(scales)} bins", np.array(scales, np.float32)))
+    inputs.append(named_constant(graph, f"{input_group}: scales of {len(scales)} bins", np.array(scales, np.float32)))
     names = {"factor": "out_factor", "offset": "out_offset", "timestep_max": "timestep_max"}
     given: dict[str, Any] = {of_layer: attributes[of_rows] for of_rows, of_layer in names.items()}
     given |= {"quantised": 1, "timestep": int(timed)}
@@ -421,7 +421,7 @@ def _readers(value: ir.Value) -> Iterator[ir.Node]:
 
 def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[str, Any]]:
     """How rows are quantised: the inputs and attributes that plugins which give such rows have in common."""
-    activation, source = layer.weight.activation, layer.weight.activation.source
+    activation, input_group = layer.weight.activation, layer.weight.activation.input_group
     modes = _modes(activation)
     mode_set = sum(1 << mode for mode in sorted(set(modes)))
     timed = len(set(modes)) > 1
@@ -435,12 +435,12 @@ def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[s
     }
     inputs = []
     if layer.factor is not None:
-        inputs.append(named_constant(graph, f"{source}: factor", layer.factor))
+        inputs.append(named_constant(graph, f"{input_group}: factor", layer.factor))
     if layer.offset is not None:
-        inputs.append(named_constant(graph, f"{source}: offset", layer.offset))
+        inputs.append(named_constant(graph, f"{input_group}: offset", layer.offset))
     if timed:
         assert activation.timestep is not None
-        inputs += [activation.timestep, named_constant(graph, f"{source}: modes", np.array(modes, np.int32))]
+        inputs += [activation.timestep, named_constant(graph, f"{input_group}: modes", np.array(modes, np.int32))]
     return inputs, attributes
 
 

@@ -24,14 +24,14 @@ class Activation:
     """How the input of a layer is quantised: equal for all that read the same tensor.
 
     Attributes:
-        source: the first layer that reads it.
+        input_group: the first layer that reads it.
         scales: of each timestep bin.
         modes: `LayerMode` of each bin.
         timestep: [B] FP32; None where there is one bin.
         timestep_max: at which the last bin ends.
     """
 
-    source: str
+    input_group: str
     scales: tuple[float, ...]
     modes: tuple[LayerMode, ...]
     timestep: ir.Value | None

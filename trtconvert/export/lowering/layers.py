@@ -23,7 +23,7 @@ from trtconvert.export.matching import is_read_once, producer_of
 from trtconvert.export.nodes.layers import (
     BIAS_METADATA,
     CONV,
-    SOURCE_METADATA,
+    INPUT_GROUP_METADATA,
     TIMESTEP,
     WEIGHT_METADATA,
     inputs_of,
@@ -76,7 +76,7 @@ def expand_layers(
         graph, x, old = node.graph, node.inputs[0], node.outputs[0]
         assert isinstance(graph, ir.Graph) and x is not None
         new = _New(graph, x, old)
-        key = (x, node.metadata_props[SOURCE_METADATA])
+        key = (x, node.metadata_props[INPUT_GROUP_METADATA])
         if exact if isinstance(exact, bool) else name in exact:
             result = _exact_product(new, node, name)
         else:
@@ -95,7 +95,7 @@ def quantise_products(model: ir.Model) -> int:
     timestep bins.
 
     One scale serves all bins and tokens: the largest of the calibrated ones, so that nothing more is clipped. The other products
-    stay in 16 bits, as they are: those of mixed modes too, see `take_mixed_layers`.
+    stay in 16 bits, as they are: those of mixed modes too, see `fuse_mixed_layers`.
 
     Returns:
         How many products are INT8 now.
@@ -173,19 +173,19 @@ class _New:
 def _moved(new: _New, node: ir.Node, offsets: bool) -> ir.Value:
     """x̂ of a node, of x or, where that is a concatenation of channels, of each of its parts, so that products can still
     be split."""
-    inputs, source = inputs_of(node), node.metadata_props[SOURCE_METADATA]
+    inputs, input_group = inputs_of(node), node.metadata_props[INPUT_GROUP_METADATA]
     factor = table_of(inputs["x_factor"])
     offset = _offset_of(inputs) if offsets else np.zeros_like(factor)
     x = new.x
     concat = producer_of(x, "Concat")
     widths = _widths(concat, x) if concat is not None and is_read_once(x) else None
     if concat is None or widths is None:
-        return _moved_part(new, x, source, factor, offset, node.op_type == CONV)
+        return _moved_part(new, x, input_group, factor, offset, node.op_type == CONV)
     parts, start = [], 0
     for part, width in zip(concat.inputs, widths, strict=True):
         assert part is not None
         chosen = slice(start, start + width)
-        parts.append(_moved_part(new, part, f"{source}, {start}", factor[chosen], offset[chosen], False))
+        parts.append(_moved_part(new, part, f"{input_group}, {start}", factor[chosen], offset[chosen], False))
         start += width
     if all(part is before for part, before in zip(parts, concat.inputs, strict=True)):
         return x
@@ -202,16 +202,16 @@ def _widths(concat: ir.Node, x: ir.Value) -> list[int] | None:
 
 
 def _moved_part(
-    new: _New, x: ir.Value, source: str, factor: np.ndarray, offset: np.ndarray, is_image: bool
+    new: _New, x: ir.Value, input_group: str, factor: np.ndarray, offset: np.ndarray, is_image: bool
 ) -> ir.Value:
     if is_image:
         rank = len(x.shape) if x.shape is not None else 4
         factor = factor.reshape(1, -1, *[1] * (rank - 2))
     value = x
     if offset.any():
-        value = new.op("Sub", [value, new.constant(f"{source}:x_offset, {new.dtype}", offset)], x)
+        value = new.op("Sub", [value, new.constant(f"{input_group}:x_offset, {new.dtype}", offset)], x)
     if (factor != 1).any():
-        value = new.op("Mul", [value, new.constant(f"{source}:x_factor, {new.dtype}", factor)], x)
+        value = new.op("Mul", [value, new.constant(f"{input_group}:x_factor, {new.dtype}", factor)], x)
     return value
 
 
@@ -302,7 +302,7 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, re
         bias = _without_offset(node)
     timed = inputs.get(TIMESTEP)
     activation = Activation(
-        metadata[SOURCE_METADATA],
+        metadata[INPUT_GROUP_METADATA],
         tuple(scales.tolist()),
         tuple(LayerMode(mode) for mode in table_of(inputs["modes"]).tolist()),
         timed,

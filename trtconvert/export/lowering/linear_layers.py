@@ -61,16 +61,16 @@ class _Layer:
         return self.nodes[-1].outputs[0]
 
 
-def take_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]], *, beside_int8: bool = False) -> int:
+def fuse_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]], *, beside_int8: bool = False) -> int:
     """Replace GEGLU, and linear layers that only plugins read, by nodes `Linear`, in place.
 
     Only those of 16 bits that read what a plugin gives, or a layer norm: what TensorRT fuses with products it no longer does once
     a plugin reads the result. And only of sizes at which the kernel is no slower. The weights get another name, and lie the other
-    way round: not for engines whose weights are to be replaced. Comes behind `take_residual_norms`, whose nodes are plugins too.
+    way round: not for engines whose weights are to be replaced. Comes behind `fuse_residual_norms`, whose nodes are plugins too.
 
     Args:
         profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
-        beside_int8: take those with INT8 weights too, which `take_int8_layers` has left in 16 bits.
+        beside_int8: take those with INT8 weights too, which `fuse_int8_layers` has left in 16 bits.
     Returns:
         How many nodes the graph has got.
     """

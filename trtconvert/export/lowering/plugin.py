@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from trtconvert.export.lowering.int8_layers import take_int8_layers
+from trtconvert.export.lowering.int8_layers import fuse_int8_layers
 from trtconvert.export.lowering.layout import fold_transposes
-from trtconvert.export.lowering.linear_layers import take_linear_layers
-from trtconvert.export.lowering.norms import take_norms
+from trtconvert.export.lowering.linear_layers import fuse_linear_layers
+from trtconvert.export.lowering.norms import fuse_norms
 from trtconvert.export.lowering.packing import pack_projections
-from trtconvert.export.lowering.residual_norms import take_residual_norms
-from trtconvert.export.lowering.rotary import take_rotary
+from trtconvert.export.lowering.residual_norms import fuse_residual_norms
+from trtconvert.export.lowering.rotary import fuse_rotary
 from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes.attention import mask_of, require_attention_nodes
 from trtconvert.export.nodes.attention_body import INPUTS, OP
@@ -28,10 +28,10 @@ def lower_to_plugin(
 ) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
 
-    What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`take_rotary`), norms
-    (`take_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
+    What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`fuse_rotary`), norms
+    (`fuse_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
     (`share_projections`). Nodes that take any of these have no other lowering any more. Residual connections and their layer
-    norms beside them become plugins as well (`take_residual_norms`), and linear layers between these (`take_linear_layers`).
+    norms beside them become plugins as well (`fuse_residual_norms`), and linear layers between these (`fuse_linear_layers`).
     Kernels take one 16-bit type for queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through
     casts, and masks of another type than the queries are cast to it.
 
@@ -39,25 +39,25 @@ def lower_to_plugin(
         refittable: weights keep their names, so norms and projections stay as they are.
         linear_profiles: where the GPU has a kernel for linear layers, the sizes of the dimensions that vary, for each
             optimisation profile; none elsewhere: these layers are left then.
-        int8_layers: whether INT8 layers become plugins as well (`take_int8_layers`), where there is a kernel.
+        int8_layers: whether INT8 layers become plugins as well (`fuse_int8_layers`), where there is a kernel.
     Returns:
         How many nodes were lowered.
     Raises:
         UserError: the model has no `Int8Attention` node.
     """
     nodes = require_attention_nodes(model)
-    take_rotary(model)  # first: below it are the norms, and below these the projections
+    fuse_rotary(model)  # first: below it are the norms, and below these the projections
     fold_transposes(model)  # of what was rotated with heads first
     if not refittable:
-        take_norms(model)
+        fuse_norms(model)
         fold_transposes(model)
         pack_projections(model)
         share_projections(model)
-        take_residual_norms(model)
+        fuse_residual_norms(model)
         if linear_profiles and int8_layers:
-            take_int8_layers(model, linear_profiles)
+            fuse_int8_layers(model, linear_profiles)
         if linear_profiles:
-            take_linear_layers(model, linear_profiles, beside_int8=int8_layers)
+            fuse_linear_layers(model, linear_profiles, beside_int8=int8_layers)
     casts: _Casts = {}
     for node in nodes.values():
         node.overload = ""

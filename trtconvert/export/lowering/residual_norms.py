@@ -44,7 +44,7 @@ class _ResidualNorm:
     epsilon: float
 
 
-def take_residual_norms(model: ir.Model) -> int:
+def fuse_residual_norms(model: ir.Model) -> int:
     """Replace sums and their layer norms by nodes `ResidualNorm`, in place, where attention that is a plugin lies in front of the
     sum or behind the norm, with at most linear layers between.
 

@@ -41,7 +41,7 @@ from trtconvert.export.nodes.attention import append_input, attention_nodes, key
 from trtconvert.export.nodes.common import HALF
 
 
-def take_rotary(model: ir.Model) -> int:
+def fuse_rotary(model: ir.Model) -> int:
     """Give nodes q and k as they are before their rotation, and its table as the input `rotary`.
 
     The table is FP32 [N, D/2, 2], (cos, sin) of each token and pair of channels; nodes with the same cos and sin share it. Only

@@ -34,7 +34,7 @@ OPERATORS = (LINEAR, CONV)
 
 LAYER_METADATA = "trtconvert.layer"
 """Metadata keys of a node: the name of the layer that it stands for,"""
-SOURCE_METADATA = "trtconvert.source"
+INPUT_GROUP_METADATA = "trtconvert.source"
 """and of the first layer that reads the same tensor,"""
 WEIGHT_METADATA, BIAS_METADATA = "trtconvert.weight", "trtconvert.bias"
 """and of its weight and bias in the state dict, where they are whole tensors of it."""

@@ -1,8 +1,8 @@
-"""Nodes of layers that quantise how their input changes from step to step (MoDiff), and their bodies in standard operators.
+"""Nodes of layers that quantise the deltas of their input between steps (MoDiff), and their bodies in standard operators.
 
 `QuantiseChange` gives codes and the new cache of what is read; `LinearOfChange` and `ConvOfChange` add the product of the
 codes to the cache of what the layer gives. Layers that read one tensor have one `QuantiseChange`. The bodies follow
-`trtconvert.linear.changes` line by line, with exact products by MatMulInteger and ConvInteger, and ONNX Runtime runs them.
+`trtconvert.linear.deltas` line by line, with exact products by MatMulInteger and ConvInteger, and ONNX Runtime runs them.
 
 | input | shape, type | meaning |
 | --- | --- | --- |
@@ -31,7 +31,7 @@ import onnx_ir as ir
 
 from trtconvert.export.nodes.common import DOMAIN, OPSET, marked_windows
 from trtconvert.export.nodes.layers import LAYER_METADATA
-from trtconvert.linear.changes import BROKEN
+from trtconvert.linear.deltas import BROKEN
 from trtconvert.linear.reference import LEVELS
 
 QUANTISE, LINEAR, CONV = "QuantiseChange", "LinearOfChange", "ConvOfChange"
@@ -44,7 +44,7 @@ QUANTISE_INPUTS = ("x", "x_factor", "a_hat", "begins", "scales")
 PRODUCT_INPUTS = ("q", "scales", "begins", "weight", "weight_scale", "bias", "o_hat")
 
 
-def change_nodes(model: ir.Model) -> list[ir.Node]:
+def delta_nodes(model: ir.Model) -> list[ir.Node]:
     """All of them, in graph order."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     return [node for node in nodes if node.domain == DOMAIN and node.op_type in (QUANTISE, *PRODUCTS)]
@@ -52,7 +52,7 @@ def change_nodes(model: ir.Model) -> list[ir.Node]:
 
 def modulated_layers(model: ir.Model) -> dict[str, ir.Node]:
     """The nodes of `PRODUCTS` by the name of their layer, in graph order."""
-    return {node.metadata_props[LAYER_METADATA]: node for node in change_nodes(model) if node.op_type in PRODUCTS}
+    return {node.metadata_props[LAYER_METADATA]: node for node in delta_nodes(model) if node.op_type in PRODUCTS}
 
 
 def inputs_of(node: ir.Node) -> dict[str, ir.Value]:
@@ -76,7 +76,7 @@ def overload_of(node: ir.Node) -> str:
     return f"{sizes}d" if (sizes := sizes_of(node)) else ""
 
 
-def change_body(op: str, sizes: int) -> onnx.FunctionProto:
+def delta_body(op: str, sizes: int) -> onnx.FunctionProto:
     """The FunctionProto of one operator.
 
     Args:
@@ -114,13 +114,13 @@ _QUANTISE = f"""
         a_float = Cast<to = 1>(a_hat)
         a_rows = Reshape(a_float, of_samples)
         known = Where(anew, zero, a_rows)
-        change = Sub(rows, known)
+        delta = Sub(rows, known)
         inverse = Reciprocal(scale)
-        over = Mul(change, inverse)
+        over = Mul(delta, inverse)
         rounded = Round(over)
         clipped = Clip(rounded, bottom, top)
-        is_nan = IsNaN(change)
-        is_infinite = IsInf(change)
+        is_nan = IsNaN(delta)
+        is_infinite = IsInf(delta)
         is_broken = Or(is_nan, is_infinite)
         numbers = Where(is_broken, broken_code, clipped)
         codes = Cast<to = 3>(numbers)

@@ -1,4 +1,4 @@
-"""Models whose layers quantise changes from step to step, as graphs, and the same arithmetic in torch."""
+"""Models whose layers quantise deltas from step to step, as graphs, and the same arithmetic in torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trtconvert.bundle import NEXT
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.export.changes import LAST
+from trtconvert.export.delta_caches import LAST
 from trtconvert.export.trace import in_type
 from trtconvert.models.denoiser import intercepted
 from trtconvert.quant.forward import Int8Layers
@@ -24,17 +24,17 @@ STEPS = (900.0, 700.0, 400.0, 100.0)
 """Timesteps of a trajectory, in both bins."""
 
 
-def changed_model(
+def delta_model(
     model: DiffusionModel | None = None, unchanged: Sequence[str] = (), divisor: float = 4.0, **options
 ) -> Int8Model:
-    """See `int8_model`; changes have a scale that is so many times smaller than that of whole activations.
+    """See `int8_model`; deltas have a scale that is so many times smaller than that of whole activations.
 
     Args:
         unchanged: layers that compute every step by itself.
     """
     made = int8_model(model, **options)
     layers = {
-        name: layer if name in unchanged else replace(layer, change_scale=layer.tables.x_scale / divisor)
+        name: layer if name in unchanged else replace(layer, delta_scale=layer.tables.x_scale / divisor)
         for name, layer in made.layers.items()
     }
     return replace(made, layers=layers, _traced={})
@@ -44,7 +44,7 @@ class InTorch:
     """The model in the specification's arithmetic, its caches kept from call to call."""
 
     def __init__(self, made: Int8Model, dtype: torch.dtype = torch.float32) -> None:
-        scales = {name: layer.change_scale for name, layer in made.layers.items() if layer.change_scale is not None}
+        scales = {name: layer.delta_scale for name, layer in made.layers.items() if layer.delta_scale is not None}
         tables = {name: layer.tables for name, layer in made.layers.items()}
         layers = Int8Layers(tables, made.model.timestep_max, scales, made.model.timesteps_fall)
         self._denoiser = in_type(intercepted(made.model, layers=layers.handler()), dtype)

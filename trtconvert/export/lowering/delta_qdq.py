@@ -1,6 +1,6 @@
-"""The lowering of layers that quantise changes to Q/DQ around ordinary products, for runtimes that host none of our nodes.
+"""The lowering of layers that quantise deltas to Q/DQ around ordinary products, for runtimes that host none of our nodes.
 
-A Q has one scale, which the runtime wants to know when it builds; the scale of a change follows the timestep. So changes are
+A Q has one scale, which the runtime wants to know when it builds; the scale of a delta follows the timestep. So deltas are
 multiplied by S / s before they are quantised with S, and products and codes by s / S behind it. S is the largest of the scales:
 products stay as large as those of whole activations, and so within FP16.
 """
@@ -16,7 +16,7 @@ from onnx_ir.tape import Tape
 
 from trtconvert.export.lowering.cleaning import remove_unused
 from trtconvert.export.lowering.initializers import changed_initializer
-from trtconvert.export.nodes.changes import LARGEST, QUANTISE, cache_of, change_nodes, inputs_of, sizes_of
+from trtconvert.export.nodes.deltas import LARGEST, QUANTISE, cache_of, delta_nodes, inputs_of, sizes_of
 from trtconvert.export.nodes.layers import table_of
 
 
@@ -34,18 +34,18 @@ class _Scales:
     inverses: ir.Value
 
 
-def has_changes(model: ir.Model) -> bool:
-    """Whether layers of a model quantise changes."""
-    return bool(change_nodes(model))
+def has_deltas(model: ir.Model) -> bool:
+    """Whether layers of a model quantise deltas."""
+    return bool(delta_nodes(model))
 
 
-def lower_changes(model: ir.Model) -> int:
+def lower_deltas(model: ir.Model) -> int:
     """Replace the nodes, in place. All is computed in the type of the caches.
 
     Returns:
         How many layers were lowered.
     """
-    nodes, count = change_nodes(model), 0
+    nodes, count = delta_nodes(model), 0
     if not nodes:
         return 0
     places = {_place(node): float(node.metadata_props[LARGEST]) for node in nodes if node.op_type == QUANTISE}

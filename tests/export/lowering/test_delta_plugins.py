@@ -1,4 +1,4 @@
-"""Linear layers that quantise changes as plugins, in an evaluator of what their C APIs say, against the specification."""
+"""Linear layers that quantise deltas as plugins, in an evaluator of what their C APIs say, against the specification."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from changed_layers import InOnnxRuntime, InTorch, changed_model, trajectory
+from delta_layers import InOnnxRuntime, InTorch, delta_model, trajectory
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from tiny_layers import CHOSEN, Called, model_of, random
@@ -18,18 +18,18 @@ from torch.nn import functional as F
 
 from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering import (
-    can_take_changes,
+    can_fuse_deltas,
     expand_layers,
-    lower_changes,
+    fuse_deltas,
+    lower_deltas,
     lower_to_native,
     quantise_products,
-    take_changes,
 )
-from trtconvert.export.lowering.changed_rows import QUANTISE_CHANGED_ROWS
+from trtconvert.export.lowering.delta_plugins import QUANTISE_DELTAS
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR
 from trtconvert.export.nodes.attention import attention_nodes
-from trtconvert.export.nodes.changes import change_nodes
 from trtconvert.export.nodes.common import DOMAIN
+from trtconvert.export.nodes.deltas import delta_nodes
 
 CLOSE = 1.35
 """How much larger an error against full precision may be than the specification's, of a step by itself: FP16 rounds on the
@@ -99,19 +99,19 @@ def lowered(made, dtype=torch.float16):
     expand_layers(graph)
     if attention_nodes(graph):
         lower_to_native(graph)
-    assert can_take_changes(graph) == (dtype == torch.float16)
-    count = take_changes(graph)
-    assert not can_take_changes(graph)
-    lower_changes(graph)
+    assert can_fuse_deltas(graph) == (dtype == torch.float16)
+    count = fuse_deltas(graph)
+    assert not can_fuse_deltas(graph)
+    lower_deltas(graph)
     quantise_products(graph)
-    assert not change_nodes(graph) and not graph.functions
+    assert not delta_nodes(graph) and not graph.functions
     graph.graph.sort()
     return graph, count
 
 
 @pytest.fixture(scope="module")
 def changed():
-    return changed_model(divisor=1.0)
+    return delta_model(divisor=1.0)
 
 
 def kinds(graph):
@@ -122,7 +122,7 @@ def test_a_trajectory_is_as_close_to_full_precision_as_the_specification(changed
     graph, count = lowered(changed)
     operators = kinds(graph)
     assert count == operators.count(INT8_LINEAR) == len(CHOSEN) - 1  # the convolution is between Q and DQ
-    assert operators.count(QUANTISE_CHANGED_ROWS) == len(CHOSEN) - 3  # k and v read what q reads
+    assert operators.count(QUANTISE_DELTAS) == len(CHOSEN) - 3  # k and v read what q reads
     ours, theirs = InEvaluator(graph), InTorch(changed, torch.float16)
     for inputs in trajectory(changed, torch.float16):
         with torch.no_grad():
@@ -130,11 +130,9 @@ def test_a_trajectory_is_as_close_to_full_precision_as_the_specification(changed
         assert error(ours(**inputs), full) < CLOSE * error(theirs(**inputs), full)
 
 
-def test_gelu_in_front_of_a_layer_is_computed_where_its_changes_are(changed):
+def test_gelu_in_front_of_a_layer_is_computed_where_its_deltas_are(changed):
     graph, _ = lowered(changed)
-    activations = [
-        node.attributes["activation"].as_int() for node in graph.graph if node.op_type == QUANTISE_CHANGED_ROWS
-    ]
+    activations = [node.attributes["activation"].as_int() for node in graph.graph if node.op_type == QUANTISE_DELTAS]
     assert activations.count(2) == 1 and "Gelu" not in [node.op_type for node in graph.graph]
 
 
@@ -159,7 +157,7 @@ def test_caches_of_folded_samples_are_seen_as_rows():
     def windows(self, x):
         return self.layer(x.flatten(0, 1)).unflatten(0, (-1, 2))
 
-    made = changed_model(
+    made = delta_model(
         model_of(Called(windows, layer=nn.Linear(16, 16)), ("batch", 2, 4, 16)), divisor=1.0, include=["layer"]
     )
     graph, count = lowered(made)

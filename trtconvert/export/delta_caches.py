@@ -1,4 +1,4 @@
-"""Caches of layers that quantise changes, in a trace: what they are, and the nodes that read and write them."""
+"""Caches of layers that quantise deltas, in a trace: what they are, and the nodes that read and write them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.diffusion_model import DiffusionModel, InputSpec, require_one_size
-from trtconvert.export.nodes.changes import CONV, LARGEST, LINEAR, QUANTISE
 from trtconvert.export.nodes.common import DOMAIN, VERSION
-from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA
+from trtconvert.export.nodes.deltas import CONV, LARGEST, LINEAR, QUANTISE
+from trtconvert.export.nodes.layers import INPUT_GROUP_METADATA, LAYER_METADATA
 from trtconvert.fake_tensors import in_float32_shapes, shapes_alone
 from trtconvert.interception import InterceptedDenoiser
-from trtconvert.linear.changes import Steps, cache_dtype, scales_of, steps_of
+from trtconvert.linear.deltas import Steps, cache_dtype, scales_of, steps_of
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks
 from trtconvert.manifest_checks import CACHE, O_HAT
 
@@ -22,9 +22,9 @@ LAST = f"{CACHE}timestep"
 """The cache of the timesteps of the call before."""
 
 
-def a_hat_of(source: str) -> str:
+def a_hat_of(input_group: str) -> str:
     """The cache of what layers read, by the first that reads it."""
-    return f"{CACHE}{source}.a_hat"
+    return f"{CACHE}{input_group}.a_hat"
 
 
 def o_hat_of(layer: str) -> str:
@@ -32,9 +32,9 @@ def o_hat_of(layer: str) -> str:
     return f"{CACHE}{layer}{O_HAT}"
 
 
-def _factor_of(source: str) -> str:
+def _factor_of(input_group: str) -> str:
     """The buffer of x_factor, as it is broadcast to x."""
-    return f"modiff:{source.replace('.', '/')}:x_factor"
+    return f"modiff:{input_group.replace('.', '/')}:x_factor"
 
 
 def caches_of(
@@ -43,14 +43,14 @@ def caches_of(
     dims: Mapping[str, tuple[int, int, int]],
     dtype: torch.dtype,
 ) -> list[InputSpec]:
-    """The caches of a model whose weights have a type, in a fixed order; none where no layer has a scale of changes.
+    """The caches of a model whose weights have a type, in a fixed order; none where no layer has a scale of deltas.
 
     The model is run once, to see the sizes.
 
     Raises:
         UserError: a dimension other than that of the samples may vary: caches have sizes of their own.
     """
-    modulated = {name: layer for name, layer in layers.items() if layer.change_scale is not None}
+    modulated = {name: layer for name, layer in layers.items() if layer.delta_scale is not None}
     if not modulated:
         return []
     batch = model.inputs[0].shape[0]
@@ -66,7 +66,7 @@ def caches_of(
     def seen(call: LayerCall) -> Tensor:
         output = call.exact()
         if call.name in modulated:
-            for name, x in ((a_hat_of(modulated[call.name].layer.source), call.x), (o_hat_of(call.name), output)):
+            for name, x in ((a_hat_of(modulated[call.name].layer.input_group), call.x), (o_hat_of(call.name), output)):
                 found.setdefault(name, InputSpec(name, of_type, shape(x, len(call.timestep))))
         return output
 
@@ -91,8 +91,8 @@ def require_fixed_sizes(model: DiffusionModel, dims: Mapping[str, tuple[int, int
     )
 
 
-class ChangeEmitter:
-    """Emits the nodes of layers with a scale of changes, and keeps the caches of a trace.
+class DeltaEmitter:
+    """Emits the nodes of layers with a scale of deltas, and keeps the caches of a trace.
 
     Args:
         module: gets tables as buffers; what is exported.
@@ -104,17 +104,19 @@ class ChangeEmitter:
         self, module: nn.Module, layers: Mapping[str, ConvertedLayer], timestep_max: float, falls: bool
     ) -> None:
         self._module, self._timestep_max, self._falls = module, timestep_max, falls
-        first, changes = dict[str, Tensor](), dict[str, Tensor]()
+        first, deltas = dict[str, Tensor](), dict[str, Tensor]()
         for layer in layers.values():
-            if layer.change_scale is not None:
-                source, places = layer.layer.source, [1] * len(layer.layer.kernel)
-                if source not in first:
-                    module.register_buffer(_factor_of(source), layer.tables.x_factor.view(-1, *places).clone())
-                first.setdefault(source, layer.tables.x_scale)
-                changes.setdefault(source, layer.change_scale)
-        self._places = {source: place for place, source in enumerate(first)}
-        self._largest = {source: float(torch.cat([first[source], changes[source]]).max()) for source in first}
-        for name, tables in (("first", first), ("changes", changes)):
+            if layer.delta_scale is not None:
+                input_group, places = layer.layer.input_group, [1] * len(layer.layer.kernel)
+                if input_group not in first:
+                    module.register_buffer(_factor_of(input_group), layer.tables.x_factor.view(-1, *places).clone())
+                first.setdefault(input_group, layer.tables.x_scale)
+                deltas.setdefault(input_group, layer.delta_scale)
+        self._places = {input_group: place for place, input_group in enumerate(first)}
+        self._largest = {
+            input_group: float(torch.cat([first[input_group], deltas[input_group]]).max()) for input_group in first
+        }
+        for name, tables in (("first", first), ("changes", deltas)):
             module.register_buffer(f"modiff:{name}", torch.stack(list(tables.values()), 1))
         self._steps: Steps | None = None
         self._scales: Tensor | None = None
@@ -126,8 +128,8 @@ class ChangeEmitter:
         """A call of the denoiser, with timesteps [B] and the caches of the call before."""
         self._given, self._made, self._codes = caches, {}, {}
         steps = self._steps = steps_of(timestep, caches[LAST], self._falls)
-        first, changes = (getattr(self._module, f"modiff:{name}") for name in ("first", "changes"))
-        self._scales = scales_of(steps.begins, timestep, first, changes, self._timestep_max)
+        first, deltas = (getattr(self._module, f"modiff:{name}") for name in ("first", "changes"))
+        self._scales = scales_of(steps.reset, timestep, first, deltas, self._timestep_max)
         self._made[LAST] = steps.last
 
     def caches(self, names: Sequence[str]) -> list[Tensor]:
@@ -142,20 +144,20 @@ class ChangeEmitter:
             shape: of the output.
         """
         assert self._steps is not None and self._scales is not None
-        source, begins = layer.layer.source, self._steps.begins
-        place = {"place": self._places[source]}
-        if source not in self._codes:
-            name = a_hat_of(source)
+        input_group, reset = layer.layer.input_group, self._steps.reset
+        place = {"place": self._places[input_group]}
+        if input_group not in self._codes:
+            name = a_hat_of(input_group)
             given = self._given[name]
-            factor = getattr(self._module, _factor_of(source))
-            self._codes[source], self._made[name] = torch.onnx.ops.symbolic_multi_out(
+            factor = getattr(self._module, _factor_of(input_group))
+            self._codes[input_group], self._made[name] = torch.onnx.ops.symbolic_multi_out(
                 f"{DOMAIN}::{QUANTISE}",
-                (call.x, factor, given, begins, self._scales),
+                (call.x, factor, given, reset, self._scales),
                 dict(place),
                 dtypes=(torch.int8, given.dtype),
                 shapes=(call.x.shape, given.shape),
                 version=VERSION,
-                metadata_props={SOURCE_METADATA: source, LARGEST: repr(self._largest[source])},
+                metadata_props={INPUT_GROUP_METADATA: input_group, LARGEST: repr(self._largest[input_group])},
             )
         name = o_hat_of(call.name)
         given = self._given[name]
@@ -167,11 +169,11 @@ class ChangeEmitter:
         )
         self._made[name] = torch.onnx.ops.symbolic(
             f"{DOMAIN}::{CONV if call.kind == 'conv' else LINEAR}",
-            (self._codes[source], self._scales, begins, weight, weight_scale, bias, given),
+            (self._codes[input_group], self._scales, reset, weight, weight_scale, bias, given),
             attributes,
             dtype=given.dtype,
             shape=given.shape,
             version=VERSION,
-            metadata_props={LAYER_METADATA: call.name, SOURCE_METADATA: source},
+            metadata_props={LAYER_METADATA: call.name, INPUT_GROUP_METADATA: input_group},
         )
         return self._made[name].reshape(shape).to(call.x.dtype)

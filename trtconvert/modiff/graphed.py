@@ -11,7 +11,7 @@ _BEFORE = 2
 """Calls of a size before one is recorded: the first makes caches of modulated layers, the second compiles and measures tiles."""
 
 
-class Recorded:
+class Graphed:
     """Calls `denoiser` as it is `_BEFORE` times at a size, and replays a recording of it from then on, until the size is another.
 
     Args:

@@ -1,4 +1,4 @@
-"""The lowering of linear layers that quantise changes to plugins: one kernel quantises how rows change and writes the new â,
+"""The lowering of linear layers that quantise deltas to plugins: one kernel quantises the deltas of rows and writes the new â,
 another multiplies and adds to ô.
 
 Around Q/DQ every product is followed by kernels that scale, add and write; here each number of a cache is read once and written
@@ -18,21 +18,21 @@ from trtconvert.export.lowering.cleaning import remove_unused
 from trtconvert.export.lowering.initializers import changed_initializer, named_constant
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR
 from trtconvert.export.matching import is_read_once, producer_of
-from trtconvert.export.nodes.changes import LINEAR, QUANTISE, cache_of, change_nodes, inputs_of
 from trtconvert.export.nodes.common import DOMAIN, PLUGIN
-from trtconvert.export.nodes.layers import LAYER_METADATA, SOURCE_METADATA, table_of
+from trtconvert.export.nodes.deltas import LINEAR, QUANTISE, cache_of, delta_nodes, inputs_of
+from trtconvert.export.nodes.layers import INPUT_GROUP_METADATA, LAYER_METADATA, table_of
 from trtconvert.linear.modes import LayerMode
 
-QUANTISE_CHANGED_ROWS = "QuantiseChangedRows"
+QUANTISE_DELTAS = "QuantiseChangedRows"
 """The operator of the plugin."""
 
 _GELUS = {"none": 2, "tanh": 3}  # TrtConvertActivation of activation.h
 
 
-def take_changes(model: ir.Model) -> int:
-    """Replace the linear layers that quantise changes, in place: those with FP16 caches.
+def fuse_deltas(model: ir.Model) -> int:
+    """Replace the linear layers that quantise deltas, in place: those with FP16 caches.
 
-    Layers that read one tensor are taken together, and not where a convolution reads it too. What is left is for `lower_changes`.
+    Layers that read one tensor are taken together, and not where a convolution reads it too. What is left is for `lower_deltas`.
 
     Returns:
         How many layers were replaced.
@@ -54,15 +54,15 @@ def take_changes(model: ir.Model) -> int:
     return sum(map(len, taken.values()))
 
 
-def can_take_changes(model: ir.Model) -> bool:
-    """Whether `take_changes` would replace a layer."""
+def can_fuse_deltas(model: ir.Model) -> bool:
+    """Whether `fuse_deltas` would replace a layer."""
     return bool(_taken(model))
 
 
 def _taken(model: ir.Model) -> dict[ir.Node, list[ir.Node]]:
-    """The nodes that quantise changes, and of each the layers that read its codes, where all of these can be taken."""
+    """The nodes that quantise deltas, and of each the layers that read its codes, where all of these can be taken."""
     found: dict[ir.Node, list[ir.Node]] = {}
-    for node in change_nodes(model):
+    for node in delta_nodes(model):
         if node.op_type != QUANTISE or {inputs_of(node)["x"].dtype, cache_of(node).dtype} != {ir.DataType.FLOAT16}:
             continue
         layers = [reader for reader, _ in node.outputs[0].uses()]
@@ -71,9 +71,9 @@ def _taken(model: ir.Model) -> dict[ir.Node, list[ir.Node]]:
     return found
 
 
-def _signed(tape: Tape, scales: ir.Value, begins: ir.Value) -> ir.Value:
-    """[B, S], negative where a sample begins."""
-    anew = tape.op("Reshape", [begins, tape.op("Constant", [], {"value": ir.tensor(np.array([-1, 1]))})])
+def _signed(tape: Tape, scales: ir.Value, reset: ir.Value) -> ir.Value:
+    """[B, S], negative where a sample is reset."""
+    anew = tape.op("Reshape", [reset, tape.op("Constant", [], {"value": ir.tensor(np.array([-1, 1]))})])
     signed = tape.op("Where", [anew, tape.op("Neg", [scales]), scales])
     signed.type, signed.shape = copy.copy(scales.type), scales.shape
     return signed
@@ -85,14 +85,14 @@ def _quantised(node: ir.Node, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
     assert isinstance(graph, ir.Graph)
     x, activation = _before_gelu(inputs["x"])
     factor = table_of(inputs["x_factor"])
-    source = node.metadata_props[SOURCE_METADATA]
+    input_group = node.metadata_props[INPUT_GROUP_METADATA]
     tape, shape = Tape(), x.shape
     assert shape is not None and isinstance(shape[-1], int)
     rows = [x, _shaped(tape, inputs["a_hat"], shape), scales]
     if equalised := bool((factor != 1).any()):
-        rows.append(named_constant(graph, f"{source}: factor of changes", factor.astype(np.float32).reshape(-1)))
+        rows.append(named_constant(graph, f"{input_group}: factor of changes", factor.astype(np.float32).reshape(-1)))
     attributes = {"factor": int(equalised), "activation": activation, "place": node.attributes["place"].as_int()}
-    new = ir.node(QUANTISE_CHANGED_ROWS, rows, attributes | PLUGIN, domain=DOMAIN, num_outputs=3)
+    new = ir.node(QUANTISE_DELTAS, rows, attributes | PLUGIN, domain=DOMAIN, num_outputs=3)
     payload, row_scale, a_next = new.outputs
     payload.type, payload.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([*shape[:-1], shape[-1] // 4])
     row_scale.type, row_scale.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([*shape[:-1], 1])

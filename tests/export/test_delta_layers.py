@@ -1,11 +1,11 @@
-"""Graphs of layers that quantise changes from step to step: their bodies and their lowering to Q/DQ against the specification."""
+"""Graphs of layers that quantise deltas from step to step: their bodies and their lowering to Q/DQ against the specification."""
 
 from dataclasses import replace
 
 import pytest
 import tolerances
 import torch
-from changed_layers import InOnnxRuntime, InTorch, changed_model, trajectory
+from delta_layers import InOnnxRuntime, InTorch, delta_model, trajectory
 from layered_graphs import count
 from tiny_layers import CHOSEN, Called, model_of, random
 from torch import nn
@@ -13,9 +13,9 @@ from torch import nn
 from trtconvert.bundle import NEXT
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error as error
-from trtconvert.export.changes import LAST, caches_of, require_fixed_sizes
-from trtconvert.export.lowering import expand_layers, lower_changes, quantise_products
-from trtconvert.export.nodes.changes import LINEAR, QUANTISE, change_nodes, modulated_layers
+from trtconvert.export.delta_caches import LAST, caches_of, require_fixed_sizes
+from trtconvert.export.lowering import expand_layers, lower_deltas, quantise_products
+from trtconvert.export.nodes.deltas import LINEAR, QUANTISE, delta_nodes, modulated_layers
 from trtconvert.export.nodes.layers import layer_nodes
 
 EDGES = 0.01
@@ -28,13 +28,13 @@ CLOSE = 1.35
 
 @pytest.fixture(scope="module")
 def changed():
-    return changed_model()
+    return delta_model()
 
 
 @pytest.fixture(scope="module")
 def wide():
-    """With scales that clip no change."""
-    return changed_model(divisor=1.0)
+    """With scales that clip no delta."""
+    return delta_model(divisor=1.0)
 
 
 def errors(graph, made, dtype=torch.float32, steps=None):
@@ -46,15 +46,15 @@ def errors(graph, made, dtype=torch.float32, steps=None):
 def lowered(graph):
     expand_layers(graph)
     quantise_products(graph)
-    lower_changes(graph)
-    assert not change_nodes(graph) and not layer_nodes(graph) and not graph.functions
+    lower_deltas(graph)
+    assert not delta_nodes(graph) and not layer_nodes(graph) and not graph.functions
     return graph
 
 
-def test_layers_that_read_one_tensor_quantise_its_changes_once(changed):
+def test_layers_that_read_one_tensor_quantise_its_deltas_once(changed):
     graph = changed.graph()
     assert tuple(modulated_layers(graph)) == CHOSEN and not layer_nodes(graph)
-    kinds = [node.op_type for node in change_nodes(graph)]
+    kinds = [node.op_type for node in delta_nodes(graph)]
     assert kinds.count(QUANTISE) == len(CHOSEN) - 2  # k and v read what q reads
     assert kinds.count(LINEAR) == len(CHOSEN) - 1
     inputs = {value.name: list(value.shape) for value in graph.graph.inputs[2:]}
@@ -66,7 +66,7 @@ def test_layers_that_read_one_tensor_quantise_its_changes_once(changed):
 
 
 def test_a_trajectory_is_that_of_the_specification(changed):
-    """Also where changes are clipped."""
+    """Also where deltas are clipped."""
     assert max(errors(changed.graph(), changed)) < tolerances.WHOLE_DENOISER
 
 
@@ -131,7 +131,7 @@ def test_a_timestep_that_goes_back_to_more_noise_begins_anew(changed):
 
 
 def test_timesteps_that_rise_are_followed():
-    made = changed_model()
+    made = delta_model()
     sigmas = made.model.sigmas.flip(0)
     made = replace(made, model=replace(made.model, sigmas=sigmas), _traced={})
     assert not made.model.timesteps_fall
@@ -142,8 +142,8 @@ def test_timesteps_that_rise_are_followed():
     assert all(torch.equal(*pair) for pair in zip(outputs[:4], outputs[4:], strict=True))
 
 
-def test_some_layers_may_quantise_changes_and_others_not():
-    made = changed_model(unchanged=("q", "mlp.0", "conv"))
+def test_some_layers_may_quantise_deltas_and_others_not():
+    made = delta_model(unchanged=("q", "mlp.0", "conv"))
     graph = made.graph()
     assert set(layer_nodes(graph)) == {"q", "mlp.0", "conv"}
     assert set(modulated_layers(graph)) == set(CHOSEN) - {"q", "mlp.0", "conv"}
@@ -167,7 +167,7 @@ WAYS = {
 def test_layers_of_several_shapes_keep_caches_by_sample(how):
     function, part, shape = WAYS[how]
     model = model_of(Called(function, part=part.eval().requires_grad_(False)), shape)
-    made = changed_model(model, include=["part"])
+    made = delta_model(model, include=["part"])
     steps = [
         {
             "x": random(3, *(size for size in shape if size != "batch"), seed=i) / (1 + i),
@@ -183,7 +183,7 @@ def test_layers_of_several_shapes_keep_caches_by_sample(how):
 
 
 def test_sizes_that_vary_are_refused():
-    model = replace(changed_model().model, dims={"batch": (1, 2, 4), "height": (4, 4, 8), "width": (4, 4, 4)})
+    model = replace(delta_model().model, dims={"batch": (1, 2, 4), "height": (4, 4, 8), "width": (4, 4, 4)})
     with pytest.raises(UserError, match=r"(?s)one size of everything but the batch.*height 4\.\.8.*height: 4"):
         require_fixed_sizes(model, model.dims)
     assert require_fixed_sizes(model, {"batch": (1, 2, 4), "height": (4, 4, 4)}) is None
