@@ -128,7 +128,14 @@ def _recipe(folder: Path, _: Built) -> None:
 
 
 def _recipe_and_bundle(folder: Path, tiny: Built) -> None:
-    _recipe(folder, tiny)
+    """A recipe whose build searches a plan and leaves steps out, and an earlier bundle in the place of the output."""
+    tiny_recipe(
+        folder,
+        attention={"modes": "auto"},
+        calibration={"samples": 8, "batch": 2},
+        plan={"samples": 1, "steps": 4, "min_psnr": 20},
+        steps={"computed": 0.5, "calibrated": 8, "samples": 2},
+    )
     shutil.copytree(tiny.bundle, folder / "out")
 
 
