@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -19,7 +19,6 @@ from plugin_driver import (
     check_number_of_inputs_is_refused,
     check_shapes_are_refused,
     check_types_and_formats,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -29,19 +28,7 @@ FORMATS = (HWC8, LINEAR, HWC8)
 """Of x, y and the output."""
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "ChannelsLastAdd")
-
-
-@pytest.fixture
-def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
-    driver.messages()
-    made = driver.create()
-    yield made
-    driver.lib.driver_destroy(made)
+PLUGIN = "ChannelsLastAdd"
 
 
 def tensors(x: Sequence[int] = X, y: Sequence[int] = Y, kind: int = HALF) -> list[Desc]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -22,7 +22,6 @@ from plugin_driver import (
     check_number_of_inputs_is_refused,
     check_shapes_are_refused,
     check_types_and_formats,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -32,26 +31,8 @@ SHAPES = X, CHANNELS, CHANNELS, SHIFT
 NAMES = ("x", "weight", "bias", "shift")
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "GroupNorm")
-
-
-@pytest.fixture
-def plugins(driver: Driver) -> Iterator[list[ctypes.c_void_p]]:
-    """One whose output's shape has its channels second, and one that has them last."""
-    driver.messages()
-    made = [driver.create(groups=32, channels_last=last) for last in (0, 1)]
-    yield made
-    for plugin in made:
-        driver.lib.driver_destroy(plugin)
-
-
-@pytest.fixture
-def plugin(plugins: list[ctypes.c_void_p]) -> ctypes.c_void_p:
-    return plugins[0]
+PLUGIN, MADE = "GroupNorm", tuple({"groups": 32, "channels_last": last} for last in (0, 1))
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF, last: int = 0) -> list[Desc]:

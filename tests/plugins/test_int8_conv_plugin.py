@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -20,7 +20,6 @@ from plugin_driver import (
     Driver,
     array,
     check_shapes_are_refused,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -35,19 +34,8 @@ DEFAULTS = {
     "stride_y": 1, "stride_x": 1, "pad_y": 0, "pad_x": 0, "bias": 0, "residual": 0, "timestep": 0, "bfloat16": 0,
     "timestep_max": 1000.0,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Int8Conv")
-
-
-@pytest.fixture
-def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
-    driver.messages()
-    made = driver.create(**GIVEN)
-    yield made
-    driver.lib.driver_destroy(made)
+PLUGIN, MADE = "Int8Conv", (GIVEN,)
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF, y: Sequence[int] = Y) -> list[Desc]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -20,7 +20,6 @@ from plugin_driver import (
     Driver,
     array,
     check_shapes_are_refused,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -32,20 +31,8 @@ KINDS = (*[HALF] * 4, *[FLOAT] * 3)
 GIVEN = {"groups": 32, "silu": 1, "shift": 1, "factor": 1, "timestep": 1}
 DEFAULTS = {"epsilon": pytest.approx(1e-5), "silu": 0, "timestep_max": 1000.0, "shift": 0, "factor": 0, "timestep": 0}
 ENGINE = DEFAULTS | {"groups": 8, "epsilon": 1e-5}
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Int8GroupNorm")
-
-
-@pytest.fixture
-def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
-    """With all inputs that there are."""
-    driver.messages()
-    made = driver.create(**GIVEN)
-    yield made
-    driver.lib.driver_destroy(made)
+PLUGIN, MADE = "Int8GroupNorm", (GIVEN,)
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -19,7 +19,6 @@ from plugin_driver import (
     Driver,
     array,
     check_shapes_are_refused,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -37,24 +36,11 @@ DEFAULTS = {
 }  # fmt: skip
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Int8Linear")
-
-
-@pytest.fixture
-def plugins(driver: Driver) -> Iterator[list[ctypes.c_void_p]]:
-    """A layer with all inputs that there are, and GEGLU of two with biases."""
-    driver.messages()
-    made = [
-        driver.create(mode_set=DYNAMIC, bias=1, residual=1),
-        driver.create(mode_set=DYNAMIC, bias=1, activation=GEGLU),
-    ]
-    yield made
-    for plugin in made:
-        driver.lib.driver_destroy(plugin)
+PLUGIN, MADE = (
+    "Int8Linear",
+    ({"mode_set": DYNAMIC, "bias": 1, "residual": 1}, {"mode_set": DYNAMIC, "bias": 1, "activation": GEGLU}),
+)
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:

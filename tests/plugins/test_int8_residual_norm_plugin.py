@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -19,7 +19,6 @@ from plugin_driver import (
     Driver,
     array,
     check_shapes_are_refused,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -34,21 +33,8 @@ DEFAULTS = {
     "timestep_max": 1000.0, "factor": 0, "offset": 0, "timestep": 0, "epsilon": pytest.approx(1e-5), "normed": 0,
     "starts_early": 0,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Int8ResidualNorm")
-
-
-@pytest.fixture
-def plugins(driver: Driver) -> Iterator[list[ctypes.c_void_p]]:
-    """With all inputs that there are, without and with the norm in 16 bits."""
-    driver.messages()
-    made = [driver.create(**ROWS, normed=normed) for normed in (0, 1)]
-    yield made
-    for plugin in made:
-        driver.lib.driver_destroy(plugin)
+PLUGIN, MADE = "Int8ResidualNorm", tuple(ROWS | {"normed": normed} for normed in (0, 1))
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF, normed: int = 0) -> list[Desc]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -19,7 +19,6 @@ from plugin_driver import (
     check_number_of_inputs_is_refused,
     check_shapes_are_refused,
     check_types_and_formats,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -29,21 +28,8 @@ SHAPES = (X, WEIGHT, BIAS), (X, (2, *WEIGHT), (2, *BIAS))
 """Of a linear layer, and of GEGLU."""
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "Linear")
-
-
-@pytest.fixture
-def plugins(driver: Driver) -> Iterator[list[ctypes.c_void_p]]:
-    """Of a linear layer, and of GEGLU."""
-    driver.messages()
-    made = [driver.create(geglu=geglu) for geglu in (0, 1)]
-    yield made
-    for plugin in made:
-        driver.lib.driver_destroy(plugin)
+PLUGIN, MADE = "Linear", ({"geglu": 0}, {"geglu": 1})
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -20,7 +20,6 @@ from plugin_driver import (
     Driver,
     array,
     check_shapes_are_refused,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -33,20 +32,8 @@ EVERYTHING = {"factor": 1, "activation": GELU, "place": 2}
 DEFAULTS = {"factor": 0, "activation": 0}
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "QuantiseChangedRows")
-
-
-@pytest.fixture
-def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
-    """With all inputs that there are."""
-    driver.messages()
-    made = driver.create(**EVERYTHING)
-    yield made
-    driver.lib.driver_destroy(made)
+PLUGIN, MADE = "QuantiseChangedRows", (EVERYTHING,)
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:

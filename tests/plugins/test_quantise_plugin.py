@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -20,7 +20,6 @@ from plugin_driver import (
     Driver,
     array,
     check_shapes_are_refused,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -35,20 +34,8 @@ EVERYTHING = {"mode_set": ALL, "factor": 1, "offset": 1, "timestep": 1}
 DEFAULTS = {"timestep_max": 1000.0, "factor": 0, "offset": 0, "timestep": 0, "starts_early": 0}
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "QuantiseRows")
-
-
-@pytest.fixture
-def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
-    """With all inputs that there are."""
-    driver.messages()
-    made = driver.create(**EVERYTHING)
-    yield made
-    driver.lib.driver_destroy(made)
+PLUGIN, MADE = "QuantiseRows", (EVERYTHING,)
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF, kinds: Sequence[int] = KINDS, divisor: int = 2) -> list[Desc]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from plugin_driver import (
@@ -19,7 +19,6 @@ from plugin_driver import (
     array,
     check_shapes_are_refused,
     check_types_and_formats,
-    compiled_driver,
     copies_read_back,
     dynamic,
 )
@@ -27,19 +26,8 @@ from plugin_driver import (
 X, WEIGHT = (2, 1024, 1280), (1280,)
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), 10, "ResidualNorm")
-
-
-@pytest.fixture
-def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
-    driver.messages()
-    made = driver.create(epsilon=0.5)
-    yield made
-    driver.lib.driver_destroy(made)
+PLUGIN, MADE = "ResidualNorm", ({"epsilon": 0.5},)
+"""What `driver` and `plugins` of conftest.py make."""
 
 
 def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-
 import pytest
 from plugin_driver import Driver, compiled_driver
 
 
 @pytest.fixture(scope="module", params=[10, 11], ids=["logger-of-10", "logger-of-11"])
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return compiled_driver(tmp_path_factory.mktemp("driver"), request.param, "Int8Attention")
-
-
-@pytest.fixture
-def plugin(driver: Driver) -> Iterator[ctypes.c_void_p]:
-    driver.messages()
-    made = driver.create()
-    yield made
-    driver.lib.driver_destroy(made)
+    return Driver(compiled_driver(tmp_path_factory.mktemp("driver"), request.param), "Int8Attention")
