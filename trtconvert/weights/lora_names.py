@@ -205,8 +205,8 @@ def _of_transformers(modules: Mapping[str, str]) -> _Aliases:
 # Parts of a pipeline ---------------------------------------------------------------------------------------------------
 
 _PREFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    *((prefix, (DENOISER,)) for prefix in ("lora_unet_", "lora_transformer_", "model.diffusion_model.")),
-    *((prefix, (DENOISER,)) for prefix in ("diffusion_model.", "unet.", "transformer.")),
+    *((prefix, (DENOISER,)) for prefix in ("lora_unet_", "lora_transformer_", "lycoris_")),
+    *((prefix, (DENOISER,)) for prefix in ("model.diffusion_model.", "diffusion_model.", "unet.", "transformer.")),
     *((prefix, ("text_encoder",)) for prefix in ("lora_te_", "lora_te1_", "text_encoder.")),
     *((prefix, ("text_encoder_2",)) for prefix in ("lora_te2_", "text_encoder_2.")),
     ("text_encoders.clip_l.transformer.", ("text_encoder",)),
