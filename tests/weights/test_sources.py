@@ -111,7 +111,7 @@ def test_tensors_of_torch_that_are_no_plain_ones(tmp_path):
     torch.save({"a": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "m.pt")
     refused(tmp_path / "m.pt", tmp_path, "complex64")
     torch.save({"__metadata__": torch.zeros(2)}, tmp_path / "m.pt")
-    refused(tmp_path / "m.pt", tmp_path, "a name that no safetensors file can have")
+    refused(tmp_path / "m.pt", tmp_path, "a name that safetensors files cannot have")
 
 
 def test_places_without_a_model(tmp_path):

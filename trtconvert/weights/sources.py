@@ -1,6 +1,6 @@
-"""Models as they lie on the disk, for commands that go through all of their tensors: a file, a folder of shards, or a pipeline.
+"""Models on the disk, for commands that go through all of their tensors: a file, a folder of shards, or a pipeline.
 
-What can be known from names and headers is checked when a source is opened; tensors are read one by one.
+Names and headers are checked when a source is opened; tensors are read one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,21 +28,24 @@ from trtconvert.weights.weight_files import (
     TORCH,
     dequantised,
     gguf_tensors,
+    is_mark,
     layer_of,
     read_torch,
+    refuse_missing_scales,
     refuse_other_formats,
     refuse_pointer,
     stored_weights,
+    unknown_kind,
     variants_of,
 )
 
 PIPELINE = "model_index.json"
 METADATA = "trtconvert"
-"""Of safetensors files that `trtconvert quantize` wrote: how each weight in them is stored."""
+"""Key in the metadata of safetensors files that `trtconvert quantize` wrote: how each weight in them is stored."""
 
 _INDEX = re.compile(r".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})$")
-_SAMPLES, _SAMPLE = 256, 4096  # pieces of a file that its fingerprint reads, and their bytes
+_SAMPLES, _SAMPLE = 256, 4096  # pieces of a file that its fingerprint reads, and the bytes of one
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ class StoredTensor:
     """A tensor of a model.
 
     Attributes:
-        name: in its part; part: folder of the pipeline that it is in, empty elsewhere.
-        shape: of the tensor; nbytes: that it takes in the file, with its scales.
-        dtype: it is stored in; of GGUF, which has many, the FP32 that is read.
-        read: the tensor in memory of its own, FP32 where it was stored with scales.
+        name: in its part; part: folder of the pipeline, empty elsewhere.
+        shape: of the tensor; nbytes: in the file, with its scales.
+        dtype: in the file; FP32 for GGUF, which has types of its own.
+        read: gives the tensor in memory of its own, as FP32 where it was stored with scales.
     """
 
     name: str
@@ -65,17 +68,17 @@ class StoredTensor:
 
     @property
     def path(self) -> str:
-        """A name that no other tensor of the model has."""
+        """The name in the whole model."""
         return f"{self.part}/{self.name}" if self.part else self.name
 
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one model: a whole source, or one of a pipeline's.
+    """The files of one model: a whole source, or a part of a pipeline.
 
     Attributes:
-        folder: of a pipeline, relative to it; empty elsewhere.
-        files: of weights; indexes: that name them; others: weights beside them that stand for the same, in other variants.
+        folder: relative to the pipeline, empty elsewhere.
+        files: of weights; indexes: that name them; others: files beside them that hold the same weights in other variants.
         tensors: in the files' order.
         metadata: of each safetensors file.
     """
@@ -89,7 +92,7 @@ class Part:
 
     @property
     def stem(self) -> str:
-        """What the names of its files begin with."""
+        """The beginning of its files' names."""
         first = _SHARD.sub("", self.files[0].stem)
         plain = next((name for name in ("diffusion_pytorch_model", "pytorch_model") if first.startswith(name)), first)
         return {"pytorch_model": "model"}.get(plain, plain)  # as save_pretrained calls it in safetensors
@@ -113,8 +116,8 @@ class Source:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the files' names, sizes, ends, and of pieces all over them: of other weights it is another one. Reading all
-        of a large model would take as long as converting it."""
+        """SHA-256 of the files' names and sizes, and of pieces all over them. Reading all of a large model would take as long as
+        converting it."""
         found = hashlib.sha256()
         for part in self.parts:
             for path in part.files:
@@ -130,10 +133,10 @@ class Source:
 def open_source(place: Path) -> Source:
     """
     Args:
-        place: a file of weights; a folder of such, with or without an index; or a pipeline's folder.
+        place: a file of weights; a folder of such files, with or without an index; or a pipeline's folder.
     Raises:
         UserError: there is no model, a file of it is missing or damaged, two files hold one name, or weights are in a form that
-            is not read.
+            this program does not read.
         BackendUnavailable: a file is GGUF, and `gguf` is not installed.
     """
     try:
@@ -166,24 +169,19 @@ def _open(place: Path) -> Source:
         raise UserError(
             f"there are no weights in {place}",
             expected="files that end with " + ", ".join(READABLE),
-            got=_listing(place),
+            got=several(sorted(path.name for path in place.iterdir()), 8) or "nothing",
             remedy="name the folder that they are in, or get them again",
         )
     return Source(place, tuple(parts))
 
 
-def _listing(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    return several(names, 8) or "nothing"
-
-
 def _files(folder: Path) -> tuple[Path, ...]:
-    """The files of a folder that are its model's weights: as `save_pretrained` names them, else those that an index names, else
-    all of the first kind that there is."""
+    """The weights of a folder's model: the files that `save_pretrained` names so, else those of an index, else all of the first
+    kind that is there."""
     variants = variants_of(folder)
     if len(variants) > 1 and not _has_plain(folder):
         raise UserError(
-            f"the weights in {folder} are there in several variants",
+            f"{folder} has weights in several variants",
             expected="one of them, or files without a variant",
             got=", ".join(sorted(variants)),
             remedy="name the file itself, or move the files of the others away",
@@ -199,7 +197,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 
 def _has_plain(folder: Path) -> bool:
-    """Whether there are weights without a variant: then `stored_weights` takes these."""
+    """Whether `stored_weights` finds weights without a variant."""
     try:
         return (stored := stored_weights(folder)) is not None and stored.variant is None
     except UserError:
@@ -211,10 +209,10 @@ def _indexes(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor: file, as an index has it.
+    """The file of each tensor, by an index.
 
     Raises:
-        UserError: it is none.
+        UserError: the index is damaged.
     """
     try:
         found = read_json(index)
@@ -234,10 +232,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
-    """A model of these files.
+    """A model of files.
 
     Args:
-        place: folder that they are in; a file that was named itself stands alone.
+        place: the folder that they are in, or the one file that the user named.
     Raises:
         UserError: see `open_source`.
     """
@@ -249,8 +247,8 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
             raise UserError(
                 f"a shard that {index} names is missing",
                 expected=f"{len(set(maps[index].values()))} files",
-                got=f"no {', '.join(lost[:5])}",
-                remedy="get the files again that are missing",
+                got=f"no {several(lost, 5)}",
+                remedy="get the missing files again",
             )
     if place.is_dir() and not taken:
         _require_shards(files)
@@ -264,7 +262,7 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
                     f"two files have the tensor {tensor.name}",
                     expected="each tensor once",
                     got=f"{found[tensor.name][1].name} and {path.name} in {path.parent}",
-                    remedy="name the one file that is meant, or move the other away",
+                    remedy="name one of the files, or move the other away",
                 )
             found[tensor.name] = tensor, path
     for index in taken:
@@ -293,7 +291,7 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
 def _require_shards(files: Iterable[Path]) -> None:
     """
     Raises:
-        UserError: shards that their names count are not all there.
+        UserError: there are fewer shards than their names count.
     """
     counted: dict[tuple[str, int], list[str]] = {}
     for path in files:
@@ -305,46 +303,48 @@ def _require_shards(files: Iterable[Path]) -> None:
                 f"shards of {stem} are missing",
                 expected=f"{count} files, as their names count them",
                 got=several(sorted(names), 5),
-                remedy="get the files again that are missing",
+                remedy="get the missing files again",
             )
 
 
 def _is_variant(path: Path) -> bool:
-    """Whether a file has a name that `save_pretrained` gives to a model's weights."""
+    """Whether `save_pretrained` gives a model's weights such a name."""
     stem = path.name.split(".")[0].split("-")[0]
     known = stem in ("diffusion_pytorch_model", "pytorch_model", "model")
     return known and path.suffix in (".safetensors", ".bin", ".msgpack", ".h5") and path.is_file()
 
 
 def _with_scales(found: dict[str, StoredTensor], source: str) -> list[StoredTensor]:
-    """The tensors, those with scales joined with these; scales and descriptions of such go."""
+    """The tensors, each joined with its scales. Descriptions of scales are left out.
+
+    Raises:
+        UserError: a scale is missing.
+    """
+    refuse_missing_scales(found, source)
     beside: dict[str, list[str]] = {}
     for name in found:
         if (layer := layer_of(name)) is not None and f"{layer}.weight" in found:
             beside.setdefault(f"{layer}.weight", []).append(name)
     joined = {name for names in beside.values() for name in names}
-    joined |= {name for name in found if name.rpartition(".")[2] == "scaled_fp8"}
+    joined |= {name for name in found if is_mark(name)}
 
     def read(names: list[str]) -> Tensor:
         return dequantised({name: found[name].read() for name in names}, source)[names[0]]
 
-    tensors = []
-    for name, tensor in found.items():
-        if name in joined:
-            continue
-        if names := beside.get(name):
-            size = sum(found[other].nbytes for other in (name, *names))
-            reader = functools.partial(read, [name, *names])
-            tensor = StoredTensor(name, tensor.part, tensor.shape, tensor.dtype, size, reader)
-        elif tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool and name.endswith(".weight"):
-            reader = functools.partial(read, [name])  # FP8 without a scale; integers are refused there
-            tensor = StoredTensor(name, tensor.part, tensor.shape, tensor.dtype, tensor.nbytes, reader)
-        tensors.append(tensor)
-    return tensors
+    def with_scales(name: str, tensor: StoredTensor) -> StoredTensor:
+        names = beside.get(name, [])
+        # FP8 without a scale is read so too, and integers are refused there.
+        single = tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool and name.endswith(".weight")
+        if not names and not single:
+            return tensor
+        size = tensor.nbytes + sum(found[other].nbytes for other in names)
+        return replace(tensor, nbytes=size, read=functools.partial(read, [name, *names]))
+
+    return [with_scales(name, tensor) for name, tensor in found.items() if name not in joined]
 
 
 def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, str]]:
-    """What is in one file, and its metadata."""
+    """The tensors of one file, and its metadata."""
     try:
         refuse_pointer(path)
     except OSError as error:
@@ -371,26 +371,21 @@ def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, st
             StoredTensor(name, part, tuple(shape), torch.float32, nbytes, read)
             for name, (shape, nbytes, read) in gguf_tensors(path).items()
         ], {}
-    raise UserError(
-        f"{path} is no file of weights that can be read",
-        expected="a name that ends with " + ", ".join(READABLE),
-        got=path.suffix or "a name without an ending",
-        remedy="give another file, or the folder of a model or a pipeline",
-    )
+    raise unknown_kind(path)
 
 
 def _plain(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     """
     Raises:
-        UserError: one of the tensors is of a kind or a type that is not read.
+        UserError: a tensor is of a kind or a type that this program does not read.
     """
     for name, x in tensors.items():
         if (flaw := text_flaw(name)) or name == "__metadata__":
             raise UserError(
-                f"a tensor in {path} has a name that no safetensors file can have",
+                f"a tensor in {path} has a name that safetensors files cannot have",
                 expected="text",
                 got=flaw or name,
-                remedy="load it with torch, give the tensor another name, and save it again",
+                remedy="load the file with torch, rename the tensor, and save the file again",
             )
         if x.layout is not torch.strided or x.dtype not in TYPES.values() or x.device.type != "cpu":
             raise UserError(
@@ -403,10 +398,12 @@ def _plain(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def _from_disk(x: Tensor) -> Tensor:
-    """A copy of a tensor that lies in a mapped file, whose pages are given back: the whole file would stay in memory."""
+    """A copy of a tensor of a mapped file. The file's pages are given back, or all of it would stay in memory."""
     copy = x.clone(memory_format=torch.contiguous_format)
     page, storage, page_out = os.sysconf("SC_PAGE_SIZE"), x.untyped_storage(), 21  # MADV_PAGEOUT, linux/mman-common.h
     start = storage.data_ptr() // page * page
     length = storage.data_ptr() + storage.nbytes() - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), page_out)  # older kernels refuse it
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(length), page_out
+    )  # older kernels refuse the advice
     return copy
