@@ -298,7 +298,7 @@ def test_an_analysis_of_another_model_is_refused(tmp_path):
     call = ("quantize", tmp_path / "m", "-o", tmp_path / "q", "--analysis", tmp_path / "a.json")
     refusal(run(*call), "of another model", f"trtconvert analyze {tmp_path / 'm'}")
     (tmp_path / "a.json").write_text('{"tensors": 1}')
-    refusal(run(*call), "is no analysis")
+    refusal(run(*call), "the analysis", "cannot be read")
     (tmp_path / "a.json").write_text("{")
     refusal(run(*call), "cannot be read")
     assert not (tmp_path / "q").exists()

@@ -90,6 +90,10 @@ class Part:
     tensors: tuple[StoredTensor, ...]
     metadata: dict[Path, dict[str, str]]
 
+    def path_of(self, name: str) -> str:
+        """The name in the whole model of a tensor of this part."""
+        return f"{self.folder}/{name}" if self.folder else name
+
     @property
     def stem(self) -> str:
         """The beginning of its files' names."""
