@@ -66,18 +66,15 @@ _OTHERS = {
 _BY_PEFT = "merge it with peft (merge_and_unload), and give the model that comes of it as model.weights"
 
 _OWN_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
-"""What diffusers' older files call the layers of a text encoder's `self_attn`."""
+"""Layers of a text encoder's `self_attn` in diffusers' older files."""
 
 
 @dataclass
 class _Layer:
-    """What a file has for one module.
+    """The tensors of a file for one module, and their names in the file, by `trtconvert.weights.adapters.PARTS`.
 
     Attributes:
-        parts: tensors, by `trtconvert.weights.adapters.PARTS`.
-        alpha: what the file or its settings say; None for the rank, and where it is not known yet.
-        rank: by the settings, of tensors that do not show it.
-        keys: the names in the file, by part.
+        alpha: by the file or its settings; None for the rank. rank: by the settings, where the tensors do not show it.
     """
 
     parts: dict[str, Tensor] = field(default_factory=dict)
@@ -156,11 +153,7 @@ class LoraFile:
         return updates
 
     def _of_component(self, target: str, modules: Mapping[str, Sequence[int]], title: str) -> Mapping[str, _Layer]:
-        """The layers for a component; for one denoiser of a pipeline that may have two.
-
-        Raises:
-            UserError: there are none.
-        """
+        """The layers for a component, or for one of two denoisers."""
         of = {name: component_of(name)[0] for name in self.layers}
         # Names that may be of several components are the target's, unless other names are the target's alone.
         wanted = {(), (target,)} if (target,) in of.values() else {(), *(x for x in of.values() if target in x)}
@@ -279,7 +272,7 @@ def _twice(path: Path, what: str, *keys: str) -> UserError:
 
 
 def _foreign_prefix(names: Sequence[str], known: Mapping[str, Place]) -> str:
-    """The prefix that all names have, and that fit modules without it; empty where there is none."""
+    """The unknown prefix of all names, without which they fit modules; empty where there is none."""
     found = {_prefix_of(component_of(name)[1], known) for name in names}
     return found.pop() if len(found) == 1 else ""
 
@@ -290,7 +283,6 @@ def _prefix_of(name: str, known: Mapping[str, Place]) -> str:
 
 
 def _no_lora(path: Path, name: str, names: Collection[str]) -> UserError:
-    """The error of a file that has a tensor of some name."""
     kind = next((kind for part, kind in _OTHERS.items() if part in name), "")
     is_lora = bool(kind) or any(_KEY.fullmatch(other) for other in names)
     return UserError(
@@ -304,10 +296,6 @@ def _no_lora(path: Path, name: str, names: Collection[str]) -> UserError:
 
 
 def _refuse_halves(path: Path, module: str, layer: _Layer) -> None:
-    """
-    Raises:
-        UserError: a layer lacks tensors, or has some of two kinds of adapters.
-    """
     kinds = {kind_of(part): layer.keys[part] for part in layer.parts if kind_of(part) != "diff"}
     if len(kinds) > 1:
         raise _twice(path, module, *kinds.values())
@@ -353,11 +341,7 @@ class _Settings:
 
 
 def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> dict[str, _Settings]:
-    """Configurations of peft beside and in a file, by the prefix of the names that they are for.
-
-    Raises:
-        UserError: one cannot be read, or asks for something that is no sum of weights and differences.
-    """
+    """Configurations of peft beside and in a file, by the prefix of the names that they are for."""
     found: dict[str, dict[str, Any]] = {}
     try:
         if any(name.startswith(PEFT_ROOT) for name in names) and (beside := settings_beside(path)):
@@ -385,10 +369,6 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
 
 
 def _read_settings(settings: Mapping[str, Any]) -> _Settings:
-    """
-    Raises:
-        ValueError, …: they are not what peft writes.
-    """
 
     def number(name: str) -> float | None:
         return None if settings.get(name) is None else _positive(name, settings[name])
@@ -410,21 +390,13 @@ def _read_settings(settings: Mapping[str, Any]) -> _Settings:
 
 
 def _positive(name: str, value: Any) -> float:
-    """
-    Raises:
-        ValueError: it is no number above 0.
-    """
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{name} = {value!r}, which is no number above 0")
     return float(value)
 
 
 def _alpha(path: Path, name: str, tensor: Tensor) -> float:
-    """The alpha that a tensor of a file holds, of any type: kohya's scripts write integers too.
-
-    Raises:
-        UserError: it holds none.
-    """
+    """The alpha in a tensor of any type: kohya's scripts write integers too."""
     if tensor.numel() == 1 and not tensor.is_complex() and 0 < tensor.item() < math.inf:
         return float(tensor.item())
     raise UserError(
@@ -438,11 +410,7 @@ def _alpha(path: Path, name: str, tensor: Tensor) -> float:
 def _settings_of(
     path: Path, settings: Mapping[str, _Settings], module: str, parts: Mapping[str, Tensor]
 ) -> tuple[float | None, int | None]:
-    """The alpha and the rank of a layer that has no alpha of its own.
-
-    Raises:
-        UserError: the file is peft's own, and its settings do not lie beside it; or peft has a formula of its own for the layer.
-    """
+    """The alpha and the rank of a layer without an alpha of its own."""
     for prefix, of_prefix in settings.items():
         if module.startswith(prefix):
             if "lokr_w2" in parts and parts["lokr_w2"].dim() == 3:
@@ -510,7 +478,7 @@ def _updates_of(layer: _Layer, place: Place, weights: Mapping[str, Sequence[int]
 
 
 def _misfit(parts: Mapping[str, Tensor], wanted: list[int]) -> str:
-    """Why tensors do not give a difference of weights below each other, of such a shape; empty where they do."""
+    """Why tensors do not give a difference of such a shape; empty where they do."""
     try:
         given = list(difference({name: x.to("meta", torch.float32) for name, x in parts.items()}).shape)
     except (RuntimeError, IndexError):
