@@ -419,7 +419,7 @@ def test_what_the_disk_changes_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensor_files.TensorWriter, "_verify", damaged)
     outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")
-    assert outcome.exit_code == 1 and "not written as it was meant" in outcome.output
+    assert outcome.exit_code == 1 and "was not written correctly" in outcome.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 

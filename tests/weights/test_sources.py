@@ -40,18 +40,19 @@ def second(name="b", **changed):
 @pytest.mark.parametrize(
     ("header", "got"),
     [
-        (second(data_offsets=[4, 12]), "a and b overlap"),
-        (second(data_offsets=[12, 20]), "a gap between them"),
-        (second(data_offsets=[8, 24]), "has 16 bytes, where its shape [2] in F32 takes 8"),
-        ({"a": ENTRY, "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, "it is cut short"),
-        ({"a": ENTRY}, "8 bytes behind the last tensor"),
-        (second(dtype="F4"), "b is of the type F4"),
-        (second(dtype=3), "b is of the type 3"),
-        (second(shape=[-2]), "without a type, a shape and its place"),
-        (second(shape=None), "without a type, a shape and its place"),
-        (second(data_offsets=[8]), "without a type, a shape and its place"),
-        ({"a": 7}, "without a type, a shape and its place"),
-        ({"__metadata__": {"a": 1}, **second()}, "metadata that is no mapping of texts"),
+        (second(data_offsets=[4, 12]), "offset for tensor `b`"),
+        (second(data_offsets=[12, 20]), "offset for tensor `b`"),
+        (second(data_offsets=[8, 24]), "invalid shape, data type, or offset"),
+        ({"a": ENTRY, "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, "not fully covered"),
+        ({"a": ENTRY}, "not fully covered"),
+        (second(dtype="F8_E8M0", shape=[8]), "b is of the type F8_E8M0"),
+        (second(dtype="F32_"), "unknown variant `F32_`"),
+        (second(dtype=3), "invalid JSON in header"),
+        (second(shape=[-2]), "integer `-2`"),
+        (second(shape=None), "invalid type: null"),
+        (second(data_offsets=[8]), "invalid length 1"),
+        ({"a": 7}, "invalid type: integer `7`"),
+        ({"__metadata__": {"a": 1}, **second()}, "expected a string"),
         (b'{"a": {}, "a": {}}', "'a' twice"),
         (b"[]", "no JSON object"),
         (b"{", "Expecting"),
@@ -130,7 +131,7 @@ def test_folders_that_may_not_be_read(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("trtconvert.weights.sources.variants_of", refuse)
+    monkeypatch.setattr("trtconvert.weights.sources.stored_weights", refuse)
     refused(tmp_path / "p", tmp_path, "p cannot be read", "Permission denied")
 
 

@@ -36,7 +36,6 @@ from trtconvert.weights.weight_files import (
     refuse_pointer,
     stored_weights,
     unknown_kind,
-    variants_of,
 )
 
 PIPELINE = "model_index.json"
@@ -182,15 +181,12 @@ def _open(place: Path) -> Source:
 def _files(folder: Path) -> tuple[Path, ...]:
     """The weights of a folder's model: the files that `save_pretrained` names so, else those of an index, else all of the first
     kind that is there."""
-    variants = variants_of(folder)
-    if len(variants) > 1 and not _has_plain(folder):
-        raise UserError(
-            f"{folder} has weights in several variants",
-            expected="one of them, or files without a variant",
-            got=", ".join(sorted(variants)),
-            remedy="name the file itself, or move the files of the others away",
-        )
-    if (stored := stored_weights(folder)) is not None:
+    try:
+        stored = stored_weights(folder)
+    except UserError as error:  # there are several variants
+        remedy = "name the file itself, or move the files of the others away"
+        raise UserError(error.problem, expected=error.expected, got=error.got, remedy=remedy) from error
+    if stored is not None:
         return stored.files
     if indexes := _indexes(folder):
         return tuple(dict.fromkeys(folder / name for name in _weight_map(indexes[0]).values()))
@@ -198,14 +194,6 @@ def _files(folder: Path) -> tuple[Path, ...]:
         if found := sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds and path.is_file()):
             return tuple(found)
     return ()
-
-
-def _has_plain(folder: Path) -> bool:
-    """Whether `stored_weights` finds weights without a variant."""
-    try:
-        return (stored := stored_weights(folder)) is not None and stored.variant is None
-    except UserError:
-        return False
 
 
 def _indexes(folder: Path) -> list[Path]:
@@ -349,15 +337,7 @@ def _with_scales(found: dict[str, StoredTensor], source: str) -> list[StoredTens
 
 def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, str]]:
     """The tensors of one file, and its metadata."""
-    try:
-        refuse_pointer(path)
-    except OSError as error:
-        raise UserError(
-            f"the weights {path} cannot be read",
-            expected="a file that this user may read",
-            got=first_line(error),
-            remedy="change its permissions, or get it again",
-        ) from error
+    refuse_pointer(path)
     suffix = path.suffix.lower()
     if suffix in SAFETENSORS:
         entries, metadata = read_entries(path)
