@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.documents import read_json, text_flaw
-from trtconvert.errors import UserError, first_line, several
+from trtconvert.errors import UserError, several
 from trtconvert.files import open_regular
 from trtconvert.weights.tensor_files import TYPES, read_entries, read_entry
 from trtconvert.weights.weight_files import (
@@ -26,6 +26,7 @@ from trtconvert.weights.weight_files import (
     READABLE,
     SAFETENSORS,
     TORCH,
+    damaged,
     dequantised,
     gguf_tensors,
     is_mark,
@@ -201,11 +202,7 @@ def _indexes(folder: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, by an index.
-
-    Raises:
-        UserError: the index is damaged.
-    """
+    """The file of each tensor, by an index."""
     try:
         found = read_json(index)
         names = found.get("weight_map") if isinstance(found, dict) else None
@@ -214,23 +211,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         if outside := next((name for name in names.values() if Path(name).name != name), ""):
             raise ValueError(f"a file outside of the folder, {outside}")
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"the index {index} cannot be read",
-            expected='JSON with a "weight_map" of tensors to files beside it',
-            got=first_line(error),
-            remedy="get it again",
-        ) from error
+        raise damaged(index, error) from error
     return names
 
 
 def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
-    """A model of files.
-
-    Args:
-        place: the folder that they are in, or the one file that the user named.
-    Raises:
-        UserError: see `open_source`.
-    """
+    """A model of files: those of a folder, or one file that the user named."""
     indexes = _indexes(place) if place.is_dir() else []
     maps = {index: _weight_map(index) for index in indexes}
     taken = [index for index, names in maps.items() if {path.name for path in files} & set(names.values())]
@@ -243,7 +229,7 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
                 remedy="get the missing files again",
             )
     if place.is_dir() and not taken:
-        _require_shards(files)
+        _refuse_missing_shards(files)
     found: dict[str, tuple[StoredTensor, Path]] = {}
     metadata: dict[Path, dict[str, str]] = {}
     for path in files:
@@ -280,11 +266,7 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
     return Part(name, files, tuple(taken), tuple(sorted(others)), tuple(tensors), metadata)
 
 
-def _require_shards(files: Iterable[Path]) -> None:
-    """
-    Raises:
-        UserError: there are fewer shards than their names count.
-    """
+def _refuse_missing_shards(files: Iterable[Path]) -> None:
     counted: dict[tuple[str, int], list[str]] = {}
     for path in files:
         if shard := _SHARD.search(path.stem):
@@ -307,11 +289,7 @@ def _is_variant(path: Path) -> bool:
 
 
 def _with_scales(found: dict[str, StoredTensor], source: str) -> list[StoredTensor]:
-    """The tensors, each joined with its scales. Descriptions of scales are left out.
-
-    Raises:
-        UserError: a scale is missing.
-    """
+    """The tensors, each joined with its scales. Descriptions of scales are left out."""
     refuse_missing_scales(found, source)
     beside: dict[str, list[str]] = {}
     for name in found:
@@ -348,7 +326,7 @@ def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, st
     if suffix in TORCH:
         return [
             StoredTensor(name, part, tuple(x.shape), x.dtype, x.nbytes, functools.partial(_from_disk, x))
-            for name, x in _plain(read_torch(path), path).items()
+            for name, x in _refuse_unreadable(read_torch(path), path).items()
         ], {}
     if suffix in GGUF:
         return [
@@ -358,11 +336,7 @@ def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, st
     raise unknown_kind(path)
 
 
-def _plain(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """
-    Raises:
-        UserError: a tensor is of a kind or a type that this program does not read.
-    """
+def _refuse_unreadable(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     for name, x in tensors.items():
         if (flaw := text_flaw(name)) or name == "__metadata__":
             raise UserError(

@@ -306,12 +306,8 @@ def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Ten
 
 
 def _gguf_shape(gguf: Any, reader: Any, stored: Any, path: Path) -> list[int]:
-    """The shape of a tensor before it became GGUF, which the file has in a field of its own where GGUF's limits forbid the shape:
-    four dimensions, and rows of whole blocks.
-
-    Raises:
-        UserError: the field does not fit the tensor.
-    """
+    """The shape before the model became GGUF. A field has it where GGUF's limits forbid the shape: four dimensions, and rows of
+    whole blocks."""
     own = [int(size) for size in reversed(stored.shape)]
     name = f"comfy.gguf.orig_shape.{stored.name}"
     if (said := reader.fields.get(name)) is None:
@@ -440,10 +436,6 @@ def _scaled(name: str, weight: Tensor, scale: Tensor, source: str) -> Tensor:
 
 
 def _refuse_format(source: str, name: str, described: Tensor) -> None:
-    """
-    Raises:
-        UserError: a layer's description, JSON in bytes, does not name FP8.
-    """
     try:
         format = json.loads(bytes(described.tolist()).decode())["format"]
     except (ValueError, KeyError, TypeError) as error:
