@@ -20,13 +20,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, first_problem
 from trtconvert.weights.adapters import PARTS, Update, difference, kind_of, missing_parts, rank_of
 from trtconvert.weights.finite import is_finite
 from trtconvert.weights.lora_files import PEFT_CONFIG, refuse_unreadable, settings_beside
@@ -311,33 +312,37 @@ def _refuse_halves(path: Path, module: str, layer: _Layer) -> None:
 # Alphas -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The alphas and ranks of a configuration of peft.
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 
-    Attributes:
-        alpha, rank: of modules that no pattern names; None where the configuration has none.
-        alphas, ranks: of modules whose names a pattern matches at their end.
-        of_root: up · down is multiplied by alpha / √rank instead of alpha / rank.
-    """
 
-    alpha: float | None
-    rank: float | None
-    alphas: tuple[tuple[re.Pattern[str], float], ...]
-    ranks: tuple[tuple[re.Pattern[str], float], ...]
-    of_root: bool
+class _Settings(BaseModel):
+    """A configuration of peft. LoHa and LoKr have `alpha` in place of `lora_alpha`; patterns are of the ends of modules'
+    names."""
 
-    def __call__(self, name: str, rank: int | None) -> tuple[float | None, int | None]:
-        """The alpha and the rank of a module, for alpha / rank.
+    alpha: _Positive | None = Field(None, validation_alias=AliasChoices("lora_alpha", "alpha"))
+    r: _Positive | None = None
+    alpha_pattern: dict[re.Pattern[str], _Positive] | None = None
+    rank_pattern: dict[re.Pattern[str], _Positive] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    fan_in_fan_out: bool | None = None
+
+    def alpha_and_rank(self, name: str, rank: int | None) -> tuple[float | None, int | None]:
+        """Of a module, for alpha / rank.
 
         Args:
             rank: by the module's tensors, where they show it.
         """
-        if rank is None:
-            stated = next((rank for pattern, rank in self.ranks if pattern.fullmatch(name)), self.rank)
-            rank = None if stated is None else round(stated)
-        alpha = next((alpha for pattern, alpha in self.alphas if pattern.fullmatch(name)), self.alpha or rank)
-        return (alpha if alpha is None or rank is None or not self.of_root else alpha * rank**0.5), rank
+
+        def of(patterns: Mapping[re.Pattern[str], float] | None, usual: float | None) -> float | None:
+            found = (x for pattern, x in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({pattern.pattern})", name))
+            return next(found, usual)
+
+        if rank is None and (stated := of(self.rank_pattern, self.r)) is not None:
+            rank = round(stated)
+        alpha = of(self.alpha_pattern, self.alpha or rank)
+        # use_rslora: up · down is multiplied by alpha / √rank.
+        return (alpha * rank**0.5 if alpha and rank and self.use_rslora else alpha), rank
 
 
 def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> dict[str, _Settings]:
@@ -349,16 +354,16 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
         for name, value in dict(json.loads(metadata.get(_METADATA, "{}"))).items():
             prefix, _, setting = name.partition(".")
             found.setdefault(f"{prefix}.", {})[setting] = value
-        settings = {prefix: _read_settings(of) for prefix, of in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error) as error:
+        settings = {prefix: _Settings.model_validate(of) for prefix, of in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"the settings of the LoRA {path} cannot be read",
             expected=f"peft's, with alphas above 0, as JSON in {PEFT_CONFIG} beside it or in its metadata",
-            got=first_line(error),
+            got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
             remedy="get the file again, with what lies beside it",
         ) from error
-    for of in found.values():
-        if asked := [name for name in ("use_dora", "fan_in_fan_out") if of.get(name)]:
+    for of in settings.values():
+        if asked := [name for name in ("use_dora", "fan_in_fan_out") if getattr(of, name)]:
             raise UserError(
                 f"the LoRA {path} cannot be merged",
                 expected="plain LoRA",
@@ -366,33 +371,6 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
                 remedy=_BY_PEFT,
             )
     return settings
-
-
-def _read_settings(settings: Mapping[str, Any]) -> _Settings:
-
-    def number(name: str) -> float | None:
-        return None if settings.get(name) is None else _positive(name, settings[name])
-
-    def patterns(name: str) -> tuple[tuple[re.Pattern[str], float], ...]:
-        return tuple(
-            (re.compile(rf"(.*\.)?({pattern})"), _positive(f"{name} of {pattern}", value))
-            for pattern, value in dict(settings.get(name) or {}).items()
-        )
-
-    return _Settings(
-        # LoHa and LoKr have "alpha".
-        number("lora_alpha" if "lora_alpha" in settings else "alpha"),
-        number("r"),
-        patterns("alpha_pattern"),
-        patterns("rank_pattern"),
-        bool(settings.get("use_rslora")),
-    )
-
-
-def _positive(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name} = {value!r}, which is no number above 0")
-    return float(value)
 
 
 def _alpha(path: Path, name: str, tensor: Tensor) -> float:
@@ -420,7 +398,7 @@ def _settings_of(
                     got=f"{module}, a convolution of one axis, for which peft puts the blocks elsewhere",
                     remedy=_BY_PEFT,
                 )
-            return of_prefix(module.removeprefix(prefix), rank_of(parts))
+            return of_prefix.alpha_and_rank(module.removeprefix(prefix), rank_of(parts))
     if module.startswith(PEFT_ROOT):
         raise UserError(
             f"the alpha of the LoRA {path} is not known",
