@@ -173,7 +173,7 @@ def test_what_an_engine_cannot_do_is_refused(node, tmp_path, given, told):
 
 def test_models_that_comfy_ui_has_otherwise_are_refused(node, tmp_path):
     _, bundle = made(tmp_path, "ltx", tokens=8, frames=9, batch=1)
-    with pytest.raises(UserError, match=r"(?s)no model that this node gives.*got: LTXPipeline.*remedy: draw with it"):
+    with pytest.raises(UserError, match=r"(?s)node has no ComfyUI model for.*got: LTXPipeline.*remedy: draw samples"):
         sys.modules[f"{node.__name__}.denoiser"].family_of(bundle)
 
 
