@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,6 +21,7 @@ from trtconvert.weights import blocks
 from trtconvert.weights.blocks import Granularity, Measured, as_matrix, block_shape
 from trtconvert.weights.sources import Source, StoredTensor
 from trtconvert.weights.structure import Role, Structure, structure_of
+from trtconvert.weights.weight_files import type_name
 
 MIN_SQNR = 30.0
 """dB of a weight in INT8, at least: 3 % relative error. Normally distributed weights have 40."""
@@ -211,41 +212,37 @@ def structure_for(source: Source, rules: Rules) -> Structure | None:
 
 def _report(tensor: StoredTensor, rules: Rules, structure: Structure | None) -> TensorReport:
     x = tensor.read()
-    shared = {
-        "name": tensor.path,
-        "shape": tensor.shape,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "elements": x.numel(),
-        "bytes": tensor.nbytes,
-        "bytes_int8": int8_bytes(tensor.shape, "block") if len(tensor.shape) > 1 else None,
-        "role": str(structure.roles[tensor.path]) if structure else "",
-    }
-    if not x.is_floating_point() or not x.numel():
-        verdict = decide(tensor, rules, structure, x, None, None)
-        return TensorReport(**shared, nonfinite=0, verdict=verdict, bytes_after=bytes_of(tensor, verdict, rules))
-    matrix = as_matrix(x)
-    measured = blocks.measure(matrix, histogram=True)
-    if measured.nonfinite:
-        verdict = Verdict(stored="kept", reason=f"{measured.nonfinite:,} of its numbers are NaN or Inf")
-        return TensorReport(**shared, nonfinite=measured.nonfinite, verdict=verdict, bytes_after=tensor.nbytes)
-    quality: dict[Granularity, Quality] = {kind: _quality(matrix, measured, kind) for kind in GRANULARITIES}
-    error = quality[rules.granularity].relative_error
-    verdict = decide(tensor, rules, structure, x, outlier_share(measured, x), error)
+    nonfinite, outliers, error = 0, None, None
+    figures: dict[str, Any] = {}
+    if x.is_floating_point() and x.numel():
+        matrix = as_matrix(x)
+        measured = blocks.measure(matrix, histogram=True)
+        if not (nonfinite := measured.nonfinite):
+            errors = {kind: blocks.relative_error(matrix, blocks.scales(measured, kind)) for kind in GRANULARITIES}
+            outliers, error = outlier_share(measured, x), errors[rules.granularity]
+            figures = {
+                "outliers": outliers,
+                "blocks": _block_statistics(measured, matrix),
+                "quality": {kind: Quality(relative_error=of, sqnr=sqnr(of)) for kind, of in errors.items()},
+                "histogram": measured.histogram,
+            }
+    if nonfinite:
+        verdict = Verdict(stored="kept", reason=f"{nonfinite:,} of its numbers are NaN or Inf")
+    else:
+        verdict = decide(tensor, rules, structure, x, outliers, error)
     return TensorReport(
-        **shared,
-        nonfinite=0,
-        verdict=verdict,
+        name=tensor.path,
+        shape=tensor.shape,
+        dtype=type_name(tensor.dtype),
+        elements=x.numel(),
+        bytes=tensor.nbytes,
         bytes_after=bytes_of(tensor, verdict, rules),
-        outliers=outlier_share(measured, x),
-        blocks=_block_statistics(measured, matrix),
-        quality=quality,
-        histogram=measured.histogram,
+        bytes_int8=int8_bytes(tensor.shape, "block") if len(tensor.shape) > 1 else None,
+        nonfinite=nonfinite,
+        verdict=verdict,
+        role=str(structure.roles[tensor.path]) if structure else "",
+        **figures,
     )
-
-
-def _quality(matrix: Tensor, measured: Measured, granularity: Granularity) -> Quality:
-    error = blocks.relative_error(matrix, blocks.scales(measured, granularity))
-    return Quality(relative_error=error, sqnr=sqnr(error))
 
 
 def sqnr(error: float) -> float | None:

@@ -167,7 +167,10 @@ class _Plan:
             if isinstance(before, nn.Parameter):
                 x = nn.Parameter(x, requires_grad=False)
             for holder, attribute in holders:  # a shared tensor stays shared
-                (holder._parameters if isinstance(before, nn.Parameter) else holder._buffers)[attribute] = x
+                if isinstance(x, nn.Parameter):
+                    holder._parameters[attribute] = x
+                else:
+                    holder._buffers[attribute] = x
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:

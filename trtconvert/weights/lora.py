@@ -51,20 +51,20 @@ _KEY = re.compile(
     r"(?P<module>.+?)"
     r"(?:(?:_lora|\.lora|\.lora_linear_layer)\.(?P<theirs>down|up)\.weight"
     r"|\.lora_(?P<part>down|up|mid|A|B)(?:\.\w+)??\.weight"  # peft may put an adapter's name between or behind
-    rf"|\.(?P<lycoris>{'|'.join(part for part in PARTS if part.startswith(('hada_', 'lokr_')))})(?:\.\w+)?"
+    rf"|\.(?P<lycoris>{'|'.join(part for part in sorted(PARTS) if part.startswith(('hada_', 'lokr_')))})(?:\.\w+)?"
     r"|(?:_lora)?\.(?P<plain>alpha|diff|diff_b|w_norm|b_norm))"
 )
 _PARTS = {"A": "down", "B": "up", "w_norm": "diff", "b_norm": "diff_b"}
 
 _OTHERS = {
-    "dora_scale": "DoRA, which norms weights anew",
-    "lora_magnitude_vector": "DoRA, which norms weights anew",
-    "oft_": "OFT, which turns weights",
+    "dora_scale": "DoRA, which normalises weights",
+    "lora_magnitude_vector": "DoRA, which normalises weights",
+    "oft_": "OFT, which rotates weights",
     "lora_embedding_": "a LoRA of a table of embeddings",
 }
 """Adapters that are no sum of a weight and a difference, or not of a layer's weight, by parts of their tensors' names."""
 
-_BY_PEFT = "merge it with peft (merge_and_unload), and give the model that comes of it as model.weights"
+_BY_PEFT = "merge it with peft (merge_and_unload), and give the merged model as model.weights"
 
 _OWN_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 """Layers of a text encoder's `self_attn` in diffusers' older files."""
@@ -290,7 +290,7 @@ def _no_lora(path: Path, name: str, names: Collection[str]) -> UserError:
         f"a tensor in the LoRA {path} cannot be merged" if is_lora else f"{path} is no LoRA",
         expected="lora_down and lora_up, lora_A and lora_B, or down and up, or those of LoHa or LoKr, and alpha, of each layer",
         got=f"{name}{f': {kind}' if kind else ''}",
-        remedy="merge it with the tool that it was trained with, and give the model that comes of it as model.weights"
+        remedy="merge it with the tool that trained it, and give the merged model as model.weights"
         if is_lora
         else "give the file of a LoRA; a whole model is model.weights",
     )
