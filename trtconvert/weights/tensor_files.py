@@ -109,12 +109,8 @@ def read_entry(path: Path, entry: Entry) -> Tensor:
     return torch.from_numpy(content).view(entry.dtype).reshape(entry.shape)
 
 
-def checksum(path: Path, entry: Entry) -> int:
-    """CRC-32 of a tensor's bytes, read in parts.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+def _checksum(path: Path, entry: Entry) -> int:
+    """CRC-32 of a tensor's bytes, read in parts."""
     value, left = 0, entry.nbytes
     with open_regular(path) as file:
         file.seek(entry.start)
@@ -143,11 +139,11 @@ class TensorWriter:
         self._file = path.open("w+b")
         self._file.seek(8 + self._room)
         self._odd = tempfile.SpooledTemporaryFile(_SPOOLED, dir=str(path.parent))  # noqa: SIM115 (closed in __exit__)
-        self._places: dict[str, Entry] = {}
-        self._waiting: list[Entry] = []
+        self._entries: list[Entry] = []
+        self._waiting: list[Entry] = []  # by their places in the temporary file
         self._sums: dict[str, int] = {}
-        self._end = 0
-        self._unsettled: list[Entry] = []  # by their places in the file
+        self._end = 8 + self._room
+        self._settled = 0  # entries that were given to the settler
         self._settler = ThreadPoolExecutor(1, "settler")
         self._settling: Future[None] | None = None
         self._wrong: list[str] = []
@@ -177,21 +173,19 @@ class TensorWriter:
             self._settle_behind()
 
     def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> None:
-        begin = 8 + self._room
-        self._places[name] = Entry(name, dtype, shape, self._end, self._end + nbytes)
-        self._unsettled.append(Entry(name, dtype, shape, begin + self._end, begin + self._end + nbytes))
+        self._entries.append(Entry(name, dtype, shape, self._end, self._end + nbytes))
         self._end += nbytes
 
     def _settle_behind(self) -> None:
         """Let another thread write tensors to the disk, once there are enough of them and the thread is free."""
-        if self._unsettled[-1].end - self._unsettled[0].start < _SETTLED:
+        if self._end - self._entries[self._settled].start < _SETTLED:
             return
         if self._settling is not None:
             if not self._settling.done():
                 return
             self._settling.result()
         self._file.flush()
-        entries, self._unsettled = self._unsettled, []
+        entries, self._settled = self._entries[self._settled :], len(self._entries)
         self._settling = self._settler.submit(self._settle, entries)
 
     def _settle(self, entries: Sequence[Entry]) -> None:
@@ -202,7 +196,7 @@ class TensorWriter:
         self._compare(entries)
 
     def _compare(self, entries: Iterable[Entry]) -> None:
-        self._wrong += [entry.name for entry in entries if checksum(self._path, entry) != self._sums[entry.name]]
+        self._wrong += [entry.name for entry in entries if _checksum(self._path, entry) != self._sums[entry.name]]
 
     def close(self, metadata: Mapping[str, str]) -> None:
         """Write the waiting tensors and the header, and compare the disk with the bytes that were added.
@@ -216,9 +210,10 @@ class TensorWriter:
             for part in _parts(self._odd, entry.nbytes):
                 self._file.write(part)
             self._place(entry.name, entry.dtype, entry.shape, entry.nbytes)
+        begin = 8 + self._room
         header = {
-            name: {"dtype": _NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start, e.end]}
-            for name, e in self._places.items()
+            e.name: {"dtype": _NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start - begin, e.end - begin]}
+            for e in self._entries
         }
         text = _json({"__metadata__": dict(metadata)} | header)
         assert len(text) <= self._room, "the header is longer than its room"
@@ -233,16 +228,13 @@ class TensorWriter:
         self._verify()
 
     def _verify(self) -> None:
+        self._compare(self._entries[self._settled :])
         entries, _ = read_entries(self._path)
-        left = {entry.name for entry in self._unsettled}
-        self._compare(entry for entry in entries if entry.name in left)
-        if self._wrong or len(entries) != len(self._sums):
+        if self._wrong or entries != self._entries:
             raise TrtconvertError(
                 f"{self._path.name} was not written correctly",
                 expected="on the disk the bytes that were computed",
-                got=f"other bytes of {self._wrong[0]}"
-                if self._wrong
-                else f"{len(entries)} tensors of {len(self._sums)}",
+                got=f"other bytes of {self._wrong[0]}" if self._wrong else "another header",
                 remedy="check the disk and the memory of this machine, and run the command again",
             )
 
