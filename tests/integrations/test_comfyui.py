@@ -1,4 +1,4 @@
-"""The ComfyUI node: what samplers get of a bundle is what the original network would give them."""
+"""The ComfyUI node: samplers get the same from a bundle as from the original network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def made(folder, name: str, **options: Any) -> tuple[Any, Any]:
-    """A pipeline, and what stands for a bundle of it."""
+    """A pipeline, and a stand-in for its bundle."""
     pipe = PIPELINES[name][0]()
     pipe.save_pretrained(folder)
     model = diffusers_model(folder, **SIZES | options)

@@ -1,4 +1,4 @@
-"""Files that are damaged, do not belong together, or are none: told as such by every command, and nothing is written."""
+"""Files that are damaged, do not belong together, or are not there: every command says so, and writes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raw(path, header, data=b"\0" * 16, length=None):
 
 
 def refused(model, tmp_path, *parts):
-    """Both commands say the same, and leave nothing."""
+    """Both commands refuse the model with the same message, and write nothing."""
     for command, output in (("analyze", "a.json"), ("quantize", "q")):
         message = refusal(run(command, model, "-o", tmp_path / output), *parts)
         assert not (tmp_path / output).exists()
@@ -91,7 +91,7 @@ def test_other_files(tmp_path, name, content, parts):
 
 
 class Evil:
-    """What runs a command when it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -169,7 +169,7 @@ def test_shards_without_an_index_are_counted_by_their_names(tmp_path):
 
 
 def test_an_index_alone_names_its_shards(tmp_path):
-    """Files may have any name, as long as the index says it."""
+    """Files may have any name that the index says."""
     (tmp_path / "m").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "m" / "one.safetensors")
     save_file({"a": torch.zeros(2)}, tmp_path / "m" / "other.safetensors")
@@ -225,7 +225,7 @@ def test_source_files_are_read_as_they_are(tmp_path):
 
 
 def test_the_writer_writes_what_the_library_reads(tmp_path):
-    """Tensors of odd sizes between others would put these where no reader can take them."""
+    """Tensors of odd sizes between others would move the others to places that readers refuse."""
     tensors = {
         "a": torch.arange(3, dtype=torch.int8),
         "b": torch.arange(5, dtype=torch.float32),

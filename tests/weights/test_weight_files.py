@@ -1,4 +1,4 @@
-"""Weights in FP8 with scales of every granularity, and what is not one of them."""
+"""Weights in FP8 with scales of every granularity, and other weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WEIGHT = torch.arange(200 * 300).reshape(200, 300).remainder(17).to(torch.float8
 
 
 def described(format: str) -> torch.Tensor:
-    """What ComfyUI writes beside a layer: JSON in bytes."""
+    """ComfyUI's description of a layer: JSON in bytes."""
     return torch.tensor(list(json.dumps({"format": format}).encode()), dtype=torch.uint8)
 
 
