@@ -1,4 +1,4 @@
-"""A bundle's denoiser in the place of the network in ComfyUI's models. Knows nothing of ComfyUI but how it calls them."""
+"""A bundle's denoiser in place of the network of ComfyUI's models. This module only knows how ComfyUI calls a network."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import UserError
@@ -41,7 +42,7 @@ _INPUTS: dict[Family, frozenset[str]] = {
         {"hidden_states", "encoder_hidden_states", "pooled_projections", "guidance", "img_ids", "txt_ids"}
     ),
 }
-"""What is made of the arguments of ComfyUI's calls, beside the timestep."""
+"""Inputs that are made of the arguments of ComfyUI's calls, beside the timestep."""
 
 _CHANNELS = {
     Family.SD1: (4, 9),
@@ -51,14 +52,14 @@ _CHANNELS = {
     Family.SD3: (16,),
     Family.FLUX: (64,),
 }
-"""Of what is denoised: latents, with those of a masked image, and Flux's patches of 2 × 2."""
+"""Channels that are denoised: of latents, with those of a masked image, or of Flux's patches of 2 × 2."""
 
 
 def family_of(bundle: LoadedBundle) -> Family:
-    """What ComfyUI samples a bundle's denoiser with.
+    """The family that ComfyUI samples a bundle's denoiser as.
 
     Raises:
-        UserError: nothing that this node knows.
+        UserError: this node knows none.
     """
     record = bundle.manifest.components["denoiser"]
     of = record.diffusers
@@ -73,24 +74,24 @@ def family_of(bundle: LoadedBundle) -> Family:
     known = "bundles of diffusers pipelines of " + ", ".join(kind.value for kind in Family)
     if family is None or of is None:
         raise UserError(
-            f"{bundle.folder} is no model that this node gives to ComfyUI",
+            f"this node has no ComfyUI model for {bundle.folder}",
             expected=known,
             got=bundle.manifest.model,
-            remedy="draw with it by `trtconvert run`, or in Python: bundle.pipeline()",
+            remedy="draw samples by `trtconvert run`, or in Python: bundle.pipeline()",
         )
     if record.guidance is not None:
         raise UserError(
-            f"{bundle.folder} applies guidance inside, where ComfyUI adds up both halves itself",
+            f"{bundle.folder} applies guidance inside, and ComfyUI applies it too",
             expected="a bundle whose denoiser is called with both halves",
             got="engine.guidance: fused",
             remedy="build it with engine.guidance: separate",
         )
     if unknown := sorted(names - _INPUTS[family]):
         raise UserError(
-            f"{bundle.folder} takes what ComfyUI's {family.value} does not give",
+            f"{bundle.folder} has inputs that ComfyUI's {family.value} does not give",
             expected=", ".join(sorted(_INPUTS[family])),
             got=", ".join(unknown),
-            remedy="build it of the plain pipeline, without a ControlNet or an image that it follows",
+            remedy="build the plain pipeline, without a ControlNet or a reference image",
         )
     channels = of.config.get("in_channels")
     if channels not in _CHANNELS[family]:
@@ -98,30 +99,30 @@ def family_of(bundle: LoadedBundle) -> Family:
             f"{bundle.folder} denoises other channels than ComfyUI's {family.value}",
             expected=" or ".join(map(str, _CHANNELS[family])),
             got=str(channels),
-            remedy="build it of the plain pipeline, or of one for inpainting of Stable Diffusion or SDXL",
+            remedy="build the plain pipeline, or one for inpainting of Stable Diffusion or SDXL",
         )
     return family
 
 
 class ComfyDenoiser:
-    """What ComfyUI's models call as their `diffusion_model`.
+    """The `diffusion_model` of ComfyUI's models.
 
-    No `nn.Module`: it has no weights, so that ComfyUI moves, counts and patches none.
+    No `nn.Module`: without weights ComfyUI moves, counts and patches none.
 
     Args:
-        bundle: whose denoiser it is; family: see `family_of`.
+        bundle: with the denoiser; family: see `family_of`.
 
     Attributes:
-        dtype: in which ComfyUI passes tensors: FP32, in which sizes are exact; engines take their own.
-        patch_size: pixels of latents to a side of a token, which ComfyUI asks Flux for.
-        steps: which of them are left out; None where all are computed.
+        dtype: of ComfyUI's tensors: FP32 holds sizes exactly, and engines change the type themselves.
+        patch_size: pixels of latents along a side of a token, which ComfyUI asks Flux for.
+        steps: the steps that are left out; None where all are computed.
     """
 
     dtype = torch.float32
     patch_size = 2
 
     def __init__(self, bundle: LoadedBundle, family: Family) -> None:
-        self.bundle = bundle  # whose last reference closes the engine
+        self.bundle = bundle  # the last reference closes the engine
         component: ComponentRecord = bundle.manifest.components["denoiser"]
         assert component.diffusers is not None
         self._family, self._timestep = family, component.timestep_input
@@ -148,13 +149,13 @@ class ComfyDenoiser:
         """
         Args:
             x: [B, C, H, W] latents; timesteps: [B] as the original model takes them; context: [B, tokens, width].
-            y: [B, width] pooled text, with SDXL's sizes behind it.
+            y: [B, width] pooled text, followed by SDXL's sizes.
         Raises:
-            UserError: sizes that the bundle was not built for, or something that its engine cannot do.
+            UserError: the bundle was not built for these sizes, or its engine cannot do what the workflow asks for.
         """
         guidance = others.pop("guidance", None)
         options = transformer_options or {}
-        self._refuse(control, options, others)
+        _refuse_unfit(control, options, others)
         if context is None:
             raise _unfit("the conditioning has no text", "connect a CLIP Text Encode node", "none")
         named = self._named(x, context.expand(len(x), -1, -1), y, guidance)
@@ -204,57 +205,55 @@ class ComfyDenoiser:
             )
         return y.expand(len(x), -1)
 
-    def _refuse(self, control: Any, options: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            UserError: the workflow changes what happens inside the network, or gives it more than it was built to take.
-        """
-        if control is not None:
-            raise _unfit(
-                "a ControlNet reaches into the network, which is an engine", "take the ControlNet out", "a ControlNet"
-            )
-        for name in ("patches", "patches_replace"):
-            if patched := options.get(name):
-                raise _unfit(
-                    "a node patches the inside of the network, which is an engine",
-                    "take out what patches the model, such as IP-Adapter, FreeU or perturbed attention",
-                    f"{name} of {', '.join(map(str, patched))}",
-                )
-        if inside := (options.get("wrappers") or {}).get("diffusion_model"):
-            raise _unfit(
-                "a node wraps the network, whose steps it skips or changes",
-                "take out what caches or changes the model's steps",
-                ", ".join(map(str, inside)),
-            )
-        if given := sorted(name for name, value in others.items() if value is not None):
-            raise _unfit(
-                "the conditioning holds what this bundle was not built to take",
-                "take out the node that adds it",
-                ", ".join(given),
-            )
-
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
-        """Nothing: weights are in the engine."""
+        """Empty: the weights are in the engine."""
         return {}
+
+
+def _refuse_unfit(control: Any, options: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UserError: the workflow changes the inside of the network, or gives the network unknown inputs.
+    """
+    if control is not None:
+        raise _unfit(
+            "a ControlNet reaches into the network, which is an engine", "take the ControlNet out", "a ControlNet"
+        )
+    for name in ("patches", "patches_replace"):
+        if patched := options.get(name):
+            raise _unfit(
+                "a node patches the inside of the network, which is an engine",
+                "take out the nodes that patch the model, such as IP-Adapter, FreeU or perturbed attention",
+                f"{name} of {', '.join(map(str, patched))}",
+            )
+    if inside := (options.get("wrappers") or {}).get("diffusion_model"):
+        raise _unfit(
+            "a node wraps the network, whose steps it skips or changes",
+            "take out the nodes that cache or change the model's steps",
+            ", ".join(map(str, inside)),
+        )
+    if given := sorted(name for name, value in others.items() if value is not None):
+        raise _unfit(
+            "the conditioning holds inputs that this bundle was not built for",
+            "take out the nodes that add them",
+            ", ".join(given),
+        )
 
 
 def _unfit(what: str, remedy: str, got: str) -> UserError:
     return UserError(
         what,
-        expected="a call of the network as the bundle was built for",
+        expected="a call for which the bundle was built",
         got=got,
         remedy=f"{remedy}; or load the original model for this workflow",
     )
 
 
 def _patches(x: Tensor) -> Tensor:
-    """[B, C, H, W] → [B, H/2 · W/2, 4 · C], channels first in each patch, as Flux has them."""
-    cut = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, H/2, 2, W/2, 2]
-    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3, 5).flatten(1, 2)
+    """[B, C, H, W] → [B, H/2 · W/2, 4 · C], channels first in each patch, as in Flux."""
+    return pixel_unshuffle(x, 2).flatten(2).transpose(1, 2)
 
 
 def _latents(tokens: Tensor, like: Tensor) -> Tensor:
     """The inverse of `_patches`, for latents of a shape."""
-    _, channels, height, width = like.shape
-    cut = tokens.unflatten(2, (channels, 2, 2)).unflatten(1, (height // 2, width // 2))
-    return cut.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+    return pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (like.shape[2] // 2, -1)), 2)

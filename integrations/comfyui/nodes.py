@@ -20,17 +20,17 @@ from trtconvert.errors import UserError
 from .denoiser import ComfyDenoiser, Family, family_of
 
 KIND = "trtconvert"
-"""Of models, in ComfyUI's terms; and the folder among its models."""
+"""ComfyUI's kind of these models, and their folder among ComfyUI's models."""
 
 if KIND not in folder_paths.folder_names_and_paths:
     folder_paths.folder_names_and_paths[KIND] = ([str(Path(folder_paths.models_dir) / KIND)], set())
 
 _SCHEDULER = Path("pipeline", "scheduler", "scheduler_config.json")
-"""Of a bundle that was built with components."""
+"""In a bundle that was built with components."""
 
 
 def bundles() -> dict[str, Path]:
-    """The bundles in ComfyUI's folders for them, by their paths below these."""
+    """The bundles in ComfyUI's folders for them, by relative path."""
     found: dict[str, Path] = {}
     for root in map(Path, folder_paths.get_folder_paths(KIND)):
         for manifest in sorted(root.glob(f"**/{MANIFEST}")):
@@ -39,7 +39,7 @@ def bundles() -> dict[str, Path]:
 
 
 class TrtconvertLoader:
-    """Loads a bundle. What kind of model it is, the bundle says itself."""
+    """Loads a bundle. The bundle itself says what kind of model it is."""
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "load"
@@ -64,14 +64,14 @@ class TrtconvertLoader:
 
     @classmethod
     def IS_CHANGED(cls, bundle: str, **_: Any) -> str:
-        """A bundle that was built or compiled again is loaded again."""
+        """Changes when a bundle is built or compiled again, so that ComfyUI loads it again."""
         folder = bundles().get(bundle)
         return "" if folder is None else str((folder / MANIFEST).stat().st_mtime_ns)
 
     def load(self, bundle: str, prediction: str = "auto", check: bool = False) -> tuple[Any]:
         """
         Raises:
-            UserError: there is no such bundle, or ComfyUI has no model that samples with its denoiser.
+            UserError: there is no such bundle, or ComfyUI has no model for its denoiser.
         """
         folder = bundles().get(bundle)
         if folder is None:
@@ -87,7 +87,7 @@ class TrtconvertLoader:
         family = family_of(loaded)
         model = _model(family, record.diffusers.config, _prediction(folder, prediction))  # type: ignore[union-attr]
         model.diffusion_model = ComfyDenoiser(loaded, family)
-        # Batches are split here, and an engine's memory is taken already.
+        # The denoiser splits batches, and an engine's memory is taken already.
         model.memory_required = lambda *_, **__: 0
         patcher = comfy.model_patcher.ModelPatcher(
             model, load_device=device, offload_device=comfy.model_management.unet_offload_device()
@@ -97,14 +97,14 @@ class TrtconvertLoader:
 
 
 def add_wrappers(patcher: Any, denoiser: ComfyDenoiser) -> None:
-    """Let ComfyUI tell a denoiser that leaves steps out where it is in a trajectory. One without wrappers computes all steps."""
+    """Let ComfyUI tell a denoiser that leaves steps out its place in a trajectory. Without wrappers it computes all steps."""
     if denoiser.steps is not None and hasattr(patcher, "add_wrapper_with_key"):
         patcher.add_wrapper_with_key("sampler_sample", KIND, denoiser.steps.sampling)
         patcher.add_wrapper_with_key("predict_noise", KIND, denoiser.steps.step)
 
 
 def _prediction(folder: Path, asked: str) -> str:
-    """What a U-Net predicts."""
+    """The prediction of a U-Net, in ComfyUI's words."""
     if asked == "auto" and (folder / _SCHEDULER).is_file():
         asked = json.loads((folder / _SCHEDULER).read_text(encoding="utf-8")).get("prediction_type", "epsilon")
     return "v_prediction" if asked == "v_prediction" else "eps"
@@ -134,7 +134,7 @@ def _model(family: Family, config: dict[str, Any], prediction: str) -> Any:
     made = {Family.SDXL: comfy.model_base.SDXL, Family.REFINER: comfy.model_base.SDXLRefiner}
     model = made.get(family, comfy.model_base.BaseModel)(settings, model_type=predicts)
     if hasattr(model, "embedder"):
-        # The sizes reach the denoiser as numbers, which it embeds itself.
+        # The denoiser embeds the sizes itself.
         model.embedder = torch.nn.Identity()
     if config.get("in_channels") == 9:
         model.set_inpaint()

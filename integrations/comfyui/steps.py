@@ -1,4 +1,5 @@
-"""Denoising steps that a bundle leaves out, for ComfyUI's samplers. Knows nothing of ComfyUI but what its wrappers are given."""
+"""Denoising steps that a bundle leaves out, for ComfyUI's samplers. This module only knows the arguments of ComfyUI's
+wrappers."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from trtconvert.reuse.schedule import Scheduler
 from trtconvert.runtime.reuse import SAME, Following
 
 _SAMPLERS = frozenset(("deis", "dpmpp_2m", "euler", "gradient_estimation", "ipndm", "ipndm_v", "lms", "res_multistep"))
-"""Samplers of ComfyUI that call the model once a step, at the noise of the step, and add no noise. `ddim` is `euler` there."""
+"""ComfyUI's samplers that call the model once a step, at the step's noise, and add no noise. `ddim` is `euler` in ComfyUI."""
 
 _MODULE = "comfy.k_diffusion.sampling"
-"""Where ComfyUI has them. Samplers of other nodes may have the same names."""
+"""The module of ComfyUI's samplers. Samplers of other nodes may have the same names."""
 
 _ADD_NOISE = ("s_churn", "eta")
-"""Options of samplers: some samplers add noise where such an option is not 0."""
+"""Options by which a sampler adds noise where they are not 0."""
 
 _PARTS = {
     "context_handler": "a node draws in windows, which may be others in the next step",
@@ -30,14 +31,14 @@ _PARTS = {
 
 
 class ComfySteps:
-    """Where ComfyUI is in its trajectory.
+    """ComfyUI's place in its trajectory.
 
-    ComfyUI's wrappers tell: `sampling` is around a sampler's run, and `step` around each call that the sampler makes. Both are
-    told on the host; the device is waited for once when a sampler begins, and once at its first call.
+    ComfyUI's wrappers call `sampling` around a sampler's run, and `step` around each of its calls, on the host. The device is
+    waited for once when a sampler begins, and once at its first call.
 
     Args:
-        denoiser: that computes; reuse: which steps it leaves out.
-        factor: by which the timesteps of ComfyUI's models are divided before the denoiser has them.
+        denoiser: computes predictions; reuse: chooses the steps that are left out.
+        factor: divides the timesteps of ComfyUI's models before the denoiser gets them.
     """
 
     def __init__(self, denoiser: Callable[..., Tensor], reuse: Scheduler, factor: float) -> None:
@@ -46,7 +47,7 @@ class ComfySteps:
         self._told: set[str] = set()
 
     def sampling(self, executor: Any, guider: Any, sigmas: Tensor, extra_args: Any, *others: Any, **named: Any) -> Any:
-        """Around `Sampler.sample`, whose arguments these are. A sampler may run within another one."""
+        """Around `Sampler.sample`, with its arguments. A sampler may run within another one."""
         before, self._trajectory = self._trajectory, None
         if why_not := _why_computed(executor.class_obj, extra_args):
             self._tell(why_not)
@@ -86,7 +87,7 @@ class ComfySteps:
         number = of.calls.count(key)
         of.calls.append(key)
         followed = of.followed.get((key, number))
-        # A conditioning may be switched off for some steps, and ComfyUI batches as its memory allows.
+        # A conditioning may be off for some steps, and ComfyUI batches conditionings by its memory.
         if followed is None or followed.calls != of.step:
             followed = of.followed[key, number] = Following(self._denoiser, self._reuse, of.timesteps)
         return followed.at(of.step, (), named)
@@ -107,10 +108,10 @@ class _Trajectory:
     """A sampler's run.
 
     Args:
-        timesteps: places of its calls.
+        timesteps: places of the sampler's calls.
     Attributes:
-        step: of the call that runs; -1 before the first.
-        calls: of the model in this step, by their conditionings; followed: by these and their number in the step.
+        step: the current one; -1 before the first.
+        calls: conditionings of the model's calls in this step; followed: by conditionings and the call's number in its step.
     """
 
     def __init__(self, timesteps: list[float]) -> None:

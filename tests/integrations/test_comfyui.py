@@ -1,4 +1,4 @@
-"""The ComfyUI node: what samplers get of a bundle is what the original network would give them."""
+"""The ComfyUI node: samplers get the same from a bundle as from the original network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def made(folder, name: str, **options: Any) -> tuple[Any, Any]:
-    """A pipeline, and what stands for a bundle of it."""
+    """A pipeline, and a stand-in for its bundle."""
     pipe = PIPELINES[name][0]()
     pipe.save_pretrained(folder)
     model = diffusers_model(folder, **SIZES | options)
@@ -173,7 +173,7 @@ def test_what_an_engine_cannot_do_is_refused(node, tmp_path, given, told):
 
 def test_models_that_comfy_ui_has_otherwise_are_refused(node, tmp_path):
     _, bundle = made(tmp_path, "ltx", tokens=8, frames=9, batch=1)
-    with pytest.raises(UserError, match=r"(?s)no model that this node gives.*got: LTXPipeline.*remedy: draw with it"):
+    with pytest.raises(UserError, match=r"(?s)node has no ComfyUI model for.*got: LTXPipeline.*remedy: draw samples"):
         sys.modules[f"{node.__name__}.denoiser"].family_of(bundle)
 
 

@@ -1,4 +1,4 @@
-"""Steps that are left out in ComfyUI: which samplers they are left out for, and that all else is computed."""
+"""Steps that are left out in ComfyUI: the samplers that leave steps out, and those that compute all steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loaded(tmp_path_factory):
 
 
 def drawn(loaded, sampler, texts=ONE, patcher=None, together=False, **model_options):
-    """What is drawn, how often the network was called, and what was warned of."""
+    """The samples, the number of the network's calls, and the warnings."""
     guider, loaded.denoiser.calls = Guider(patcher or loaded.load(), texts, together), 0
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -95,7 +95,7 @@ def test_a_variant_is_taken_where_it_is_asked_for(folder):
     with pytest.raises(UserError, match=r"(?s)no variant fp61.*expected: one of fp16.*did you mean 'fp16'"):
         load_pipeline(folder, variant="fp61")
     (folder / "unet" / UNET).rename(folder / "unet" / UNET.replace(".", ".bf16.", 1))
-    with pytest.raises(UserError, match=r"(?s)unet are there in several variants.*got: bf16, fp16.*variant: bf16"):
+    with pytest.raises(UserError, match=r"(?s)unet has weights in several variants.*got: bf16, fp16.*variant: bf16"):
         load_pipeline(folder)
 
 

@@ -249,13 +249,13 @@ DAMAGES = {
     ),
     "another width": (
         lambda x: x.update({f"{QUERY}.lora_down.weight": torch.ones(RANK, 48)}),
-        r"does not fit.*up \[32, 4\], down \[4, 48\] for a weight of \[32, 32\] \(1 of 4 layers",
+        r"does not fit.*down \[4, 48\], up \[32, 4\] for a weight of \[32, 32\] \(1 of 4 layers",
     ),
     "another rank": (
         lambda x: x.update({f"{QUERY}.lora_down.weight": torch.ones(2, 32)}),
         r"does not fit.*down \[2, 32\]",
     ),
-    "LoHa": (lambda x: x.update({f"{QUERY}.hada_w1_a": torch.ones(2, 2)}), r"cannot be merged.*hada_w1_a: LoHa"),
+    "OFT": (lambda x: x.update({f"{QUERY}.oft_blocks": torch.ones(2, 2)}), r"cannot be merged.*oft_blocks: OFT"),
     "DoRA": (lambda x: x.update({f"{QUERY}.dora_scale": torch.ones(2)}), r"cannot be merged.*dora_scale: DoRA"),
     "a text encoder's alone": (
         lambda x: change_key(x, "lora_unet_", "lora_te1_"),

@@ -108,7 +108,7 @@ def test_prefixes_of_checkpoints_are_known(tmp_path, prefix):
     [
         (tiny_loras.peft("net."), "net."),
         (tiny_loras.peft("model.inner.net."), "model.inner.net."),
-        (tiny_loras.kohya("lycoris_net_"), "lycoris_net_"),
+        (tiny_loras.kohya("wrapped_net_"), "wrapped_net_"),
     ],
 )
 def test_an_unknown_prefix_is_told_as_such_and_its_remedy_works(tmp_path, layout, prefix):

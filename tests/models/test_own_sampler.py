@@ -10,20 +10,24 @@ from trtconvert.errors import TrtconvertError
 from trtconvert.models.own_sampler import OwnSampler, SamplerError
 
 
-def denoiser(*_inputs):
+def denoiser(*_inputs, **_named):
     return torch.zeros(1)
 
 
+def own(sampler):
+    return OwnSampler("mine:load", sampler, ("x", "timestep"), "timestep")
+
+
 def asked(sampler):
-    return OwnSampler("mine:load", sampler)(denoiser, [3, 4], steps=5, solver="ddim")
+    return own(sampler)(denoiser, [3, 4], steps=5, solver="ddim")
 
 
 def test_images_come_through():
     images = torch.rand(2, 3, 8, 8)
 
     def draws(denoiser, seeds, *, steps, solver):
-        for _ in range(steps):
-            denoiser()
+        for step in range(steps):
+            denoiser(torch.zeros(2), torch.full((2,), float(step)))
         return images
 
     assert asked(draws) is images
@@ -50,14 +54,14 @@ def test_faults_are_told_as_the_samplers(sampler, got):
 
 
 def test_what_the_denoiser_raises_stays_as_it_is():
-    def own(denoiser, seeds, *, steps, solver):
+    def call(denoiser, seeds, *, steps, solver):
         return denoiser()
 
     def refuses():
         raise TrtconvertError("no memory", expected="some", got="none", remedy="add some")
 
     with pytest.raises(TrtconvertError, match="no memory") as refused:
-        OwnSampler("mine:load", own)(refuses, [3], steps=5, solver="ddim")
+        own(call)(refuses, [3], steps=5, solver="ddim")
     assert not isinstance(refused.value, SamplerError)
 
 
@@ -70,35 +74,42 @@ def test_a_function_lies_beside_its_recipe(tmp_path):
     assert "ValueError: found" in outcome.output
 
 
-@pytest.mark.parametrize("calls", [4, 5, 6, 9, 10, 15])
-def test_as_many_calls_as_steps_are_asked_for_or_parts_need_are_fine(calls, recwarn):
+def calls_at(timesteps, each=1):
+    """A sampler that calls its denoiser so often at each of so many timesteps, for all samples or for one after the other."""
+
     def draws(denoiser, seeds, *, steps, solver):
-        for _ in range(calls):
-            denoiser()
+        for timestep in range(timesteps):
+            for _ in range(each):
+                denoiser(torch.zeros(1), timestep=torch.full((1,), float(timestep)))
         return torch.rand(2, 3, 8, 8)
 
-    asked(draws)
+    return draws
+
+
+@pytest.mark.parametrize("each", [1, 2, 7])
+@pytest.mark.parametrize("timesteps", [4, 5, 6, 9])
+def test_as_many_timesteps_as_steps_are_asked_for_are_fine(timesteps, each, recwarn):
+    asked(calls_at(timesteps, each))
     assert not recwarn
 
 
-@pytest.mark.parametrize("calls", [0, 1, 3, 7, 49])
-def test_a_sampler_that_ignores_its_steps_is_told(calls):
-    def draws(denoiser, seeds, *, steps, solver):
-        for _ in range(calls):
-            denoiser()
-        return torch.rand(2, 3, 8, 8)
+@pytest.mark.parametrize("timesteps", [0, 1, 3, 7, 10, 15, 50])
+def test_a_sampler_that_ignores_its_steps_is_told(timesteps):
+    told = rf"sampler of mine:load .*expected: 5, by ddim, got: {timesteps}; remedy: .*`steps`"
+    with pytest.warns(RuntimeWarning, match=told):
+        asked(calls_at(timesteps))
 
-    with pytest.warns(
-        RuntimeWarning, match=rf"sampler of mine:load .*expected: 5 calls .*got: {calls}; remedy: .*`steps`"
-    ):
-        asked(draws)
+
+def test_parts_do_not_hide_a_sampler_that_ignores_its_steps():
+    with pytest.warns(RuntimeWarning, match="got: 3; remedy"):
+        asked(calls_at(3, each=5))
 
 
 def test_samplers_see_the_denoiser_as_it_is_and_calls_apart_count(recwarn):
     class Denoiser:
         device = torch.device("cpu")
 
-        def __call__(self):
+        def __call__(self, x, timestep):
             return torch.zeros(1)
 
         def apart(self):
@@ -107,9 +118,9 @@ def test_samplers_see_the_denoiser_as_it_is_and_calls_apart_count(recwarn):
     def draws(denoiser, seeds, *, steps, solver):
         assert denoiser.device == torch.device("cpu") and not hasattr(denoiser, "guidance")
         twin = denoiser.apart()
-        for _ in range(steps):
-            twin()
+        for step in range(steps):
+            twin(torch.zeros(1), torch.tensor([float(step)]))
         return torch.rand(1, 3, 8, 8)
 
-    OwnSampler("mine:load", draws)(Denoiser(), [3], steps=5, solver="ddim")
+    own(draws)(Denoiser(), [3], steps=5, solver="ddim")
     assert not recwarn

@@ -67,6 +67,26 @@ def test_weights_are_those_of_the_build_with_the_loras(tiny, tmp_path):
     assert loaded.set_loras([]) == 0 and computes(loaded)
 
 
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr"])
+def test_products_of_other_kinds_are_added_too(tiny, tmp_path, kind):
+    """By the weights that lie transposed."""
+    module, loaded = tiny
+    built = engine()
+    torch.manual_seed(0)
+    rows, columns = module.qkv.weight.shape
+    if kind == "LoHa":
+        sizes = {f"hada_w{side}_{end}": (rows, 2) if end == "a" else (2, columns) for side in "12" for end in "ab"}
+        parts = {name: torch.randn(*of) for name, of in sizes.items()}
+        delta = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (parts["hada_w2_a"] @ parts["hada_w2_b"])
+    else:
+        parts = {"lokr_w1": torch.randn(2, 4), "lokr_w2": torch.randn(rows // 2, columns // 4)}
+        delta = torch.kron(*parts.values())
+    save_file({f"diffusion_model.qkv.{name}": x for name, x in parts.items()}, tmp_path / "a.safetensors")
+    assert loaded.set_loras([(tmp_path / "a.safetensors", 0.5)]) == 1
+    assert_engine_has(tiny_loras.with_deltas(module.state_dict(), {"qkv": delta}, 0.5))
+    assert loaded.set_loras([]) == 1 and all(torch.equal(x, built[name]) for name, x in engine().items())
+
+
 def test_only_what_changes_is_replaced(tiny, tmp_path):
     module, loaded = tiny
     _, of_both = file_of(tmp_path, module, ["qkv", "out"])

@@ -1,4 +1,4 @@
-"""Models as they lie on the disk, small ones: layers of every kind with random weights."""
+"""Small models on the disk: layers of every kind with random weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Linear layers with sizes that are no multiples of 128, a convolution, what stays in FP32, and odd tensors."""
+    """Linear layers with sizes that are no multiples of 128, a convolution, tensors that stay in FP32, and odd tensors."""
     drawn = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -54,7 +54,7 @@ def save(folder: Path, tensors: dict[str, Tensor], name: str = "diffusion_pytorc
 
 
 def save_shards(folder: Path, tensors: dict[str, Tensor], count: int = 2) -> Path:
-    """The same in several files with an index."""
+    """A model's folder with several files and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(tensors)
     weight_map = {}

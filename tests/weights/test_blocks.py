@@ -106,7 +106,7 @@ def test_one_large_weight_spoils_its_block_alone():
 
 
 def test_threads_find_what_one_finds():
-    """To the last bit, on tiles that do not end with the matrix."""
+    """Bit for bit, on tiles that do not end with the matrix."""
     x = matrix(700, 9000)
 
     def found() -> tuple[list[Tensor], list[int], Tensor, float]:

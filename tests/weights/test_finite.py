@@ -1,4 +1,4 @@
-"""Numbers that are none are found wherever they are, in every type."""
+"""NaN and Inf are found at every place, in every type."""
 
 import pytest
 import torch

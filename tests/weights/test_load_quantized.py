@@ -1,4 +1,4 @@
-"""Models in memory that keep their weights in INT8, and recipes' reader of the same folders."""
+"""Models in memory with weights in INT8, and recipes that read the same folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trtconvert.weights.blocks import dequantise, measure, quantise, scales
 
 
 class Tied(nn.Module):
-    """Layers of every kind, a module that is there twice, and two that share a weight."""
+    """Layers of every kind, a module with two names, and two modules that share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_biases_take_gradients_in_compiled_layers_too():
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("rows", [2, MOST_FEW_ROWS + 4])
 def test_traced_layers_multiply_any_number_of_rows_as_they_are(tmp_path, granularity, rows):
-    """By TorchScript, which does not see what a graph was chosen by, and by ONNX's older exporter."""
+    """By TorchScript, which does not record the choice of a branch, and by ONNX's older exporter."""
     layer = layer_of(granularity)
     x, others = torch.randn(rows, 130), torch.randn(MOST_FEW_ROWS + 20, 130)
     exact = nn.functional.linear(others, layer.weight, layer.bias)

@@ -1,4 +1,4 @@
-"""`trtconvert quantize` and `dequantize`: what is written, from which files, with which options, and what a kill leaves."""
+"""`trtconvert quantize` and `dequantize`: the output by input files and options, and the remains of a kill."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_is_written(tmp_path):
 
 
 def test_the_files_alone_are_enough_to_dequantise(tmp_path):
-    """By our command, and by the reader that recipes load weights with."""
+    """By the command, and by the reader of recipes."""
     before = weights()
     save(tmp_path / "m", before)
     made(tmp_path / "m", tmp_path / "q")
@@ -114,7 +114,7 @@ def test_every_option_decides(tmp_path, options, name, dtype):
 
 
 def test_what_int8_would_spoil_stays(tmp_path):
-    """One weight of a thousand times the others' size leaves nothing of the rest of its block, though outliers are few."""
+    """One weight of a thousand times the others' size leaves zeros of the rest of its block, though outliers are few."""
     tensors = weights()
     spoiled = torch.full((128, 128), 1e-3)
     spoiled[0, 0] = 0.2
@@ -215,7 +215,7 @@ def test_fp8_is_multiplied_by_its_scales(tmp_path):
 
 
 def gguf_file(path, x, **fields):
-    """A GGUF file with one tensor, `a.weight`. fields: of its metadata, what a method `add_…` of the writer takes."""
+    """A GGUF file with one tensor, `a.weight`. fields: of its metadata, by the writer's methods `add_…`."""
     gguf = pytest.importorskip("gguf", reason="needs gguf")
     writer = gguf.GGUFWriter(path, "wan")
     kind = gguf.GGMLQuantizationType.Q8_0
@@ -298,7 +298,7 @@ def test_an_analysis_of_another_model_is_refused(tmp_path):
     call = ("quantize", tmp_path / "m", "-o", tmp_path / "q", "--analysis", tmp_path / "a.json")
     refusal(run(*call), "of another model", f"trtconvert analyze {tmp_path / 'm'}")
     (tmp_path / "a.json").write_text('{"tensors": 1}')
-    refusal(run(*call), "is no analysis")
+    refusal(run(*call), "the analysis", "cannot be read")
     (tmp_path / "a.json").write_text("{")
     refusal(run(*call), "cannot be read")
     assert not (tmp_path / "q").exists()
@@ -376,7 +376,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_finished(tmp_path):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_as_the_output_takes_its_place_leaves_nothing_else(tmp_path, moment):
-    """Once it is there, a second run would refuse, so that nobody swept."""
+    """Once the output is there, a second run refuses, and does not remove the finished files."""
     save(tmp_path / "m", weights())
     assert run("quantize", tmp_path / "m", "-o", tmp_path / "wanted").exit_code == 0
     code = f"""
@@ -419,7 +419,7 @@ def test_what_the_disk_changes_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensor_files.TensorWriter, "_verify", damaged)
     outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")
-    assert outcome.exit_code == 1 and "not written as it was meant" in outcome.output
+    assert outcome.exit_code == 1 and "was not written correctly" in outcome.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
@@ -488,7 +488,7 @@ def test_infinities_of_masks_are_kept(tmp_path):
 
 @pytest.mark.slow
 def test_memory_is_that_of_the_largest_tensor(tmp_path):
-    """Twice the largest and 300 MB, by what a process of its own says, beyond what it takes for a small model."""
+    """Twice the largest tensor and 300 MB beyond the memory for a small model, measured in a process of its own."""
     save(tmp_path / "small", weights())
     save(tmp_path / "m", {f"l{i}.weight": torch.randn(2048, 2048).bfloat16() for i in range(32)})
 

@@ -1,4 +1,4 @@
-"""Files that are damaged, do not belong together, or are none: told as such by every command, and nothing is written."""
+"""Files that are damaged, do not belong together, or are not there: every command says so, and writes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raw(path, header, data=b"\0" * 16, length=None):
 
 
 def refused(model, tmp_path, *parts):
-    """Both commands say the same, and leave nothing."""
+    """Both commands refuse the model with the same message, and write nothing."""
     for command, output in (("analyze", "a.json"), ("quantize", "q")):
         message = refusal(run(command, model, "-o", tmp_path / output), *parts)
         assert not (tmp_path / output).exists()
@@ -40,18 +40,19 @@ def second(name="b", **changed):
 @pytest.mark.parametrize(
     ("header", "got"),
     [
-        (second(data_offsets=[4, 12]), "a and b overlap"),
-        (second(data_offsets=[12, 20]), "a gap between them"),
-        (second(data_offsets=[8, 24]), "has 16 bytes, where its shape [2] in F32 takes 8"),
-        ({"a": ENTRY, "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, "it is cut short"),
-        ({"a": ENTRY}, "8 bytes behind the last tensor"),
-        (second(dtype="F4"), "b is of the type F4"),
-        (second(dtype=3), "b is of the type 3"),
-        (second(shape=[-2]), "without a type, a shape and its place"),
-        (second(shape=None), "without a type, a shape and its place"),
-        (second(data_offsets=[8]), "without a type, a shape and its place"),
-        ({"a": 7}, "without a type, a shape and its place"),
-        ({"__metadata__": {"a": 1}, **second()}, "metadata that is no mapping of texts"),
+        (second(data_offsets=[4, 12]), "offset for tensor `b`"),
+        (second(data_offsets=[12, 20]), "offset for tensor `b`"),
+        (second(data_offsets=[8, 24]), "invalid shape, data type, or offset"),
+        ({"a": ENTRY, "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}}, "not fully covered"),
+        ({"a": ENTRY}, "not fully covered"),
+        (second(dtype="F8_E8M0", shape=[8]), "b is of the type F8_E8M0"),
+        (second(dtype="F32_"), "unknown variant `F32_`"),
+        (second(dtype=3), "invalid JSON in header"),
+        (second(shape=[-2]), "integer `-2`"),
+        (second(shape=None), "invalid type: null"),
+        (second(data_offsets=[8]), "invalid length 1"),
+        ({"a": 7}, "invalid type: integer `7`"),
+        ({"__metadata__": {"a": 1}, **second()}, "expected a string"),
         (b'{"a": {}, "a": {}}', "'a' twice"),
         (b"[]", "no JSON object"),
         (b"{", "Expecting"),
@@ -90,7 +91,7 @@ def test_other_files(tmp_path, name, content, parts):
 
 
 class Evil:
-    """What runs a command when it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -111,7 +112,7 @@ def test_tensors_of_torch_that_are_no_plain_ones(tmp_path):
     torch.save({"a": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "m.pt")
     refused(tmp_path / "m.pt", tmp_path, "complex64")
     torch.save({"__metadata__": torch.zeros(2)}, tmp_path / "m.pt")
-    refused(tmp_path / "m.pt", tmp_path, "a name that no safetensors file can have")
+    refused(tmp_path / "m.pt", tmp_path, "a name that safetensors files cannot have")
 
 
 def test_places_without_a_model(tmp_path):
@@ -130,7 +131,7 @@ def test_folders_that_may_not_be_read(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("trtconvert.weights.sources.variants_of", refuse)
+    monkeypatch.setattr("trtconvert.weights.sources.stored_weights", refuse)
     refused(tmp_path / "p", tmp_path, "p cannot be read", "Permission denied")
 
 
@@ -168,7 +169,7 @@ def test_shards_without_an_index_are_counted_by_their_names(tmp_path):
 
 
 def test_an_index_alone_names_its_shards(tmp_path):
-    """Files may have any name, as long as the index says it."""
+    """Files may have any name that the index says."""
     (tmp_path / "m").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "m" / "one.safetensors")
     save_file({"a": torch.zeros(2)}, tmp_path / "m" / "other.safetensors")
@@ -224,7 +225,7 @@ def test_source_files_are_read_as_they_are(tmp_path):
 
 
 def test_the_writer_writes_what_the_library_reads(tmp_path):
-    """Tensors of odd sizes between others would put these where no reader can take them."""
+    """Tensors of odd sizes between others would move the others to places that readers refuse."""
     tensors = {
         "a": torch.arange(3, dtype=torch.int8),
         "b": torch.arange(5, dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""What a model's tensors are for, told by shapes and places, and `--strategy kandinsky`, which goes by it."""
+"""The purpose of a model's tensors by shapes and places, and `--strategy kandinsky`, which goes by it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXT = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "nu
 
 
 def source_of(models: dict[str, nn.Module], *, renamed: bool = False) -> Source:
-    """Models on the meta device as a pipeline's folder would have them; `renamed` has letters for all names but numbers."""
+    """Models of a pipeline's folder on the meta device; `renamed` replaces all names but numbers by letters."""
 
     def name_of(name: str) -> str:
         *module, last = name.split(".")
@@ -147,7 +147,7 @@ def test_a_file_of_several_models_is_cut_into_them():
 
 @pytest.mark.parametrize(("name", "encoder"), [("t2v", None), ("i2v", "kept")])
 def test_verdicts(name, encoder):
-    """What the numbers decide about is None; of models that read images the VAE's encoder stays as well."""
+    """None: the numbers decide. The VAE's encoder keeps its type in models that read images."""
     source = source_of(made(name))
     structure, rules = structure_of(source), Rules(strategy="kandinsky")
     tensors = {tensor.path: tensor for tensor in source.tensors}

@@ -1,4 +1,4 @@
-"""What INT8 layers were quantised from, kept beside a model: every number, in the smallest type that holds it."""
+"""The weights that INT8 layers were quantised from, beside a model: every number, in the smallest type that holds it."""
 
 import pytest
 import tiny_layers
@@ -36,7 +36,7 @@ def test_each_weight_has_the_smallest_type_that_holds_it(tmp_path, numbers, dtyp
 
 
 def test_parts_of_one_parameter_and_transposed_ones(tmp_path):
-    """As `nn.MultiheadAttention` has its three projections."""
+    """Like the three projections of `nn.MultiheadAttention`."""
     joined, turned = nn.Parameter(torch.randn(64, 32)), nn.Parameter(torch.randn(32, 16))
 
     def forward(module, x):
@@ -55,7 +55,7 @@ def test_parts_of_one_parameter_and_transposed_ones(tmp_path):
 
 
 def test_tensors_that_do_not_lie_row_by_row(tmp_path):
-    """As those of convolutions with channels last, and parts of a parameter that was turned."""
+    """Convolutions with channels last, and parts of a transposed parameter."""
     conv = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
     turned = nn.Parameter(torch.randn(32, 64).T)
 

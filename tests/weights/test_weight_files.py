@@ -1,4 +1,4 @@
-"""Weights in FP8 with scales of every granularity, and what is not one of them."""
+"""Weights in FP8 with scales of every granularity, and other weights."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from trtconvert.errors import UserError
-from trtconvert.weights.weight_files import dequantised
+from trtconvert.weights.sources import open_source
+from trtconvert.weights.weight_files import dequantised, read_tensors
 
 WEIGHT = torch.arange(200 * 300).reshape(200, 300).remainder(17).to(torch.float8_e4m3fn)
 
 
 def described(format: str) -> torch.Tensor:
-    """What ComfyUI writes beside a layer: JSON in bytes."""
+    """ComfyUI's description of a layer: JSON in bytes."""
     return torch.tensor(list(json.dumps({"format": format}).encode()), dtype=torch.uint8)
 
 
@@ -59,3 +61,27 @@ def test_what_is_no_fp8_is_left_as_it_is():
     given = {"a.weight": torch.ones(2, dtype=torch.bfloat16), "ids": torch.arange(3), "a.scale_weight": torch.ones(1)}
     got = dequantised(given, "file")
     assert got.keys() == {"a.weight", "ids"} and got["a.weight"] is given["a.weight"]
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+@pytest.mark.parametrize("mark", ["scaled_fp8", "inner.scaled_fp8"])
+def test_a_mark_promises_scales_in_files_of_every_kind(tmp_path, ending, mark):
+    """Also to `trtconvert analyze` and `quantize`. Without the mark, or with the mark of another model, FP8 is taken as it is."""
+    path = tmp_path / f"model.{ending}"
+
+    def write(**tensors):
+        torch.save(tensors, path) if ending == "pt" else save_file(tensors, path)
+
+    prefix = mark.removesuffix("scaled_fp8")
+    scaled = {f"{prefix}a.weight": WEIGHT.clone(), f"{prefix}a.weight_scale": torch.ones(())}
+    plain = {f"{prefix}b.weight": WEIGHT.clone(), f"{prefix}b.scale_input": torch.ones(())}
+    marked = {mark: torch.zeros(2).to(torch.float8_e4m3fn)}
+    write(**scaled, **plain, **marked)
+    for read in (lambda: read_tensors([path]), lambda: open_source(path)):
+        with pytest.raises(UserError, match=rf"(?s)scale is missing.*expected: {prefix}b.scale_weight.*remedy: "):
+            read()
+    for others in ({}, {"other.scaled_fp8": marked[mark]}):
+        write(**scaled, **plain, **others)
+        assert torch.equal(read_tensors([path])[f"{prefix}b.weight"], WEIGHT.float())
+        found = {tensor.name: tensor.read() for tensor in open_source(path).tensors}
+        assert torch.equal(found[f"{prefix}b.weight"], WEIGHT.float())

@@ -248,7 +248,8 @@ def _from_function(section: ModelSection) -> DiffusionModel:
 def _with_own_sampler(model: DiffusionModel, source: str) -> DiffusionModel:
     from trtconvert.models.own_sampler import OwnSampler
 
-    return replace(model, sample=OwnSampler(source, model.sample))
+    names = tuple(spec.name for spec in model.inputs)
+    return replace(model, sample=OwnSampler(source, model.sample, names, model.timestep_input))
 
 
 def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:

@@ -286,10 +286,9 @@ def _models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str,
     kinds = {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
     models: dict[str, Any] = {}
     if asked.place.is_file():
-        from trtconvert.models.single_file import refuse_missing_scales, states_of
+        from trtconvert.models.single_file import states_of
 
         states = states_of(asked.place, folder, kinds, asked.denoiser, asked.ignore)
-        refuse_missing_scales([asked.place])
         for name, state in states.items():
             models[name] = _model_of(kinds[name], folder / name, state, f"{name} in {asked.place}", asked.ignore)
     rest = {name: _parts(kind, folder / name) for name, kind in kinds.items() if name not in models}
@@ -384,11 +383,7 @@ def _loaded(
     try:
         quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
         if quantised or holds_scaled(stored.files):
-            from trtconvert.models.single_file import refuse_missing_scales
-
-            state = read_tensors(stored.files)
-            refuse_missing_scales(stored.files)
-            return _model_of(kind, folder, state, title, asked.ignore)
+            return _model_of(kind, folder, read_tensors(stored.files), title, asked.ignore)
         dtype = _type_of_files(kind, stored) if as_stored else None
         # Both libraries take safetensors first, wherever the variant is.
         model, told = kind.from_pretrained(

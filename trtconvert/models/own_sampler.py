@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from trtconvert.diffusion_model import Denoiser, Sampler
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, warn
 from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.reuse.schedule import reuse_of
-from trtconvert.runtime.trajectory import begin
+from trtconvert.runtime.trajectory import apart, begin
 
 _PACKAGE = Path(__file__).parents[1]
 _CALLED_BY_THEM = {
@@ -36,10 +37,13 @@ class OwnSampler:
     Attributes:
         source: `package.module:function`, that made the model.
         sampler: see `Sampler`.
+        inputs: names of the denoiser's inputs; timestep_input: the timestep's.
     """
 
     source: str
     sampler: Sampler
+    inputs: tuple[str, ...]
+    timestep_input: str
 
     def __call__(
         self,
@@ -57,14 +61,9 @@ class OwnSampler:
         """
         begin(denoiser)
         given = {} if conditions is None else {"conditions": conditions}
-        calls = 0
-
-        def called() -> None:
-            nonlocal calls
-            calls += 1
-
+        watched = _WatchedDenoiser(denoiser, self.inputs, self.timestep_input)
         try:
-            images = self.sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, solver=solver, **given)
+            images = self.sampler(watched, seeds, steps=steps, solver=solver, **given)
         except TrtconvertError:
             raise
         except Exception as error:
@@ -90,19 +89,45 @@ class OwnSampler:
                 remedy="correct the function that is the model's `sample`",
             )
         # A sampler that follows its trajectory does not call the denoiser at steps that are left out.
-        if reuse_of(denoiser) is None and not _fits(calls, steps):
+        if reuse_of(denoiser) is None and not _fits(got := watched.distinct_timesteps(), steps):
             warn(
-                f"the sampler of {self.source} seems to leave aside how many steps are asked for; expected: {steps} calls "
-                f"of the denoiser by {solver}, or as many for each of several parts, got: {calls}; remedy: let the "
-                "function that is the model's `sample` take as many steps as its argument `steps` says"
+                f"the sampler of {self.source} calls its denoiser at another number of timesteps than was asked for; expected: "
+                f"{steps}, by {solver}, got: {got}; remedy: let the function that is the model's `sample` take as many steps as "
+                "its argument `steps` says. A method that evaluates the denoiser within its steps is right as it is"
             )
         return images
 
 
-def _fits(calls: int, steps: int) -> bool:
-    """Whether so many calls of a denoiser may come from so many steps: one or two in each, the second of them perhaps not at an
-    end, for all samples or for each of some parts of them."""
-    return any(of and calls and calls % of == 0 for of in (steps - 1, steps, steps + 1, 2 * steps - 1))
+class _WatchedDenoiser(CountedDenoiser):
+    """A denoiser that remembers the timestep of each call, as one number, on the device that it came on."""
+
+    def __init__(
+        self, denoiser: Denoiser, inputs: Sequence[str], timestep_input: str, seen: list[Tensor] | None = None
+    ) -> None:
+        self._denoiser, self._inputs, self._timestep_input = denoiser, inputs, timestep_input
+        self._seen = [] if seen is None else seen
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        timestep = (dict(zip(self._inputs, inputs, strict=False)) | named).get(self._timestep_input)
+        if isinstance(timestep, Tensor) and timestep.numel():
+            self._seen.append(timestep.detach().max().double())
+        return self._denoiser(*inputs, **named)
+
+    def apart(self) -> _WatchedDenoiser:
+        """See `trtconvert.runtime.trajectory.apart`."""
+        return _WatchedDenoiser(apart(self._denoiser), self._inputs, self._timestep_input, self._seen)
+
+    def distinct_timesteps(self) -> int:
+        return len({float(timestep) for timestep in self._seen})
+
+
+def _fits(timesteps: int, steps: int) -> bool:
+    """Whether a sampler that takes so many steps may call its denoiser at so many different timesteps.
+
+    Heun's method adds the end of the last step, or a timestep within each step but the last. Calls at one timestep count once:
+    guidance, and parts of the samples or of an image, call several times.
+    """
+    return timesteps in (steps - 1, steps, steps + 1, 2 * steps - 1)
 
 
 def _is_ours(error: Exception) -> bool:

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from trtconvert.errors import UserError, first_line
 from trtconvert.models.saved import DENOISERS, is_saved_pipeline
-from trtconvert.weights.weight_files import SAFETENSORS, how_without, is_spare, layer_of, read_tensors
+from trtconvert.weights.weight_files import how_without, is_spare, read_tensors
 
 _DENOISER = ("model.diffusion_model.", "diffusion_model.")
 """How the names of a denoiser's weights begin where the file holds other models too, and in some that hold it alone."""
@@ -98,42 +97,6 @@ def states_of(
                 remedy=how_without(more[0]),
             )
     return states
-
-
-_SCALED_FP8 = "scaled_fp8"
-"""The last part of the name of a mark: weights in FP8 beside it and below have scales."""
-
-
-def refuse_missing_scales(files: Sequence[Path]) -> None:
-    """
-    Args:
-        files: that could be read.
-    Raises:
-        UserError: a weight in FP8 lacks the scale that a mark in the files promises.
-    """
-    kinds: dict[str, tuple[str, int]] = {}
-    for path in files:
-        if path.suffix in SAFETENSORS:
-            with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                kinds |= {name: (x.get_dtype(), len(x.get_shape())) for name, x in slices.items()}
-    marked = tuple(name.removesuffix(_SCALED_FP8) for name in kinds if name.rpartition(".")[2] == _SCALED_FP8)
-    # Layers have further scales, of their inputs.
-    have = {layer_of(name) for name in kinds if "weight" in name.rpartition(".")[2]}
-    lacking = [
-        name
-        for name, (kind, axes) in kinds.items()
-        if kind.startswith("F8_") and axes > 1 and name.endswith(".weight") and name.startswith(marked)
-        if name.removesuffix(".weight") not in have
-    ]
-    if lacking:
-        layer, many = lacking[0].removesuffix(".weight"), f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise UserError(
-            f"a scale is missing in {', '.join(map(str, files))}",
-            expected=f"{layer}.scale_weight or {layer}.weight_scale: the mark {_SCALED_FP8} says that weights in FP8 have scales",
-            got=f"{lacking[0]} in FP8 without one{many}",
-            remedy="get the file again, or take the model in FP16 or BF16",
-        )
 
 
 def looks_like(file: Path) -> str:

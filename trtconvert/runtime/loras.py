@@ -23,8 +23,9 @@ from trtconvert.errors import UserError
 from trtconvert.runtime.int8_layers import Int8Layers, products_of, source_of
 from trtconvert.runtime.reading import Source as Numbers
 from trtconvert.runtime.reading import Spent, read_ahead
+from trtconvert.weights.adapters import Update
 from trtconvert.weights.finite import finite, is_finite
-from trtconvert.weights.lora import Update, read_lora
+from trtconvert.weights.lora import read_lora
 
 if TYPE_CHECKING:
     import onnx_ir as ir

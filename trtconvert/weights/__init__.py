@@ -1,4 +1,4 @@
-"""Weights in files: read, named, converted to INT8; and models in memory that keep them so."""
+"""Files of weights: reading, names of LoRAs, conversion to INT8, and models in memory with weights in INT8."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["Int8Linear", "load_quantized"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: commands that look at files alone do without torch.
+    # Commands that only read headers of files need no torch.
     if name in __all__:
         from trtconvert.weights import loading
 

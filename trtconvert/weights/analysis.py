@@ -1,4 +1,4 @@
-"""What INT8 would do to each tensor of a model: `trtconvert analyze`, and the rules by which `trtconvert quantize` decides."""
+"""The effect of INT8 on each tensor of a model: `trtconvert analyze`, and the rules of `trtconvert quantize`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,27 +21,28 @@ from trtconvert.weights import blocks
 from trtconvert.weights.blocks import Granularity, Measured, as_matrix, block_shape
 from trtconvert.weights.sources import Source, StoredTensor
 from trtconvert.weights.structure import Role, Structure, structure_of
+from trtconvert.weights.weight_files import type_name
 
 MIN_SQNR = 30.0
-"""dB that a weight keeps in INT8: 3 % relative error. Normally distributed ones have 40."""
+"""dB of a weight in INT8, at least: 3 % relative error. Normally distributed weights have 40."""
 
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 
 FALLBACK = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 NORMS = re.compile(r"(^|[._])(\w*norm\w*|ln(_?\w+)?|q_ln|k_ln)$")
-"""Modules that normalise; only their vectors are meant, not the layers that make these from the timestep."""
+"""Modules that normalise. Only their vectors count, not the layers that make these vectors from the timestep."""
 
 EMBEDDINGS = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|shared|relative_attention_bias)([._]|$)")
 FINAL = re.compile(
     r"^(model\.diffusion_model\.)?(proj_out|conv_out|norm_out|final_layer|out_layer|lm_head|head|out)(\.|$)"
     r"|(^|\.)(final_layer|decoder\.conv_out)\."
 )
-"""The last layers of denoisers and decoders; those of the same names within blocks are not."""
+"""The last layers of denoisers and decoders, not layers of these names within blocks."""
 
 FP16_MAX = torch.finfo(torch.float16).max
 FP16_LEAST = torch.finfo(torch.float16).smallest_normal
-"""Of what is smaller FP16 loses more and more bits, and then all."""
+"""Smaller numbers lose bits in FP16."""
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -50,12 +51,12 @@ class _Record(BaseModel):
 
 
 class Rules(_Record):
-    """What decides about each tensor.
+    """The rules that decide about each tensor.
 
     Attributes:
-        granularity: of the scales; fallback: type of what is neither INT8 nor FP32.
-        strategy: "names": embeddings and final layers are told by their names; "kandinsky": by their place in the model, as are
-            its blocks, modulations, encoders and its VAE, see `structure`.
+        granularity: of the scales; fallback: type of tensors that are neither INT8 nor FP32.
+        strategy: "names": embeddings and final layers have certain names; "kandinsky": they have a certain place in the model, as
+            have its blocks, modulations, encoders and its VAE, see `structure`.
         fp32: patterns (fnmatch) of names that stay in FP32, beside norms, embeddings and final layers.
         max_outliers: share of elements, see `blocks.OUTLIER`; min_elements: of a weight in INT8.
     """
@@ -69,15 +70,15 @@ class Rules(_Record):
 
 
 class Verdict(_Record):
-    """What becomes of a tensor: its type, and why. "kept" is what it was."""
+    """The type that a tensor gets, and the reason. "kept" is the type that it has."""
 
     stored: Literal["int8", "bf16", "fp16", "fp32", "kept"]
     reason: str
 
 
 class BlockStatistics(_Record):
-    """Over the blocks of 128 × 128 of a tensor: their number in each direction, the least, median and largest of their largest
-    magnitudes, of their root mean squares, and the largest share of outliers in one."""
+    """Statistics of a tensor's blocks of 128 × 128: their number in each direction, the least, median and largest of their peaks
+    and of their root mean squares, and the largest share of outliers."""
 
     rows: int
     columns: int
@@ -91,7 +92,7 @@ class BlockStatistics(_Record):
 
 
 class Quality(_Record):
-    """Of a tensor in INT8: ‖ŵ − w‖ / ‖w‖, and the same as signal to noise in dB; None where there is no error."""
+    """‖ŵ − w‖ / ‖w‖ of a tensor in INT8, and the same as signal to noise in dB; None where there is no error."""
 
     relative_error: NonNegative
     sqnr: float | None
@@ -101,9 +102,9 @@ class TensorReport(_Record):
     """A tensor.
 
     Attributes:
-        name: as `StoredTensor.path`; dtype: it is stored in; elements, bytes: there.
-        bytes_after: with its verdict; bytes_int8: with blocks in INT8, None of what is no matrix.
-        nonfinite: NaN and Inf: with any, or without elements, what follows is None.
+        name: as `StoredTensor.path`; dtype, elements, bytes: in the file.
+        bytes_after: with its verdict; bytes_int8: in INT8 with scales of blocks, None for tensors that are no matrix.
+        nonfinite: how many are NaN or Inf. With any, or without elements, the attributes below are None.
         role: in the model, where the rules' strategy asks for it.
         outliers: share of elements; histogram: elements by octave of magnitude, the largest's first.
         quality: by granularity of the scales.
@@ -129,8 +130,8 @@ class Analysis(_Record):
     """A model's tensors.
 
     Attributes:
-        model: its file's or folder's name; fingerprint: see `Source.fingerprint`.
-        rules: that the verdicts follow.
+        model: name of its file or folder; fingerprint: see `Source.fingerprint`.
+        rules: of the verdicts.
         reads_images: see `Structure`; None where the rules' strategy does not ask.
     """
 
@@ -147,7 +148,7 @@ class Analysis(_Record):
 
     @property
     def in_int8(self) -> int:
-        """Parameters."""
+        """Parameters that become INT8."""
         return sum(tensor.elements for tensor in self.tensors if tensor.verdict.stored == "int8")
 
     @property
@@ -159,16 +160,16 @@ class Analysis(_Record):
         return sum(tensor.bytes_after for tensor in self.tensors)
 
     def candidates(self) -> list[TensorReport]:
-        """Tensors that become INT8, those first that save most."""
+        """Tensors that become INT8, those that save most first."""
         found = [tensor for tensor in self.tensors if tensor.verdict.stored == "int8"]
         return sorted(found, key=lambda tensor: tensor.bytes_after - tensor.bytes)
 
 
 def analyse(source: Source, bar: Bar, rules: Rules | None = None) -> Analysis:
-    """Go through all tensors, one in memory at a time.
+    """Analyse all tensors, one in memory at a time.
 
     Raises:
-        UserError: a file is damaged, a tensor cannot be read, or the strategy is for other models.
+        UserError: a file is damaged, a tensor cannot be read, or the strategy does not fit the model.
     """
     rules = rules or Rules()
     structure = structure_for(source, rules)
@@ -190,10 +191,10 @@ def analyse(source: Source, bar: Bar, rules: Rules | None = None) -> Analysis:
 
 
 def structure_for(source: Source, rules: Rules) -> Structure | None:
-    """The model's structure, where the rules go by it.
+    """The model's structure, None where the rules do not need it.
 
     Raises:
-        UserError: there is no denoiser.
+        UserError: the model has no denoiser.
     """
     if rules.strategy == "names":
         return None
@@ -202,7 +203,7 @@ def structure_for(source: Source, rules: Rules) -> Structure | None:
         found = sorted({role.unit for role in structure.roles.values()})
         raise UserError(
             f"--strategy {rules.strategy} finds no denoiser in {source.place}",
-            expected="blocks with attention, which are no text encoder's, image encoder's or VAE's",
+            expected="blocks with attention outside of text encoders, image encoders and VAEs",
             got=", ".join(found) or "no tensors",
             remedy="name the pipeline's folder or the denoiser's; or leave --strategy out",
         )
@@ -211,41 +212,37 @@ def structure_for(source: Source, rules: Rules) -> Structure | None:
 
 def _report(tensor: StoredTensor, rules: Rules, structure: Structure | None) -> TensorReport:
     x = tensor.read()
-    shared = {
-        "name": tensor.path,
-        "shape": tensor.shape,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "elements": x.numel(),
-        "bytes": tensor.nbytes,
-        "bytes_int8": int8_bytes(tensor.shape, "block") if len(tensor.shape) > 1 else None,
-        "role": str(structure.roles[tensor.path]) if structure else "",
-    }
-    if not x.is_floating_point() or not x.numel():
-        verdict = decide(tensor, rules, structure, x, None, None)
-        return TensorReport(**shared, nonfinite=0, verdict=verdict, bytes_after=bytes_of(tensor, verdict, rules))
-    matrix = as_matrix(x)
-    measured = blocks.measure(matrix, histogram=True)
-    if measured.nonfinite:
-        verdict = Verdict(stored="kept", reason=f"{measured.nonfinite:,} of its numbers are NaN or Inf")
-        return TensorReport(**shared, nonfinite=measured.nonfinite, verdict=verdict, bytes_after=tensor.nbytes)
-    quality: dict[Granularity, Quality] = {kind: _quality(matrix, measured, kind) for kind in GRANULARITIES}
-    error = quality[rules.granularity].relative_error
-    verdict = decide(tensor, rules, structure, x, outlier_share(measured, x), error)
+    nonfinite, outliers, error = 0, None, None
+    figures: dict[str, Any] = {}
+    if x.is_floating_point() and x.numel():
+        matrix = as_matrix(x)
+        measured = blocks.measure(matrix, histogram=True)
+        if not (nonfinite := measured.nonfinite):
+            errors = {kind: blocks.relative_error(matrix, blocks.scales(measured, kind)) for kind in GRANULARITIES}
+            outliers, error = outlier_share(measured, x), errors[rules.granularity]
+            figures = {
+                "outliers": outliers,
+                "blocks": _block_statistics(measured, matrix),
+                "quality": {kind: Quality(relative_error=of, sqnr=sqnr(of)) for kind, of in errors.items()},
+                "histogram": measured.histogram,
+            }
+    if nonfinite:
+        verdict = Verdict(stored="kept", reason=f"{nonfinite:,} of its numbers are NaN or Inf")
+    else:
+        verdict = decide(tensor, rules, structure, x, outliers, error)
     return TensorReport(
-        **shared,
-        nonfinite=0,
-        verdict=verdict,
+        name=tensor.path,
+        shape=tensor.shape,
+        dtype=type_name(tensor.dtype),
+        elements=x.numel(),
+        bytes=tensor.nbytes,
         bytes_after=bytes_of(tensor, verdict, rules),
-        outliers=outlier_share(measured, x),
-        blocks=_block_statistics(measured, matrix),
-        quality=quality,
-        histogram=measured.histogram,
+        bytes_int8=int8_bytes(tensor.shape, "block") if len(tensor.shape) > 1 else None,
+        nonfinite=nonfinite,
+        verdict=verdict,
+        role=str(structure.roles[tensor.path]) if structure else "",
+        **figures,
     )
-
-
-def _quality(matrix: Tensor, measured: Measured, granularity: Granularity) -> Quality:
-    error = blocks.relative_error(matrix, blocks.scales(measured, granularity))
-    return Quality(relative_error=error, sqnr=sqnr(error))
 
 
 def sqnr(error: float) -> float | None:
@@ -259,10 +256,11 @@ def outlier_share(measured: Measured, x: Tensor) -> float:
 
 def _block_statistics(measured: Measured, matrix: Tensor) -> BlockStatistics:
     rows, columns = measured.blocks.shape
-    heights = torch.full((rows,), blocks.BLOCK)
-    heights[-1] = (matrix.shape[0] - 1) % blocks.BLOCK + 1
-    widths = torch.full((columns,), blocks.BLOCK)
-    widths[-1] = (matrix.shape[1] - 1) % blocks.BLOCK + 1
+    # The last blocks in each direction are smaller.
+    heights, widths = (
+        torch.tensor([blocks.BLOCK] * (count - 1) + [(size - 1) % blocks.BLOCK + 1])
+        for count, size in zip((rows, columns), matrix.shape, strict=True)
+    )
     sizes = heights[:, None] * widths
     rms = (measured.squares / sizes).sqrt()
     return BlockStatistics(
@@ -281,7 +279,7 @@ def _block_statistics(measured: Measured, matrix: Tensor) -> BlockStatistics:
 def by_name(
     tensor: StoredTensor, rules: Rules, structure: Structure | None = None, *, floating: bool
 ) -> Verdict | None:
-    """What a tensor's name, shape and type decide, or its role; None where its numbers do."""
+    """The verdict by a tensor's name, shape and type, or by its role; None where its numbers decide."""
     if not floating:
         return Verdict(stored="kept", reason="no floating-point numbers")
     module, _, last = tensor.name.rpartition(".")
@@ -291,7 +289,7 @@ def by_name(
     role = structure.roles[tensor.path] if structure else None
     if role is not None and (verdict := _by_role(tensor, rules, role, structure)) is not None:
         return verdict
-    # A weight of one dimension is no layer's: norms have such, also where they are called by a number.
+    # Norms have weights of one dimension, also where they are called by a number.
     if len(tensor.shape) < 2 and (NORMS.search(module) or (len(tensor.shape) == 1 and last == "weight")):
         return Verdict(stored="fp32", reason="norm")
     if role is None and EMBEDDINGS.search(tensor.name):
@@ -308,7 +306,7 @@ def by_name(
 
 
 def _by_role(tensor: StoredTensor, rules: Rules, role: Role, structure: Structure | None) -> Verdict | None:
-    """What a tensor's role decides: more bits than it has make nothing more exact."""
+    """The verdict by a tensor's role."""
     if role.unit == "VAE decoder":
         return Verdict(stored="kept", reason="VAE decoder")
     if role.unit == "VAE encoder" and structure and structure.reads_images:
@@ -316,7 +314,7 @@ def _by_role(tensor: StoredTensor, rules: Rules, role: Role, structure: Structur
     is_weight = len(tensor.shape) > 1 and tensor.name.endswith(".weight")
     if role.unit == "denoiser" and is_weight and role.kind == "outside of blocks":
         return Verdict(stored="kept", reason="embedding, first or last layer")
-    if role.kind == "vocabulary":  # looked up, not multiplied with
+    if role.kind == "vocabulary":  # a table, which is not multiplied
         return Verdict(stored="kept", reason="vocabulary")
     return None
 
@@ -329,11 +327,11 @@ def decide(
     outliers: float | None,
     error: float | None,
 ) -> Verdict:
-    """What becomes of a tensor.
+    """The verdict on a tensor.
 
     Args:
         structure: of the model, see `structure_for`; x: the tensor's numbers.
-        outliers, error: share and relative error with the rules' granularity, of what is not decided by name.
+        outliers, error: share of elements, and relative error with the rules' granularity, where numbers decide.
     """
     verdict = by_name(tensor, rules, structure, floating=x.is_floating_point())
     if verdict is None:
@@ -355,13 +353,13 @@ def decide(
 
 
 def int8_bytes(shape: tuple[int, ...], granularity: Literal["block", "channel"]) -> int:
-    """Of a matrix with its scales."""
+    """Bytes of a matrix in INT8 with its scales."""
     rows, columns = shape[0], math.prod(shape[1:])
     return rows * columns + 4 * (rows if granularity == "channel" else math.prod(block_shape(rows, columns)))
 
 
 def bytes_of(tensor: StoredTensor, verdict: Verdict, rules: Rules) -> int:
-    """What a tensor takes after its verdict."""
+    """Bytes of a tensor after its verdict."""
     elements = math.prod(tensor.shape)
     if verdict.stored == "int8":
         return int8_bytes(tensor.shape, rules.granularity)
@@ -372,23 +370,16 @@ def read_analysis(path: Path, source: Source) -> Mapping[str, TensorReport]:
     """The tensors of an analysis of this model, by their paths.
 
     Raises:
-        UserError: it is none, or of another model.
+        UserError: the file is no analysis, or that of another model.
     """
     remedy = f"run `trtconvert analyze {source.place}`"
     try:
         found = Analysis.model_validate(read_json(path))
-    except ValidationError as error:
-        raise UserError(
-            f"{path} is no analysis",
-            expected="a file that `trtconvert analyze` wrote",
-            got=first_problem(error),
-            remedy=remedy,
-        ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # pydantic's too
         raise UserError(
             f"the analysis {path} cannot be read",
             expected="a file that `trtconvert analyze` wrote",
-            got=first_line(error),
+            got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
             remedy=remedy,
         ) from error
     reports = {tensor.name: tensor for tensor in found.tensors}
@@ -403,10 +394,10 @@ def read_analysis(path: Path, source: Source) -> Mapping[str, TensorReport]:
 
 
 def required(path: Path, report: TensorReport, granularity: Granularity) -> tuple[float, float]:
-    """Outliers and relative error that an analysis has of a tensor that these decide about.
+    """The share of outliers and the relative error that an analysis has of a tensor.
 
     Raises:
-        UserError: it has not.
+        UserError: it has none.
     """
     if report.outliers is None or granularity not in report.quality:
         raise UserError(

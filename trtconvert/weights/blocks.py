@@ -1,4 +1,4 @@
-"""Symmetric INT8 of weights, a scale per block of 128 × 128, per output channel or for all, in plain torch: the specification.
+"""Symmetric INT8 of weights with a scale per block of 128 × 128, per output channel or per tensor, in torch: the specification.
 
     s = max |w| / 127            of the block, the channel or the tensor
     q = round(w / s)             −127 … 127
@@ -6,12 +6,12 @@
 
 Scales follow the weights down to FP32's smallest number. A block of zeros has an arbitrary scale.
 
-Blocks as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3) and Jetfire (arXiv 2403.12422, section 4), with INT8 in place of
-FP8. Scales of channels are those of INT8 layers in engines, `trtconvert.linear.reference.quantise_weight`, from 2⁻²⁰ on: smaller
-ones engines, whose scales FP16 has to hold, have not. A weight of more dimensions than two is the matrix [N, all others]. Blocks
-at the ends of a matrix are as small as what is left.
+Blocks are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Jetfire (arXiv 2403.12422, section 4), with INT8 in place of
+FP8. Scales of channels are those of INT8 layers in engines, `trtconvert.linear.reference.quantise_weight`, from 2⁻²⁰ on:
+engines, whose scales are FP16, have no smaller ones. A weight of more than two dimensions is the matrix [N, all others]. Blocks
+at the ends of a matrix are smaller.
 
-All functions go through a matrix by tiles of whole blocks, so that they need little memory beside it, most of it in the cache.
+All functions go through a matrix by tiles of whole blocks, which need little memory and stay in the cache.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from torch import Tensor
 from trtconvert.linear.reference import LEVELS, TINY_SCALE, short_scale
 
 BLOCK = 128
-"""Rows and columns that have a scale in common."""
+"""Rows and columns of a block."""
 
 Granularity = Literal["block", "channel", "tensor"]
 
 OUTLIER = 4.0
-"""An outlier is larger than so many times the root mean square of its block: 0.006 % of normally distributed weights, 0.35 % of
+"""Times the root mean square of its block, above which a number is an outlier: 0.006 % of normally distributed weights, 0.35 % of
 Laplace's, and at most 1/16 of any block."""
 
 OCTAVES = 16
-"""Of a histogram of magnitudes: down to 2⁻¹⁵ of the octave that the largest is in; what is smaller counts in the last."""
+"""Octaves of a histogram of magnitudes, from the largest number's down; smaller numbers count in the last."""
 
 _TILE = 2**19  # elements
 _WIDE = 2**13  # columns of a tile at most
-_NORMS = (1e-12, 1e15)  # of a tile, whose squares FP32 holds, and sums of them
+_NORMS = (1e-12, 1e15)  # of a tile, between which FP32 holds squares and their sums
 _LEAST_SHORT = 2.0**-20  # of `short_scale`
 _LEAST_NORMAL, _LEAST = 2.0**-126, 2.0**-149  # of FP32
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one pass over a matrix [N, K] finds.
+    """The result of one pass over a matrix [N, K].
 
     Attributes:
         blocks: [⌈N/128⌉, ⌈K/128⌉] FP32 largest magnitude; rows: [N] likewise.
         squares: of the blocks, FP64 sums; outliers: of the blocks, INT64 counts.
         histogram: elements by octaves of magnitude, the largest's first.
-        nonfinite: NaN and Inf. With any, the other figures mean nothing.
+        nonfinite: how many are NaN or Inf. With any, the other figures mean nothing.
     """
 
     blocks: Tensor
@@ -73,7 +73,7 @@ class Measured:
         return float(self.rows.amax()) if self.rows.numel() else 0.0
 
 
-_threads = 1  # that go through tiles
+_threads = 1  # for tiles
 _MOST_THREADS = 4  # each keeps some tens of megabytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -81,8 +81,8 @@ _KEPT_BYTES = 2**26
 
 
 def _keep_memory() -> None:
-    """Let malloc keep what tiles give back. By default it returns megabytes to the system, which hands them out again filled
-    with zeros, page by page: that took longer than all arithmetic on a tile."""
+    """Let malloc keep the memory of tiles. By default it returns megabytes to the system, which fills them with zeros page by
+    page at the next use, and that took longer than the arithmetic."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**25)  # the most that it takes
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -90,8 +90,8 @@ def _keep_memory() -> None:
 
 @contextmanager
 def threads_by_tile() -> Iterator[None]:
-    """As many threads as torch has, up to four, inside this block, each on tiles of its own. Operators on them take a tenth of a
-    millisecond: torch's own threads, which meet after each, were six times as slow as one beside other programs
+    """Run as many threads as torch has, up to four, each on tiles of its own. An operator on a tile takes a tenth of a
+    millisecond: torch's own threads, which wait for each other after each operator, were six times as slow
     (`bench/weights.py`)."""
     global _threads
     _keep_memory()
@@ -106,24 +106,24 @@ def threads_by_tile() -> Iterator[None]:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """[N, K] of a weight [N, …]; of one dimension [1, K]."""
+    """[N, K] of a weight [N, …]; [1, K] of a vector."""
     return x.reshape(x.shape[0], -1) if x.dim() > 1 and x.shape[0] else x.reshape(1, -1)
 
 
 def largest(x: Tensor) -> float:
-    """The largest magnitude of any shape and type with arithmetic; 0 of nothing."""
+    """The largest magnitude; 0 of a tensor without numbers."""
     return max(abs(float(end)) for end in x.aminmax()) if x.numel() else 0.0
 
 
 def block_shape(rows: int, columns: int) -> tuple[int, int]:
-    """How many blocks a matrix has in each direction."""
+    """Numbers of blocks of a matrix in each direction."""
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def measure(matrix: Tensor, *, histogram: bool = False) -> Measured:
     """
     Args:
-        matrix: [N, K] of any floating-point type; histogram: count magnitudes too, which takes as long as all else.
+        matrix: [N, K] of any floating-point type; histogram: count magnitudes too, which doubles the time.
     """
     grid = block_shape(*matrix.shape)
     blocks, squares = torch.zeros(grid), torch.zeros(grid, dtype=torch.float64)
@@ -143,7 +143,7 @@ def measure(matrix: Tensor, *, histogram: bool = False) -> Measured:
 
 @dataclass(frozen=True)
 class _Tile:
-    """What `measure` finds of a tile, see `Measured`; with NaN or Inf no more than how many there are."""
+    """`Measured` of a tile; with NaN or Inf only their number."""
 
     peaks: Tensor
     rows: Tensor
@@ -163,11 +163,11 @@ def _measured(tile: Tensor, histogram: bool) -> _Tile:
     if histogram:
         octaves = torch.bincount(magnitude.view(torch.int32).bitwise_right_shift(23).flatten(), minlength=256)
         octaves[0] -= magnitude.numel() - tile.numel()  # the padding
-    # Relative to the block's largest, so that squares neither overflow nor vanish.
+    # Relative to the block's peak, so that squares neither overflow nor vanish.
     powers = magnitude.div_(peaks.masked_fill(peaks == 0, 1)[:, None, :, None]).square_()
     sums = powers.sum((1, 3))
     real = _padded(torch.ones(1, 1).expand(tile.shape)).sum((1, 3)) if tile.numel() < powers.numel() else BLOCK**2
-    # Counted in FP32, which holds a block's counts: booleans, and sums of both dimensions at once, take far longer.
+    # FP32 holds a block's counts. Booleans, and sums over both dimensions at once, take far longer.
     beyond = powers.gt_((OUTLIER**2 * sums / real)[:, None, :, None])
     outliers = beyond.sum(-1).sum(1).long()
     return _Tile(peaks, rows, 0, octaves, outliers, sums.double() * peaks.double().square())
@@ -193,9 +193,9 @@ def scales(measured: Measured, granularity: Granularity) -> Tensor:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """The scales of what is as large as this.
+    """Scales for peaks.
 
-    Below FP32's normal numbers, which lie far apart there, they are rounded up: the largest would have more than 127 steps.
+    FP32's subnormal numbers lie far apart, and scales among them are rounded up: else a peak would have more than 127 steps.
     """
     scale = largest / LEVELS
     up = ((largest.double() / (LEVELS * _LEAST)).ceil() * _LEAST).float()
@@ -207,14 +207,14 @@ def quantise(matrix: Tensor, scale: Tensor) -> tuple[Tensor, float]:
     Args:
         matrix: [N, K], finite; scale: see `scales`.
     Returns:
-        INT8 [N, K], and its relative error, see `relative_error`.
+        INT8 [N, K], and the relative error, see `relative_error`.
     """
-    stored = torch.from_numpy(np.empty(matrix.shape, np.int8))  # in large pages, where torch's own is in small ones
+    stored = torch.from_numpy(np.empty(matrix.shape, np.int8))  # in large pages; torch's own memory has small ones
     return stored, _go_through(matrix, scale, stored)
 
 
 def relative_error(matrix: Tensor, scale: Tensor) -> float:
-    """‖ŵ − w‖ / ‖w‖ of a matrix with these scales; 0 of zeros."""
+    """‖ŵ − w‖ / ‖w‖ of a matrix with scales; 0 for zeros."""
     return _go_through(matrix, scale, None)
 
 
@@ -276,7 +276,7 @@ _Found = TypeVar("_Found")
 def _through(
     matrix: Tensor, work: Callable[[Tensor, tuple[slice, slice]], _Found]
 ) -> Iterator[tuple[tuple[slice, slice], _Found]]:
-    """What is found of each tile in FP32, in order, by the threads of `threads_by_tile`."""
+    """The result of `work` for each tile in FP32, in order, by the threads of `threads_by_tile`."""
     places = list(_tiles(*matrix.shape))
 
     def found(place: tuple[slice, slice]) -> _Found:
@@ -290,12 +290,12 @@ def _through(
 
 
 def _blocks_of(size: slice) -> slice:
-    """The blocks that rows or columns of a tile are in."""
+    """The blocks of a tile's rows or columns."""
     return slice(size.start // BLOCK, -(-size.stop // BLOCK))
 
 
 def _padded(tile: Tensor) -> Tensor:
-    """[R, 128, C, 128] with zeros at the ends."""
+    """A tile as [R, 128, C, 128], with zeros at the ends."""
     rows, columns = (-size % BLOCK for size in tile.shape)
     if rows or columns:
         tile = torch.nn.functional.pad(tile, (0, columns, 0, rows))
@@ -309,7 +309,7 @@ def _cut(blocks: Tensor, tile: Tensor) -> Tensor:
 
 
 def _of_tile(scale: Tensor, height: slice, width: slice) -> Tensor:
-    """The scales of a tile: for `_padded` of blocks, else for its rows."""
+    """The scales of a tile, broadcastable to `_padded` for blocks, else to the tile."""
     if scale.dim() == 2:
         return scale[_blocks_of(height), _blocks_of(width)][:, None, :, None]
     return scale[height, None] if scale.dim() == 1 else scale

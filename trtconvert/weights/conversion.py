@@ -1,8 +1,11 @@
-"""A model, tensor by tensor, into a new folder: shards with an index, the folder's other files, and what a killed run left.
+"""Conversion of a model, tensor by tensor, into a new folder of shards with an index and of the model's other files.
 
     source ─► shards in a folder beside the output, each verified as it is finished ─► linked into a new folder ─► the output
 
-A shard is what a kill costs at most: the next run with the same source and request finds those that are finished.
+A kill costs one shard at most: the next run with the same source and request takes the finished ones.
+
+huggingface_hub splits state dicts into shards too. It comes with optional libraries alone, and this module plans shards before
+it reads a tensor, with room for tensors that do not become INT8.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ from trtconvert.weights.tensor_files import TensorWriter, read_entries
 StoredGranularity = Literal["block", "channel"]
 
 SHARD_BYTES = 4 * 10**9
-"""Of a file at most, counted as if nothing became INT8, unless one tensor is larger."""
+"""The largest file, counted as if no tensor became INT8. One larger tensor has a file of its own."""
 
 _INSTEAD = "give another place with -o"
-_AHEAD_ELEMENTS = 2**25  # of a tensor that is read while the one before it is converted
-_RECORD_BYTES = 300  # of a tensor's record in JSON, beside its name
+_AHEAD_ELEMENTS = 2**25  # of a tensor that is read while another one is converted
+_RECORD_BYTES = 300  # of a tensor's record in JSON, without its name
 _NOT_COPIED = {".git", ".cache"}
 
 
@@ -47,7 +50,7 @@ class Record(BaseModel):
 
     Attributes:
         stored: INT8 or another type; original: the type before.
-        relative_error: of what is stored; 0 where a wider type holds all.
+        relative_error: of the stored numbers; 0 where a wider type holds all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,7 +61,7 @@ class Record(BaseModel):
 
 
 class Records(BaseModel):
-    """What a safetensors file's metadata says under `METADATA`.
+    """The content of `METADATA` in a safetensors file's metadata.
 
     A weight in INT8 has its scales beside it, `NAME_scale`: FP32 [⌈N/128⌉, ⌈K/128⌉] with granularity "block", [N] with
     "channel", where the weight is the matrix [N, K].
@@ -73,8 +76,7 @@ class Records(BaseModel):
 
 @dataclass(frozen=True)
 class Converted:
-    """What becomes of a tensor: those that are written, with the types that they are written in, and its record if its type
-    changed."""
+    """The tensors that are written for one tensor, with their types, and its record if its type changed."""
 
     tensors: Sequence[tuple[str, Tensor, torch.dtype]]
     record: Record | None
@@ -82,13 +84,13 @@ class Converted:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to make of a model.
+    """How a model is converted.
 
     Attributes:
-        request: all that the result depends on beside the source, in JSON; another one finds nothing of an earlier run.
-        granularity: of the records; None where there shall be none.
-        names: that a tensor's parts may have; most: bytes that they may take.
-        convert: a tensor, read and converted.
+        request: all that the result depends on beside the source, in JSON. Another request does not take an earlier run's shards.
+        granularity: of the records; None for a result without records.
+        names: that the tensors written for a tensor may have; most: bytes that they may take.
+        convert: reads and converts a tensor.
     """
 
     request: Mapping[str, Any]
@@ -100,10 +102,10 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
-        folder: the output; files: of weights; bytes: of these.
+        folder: the output; files: how many hold weights; bytes: of these files.
         records: of all tensors whose type changed, by their paths.
         left_out: files of the source that hold the same weights in another form.
     """
@@ -123,10 +125,10 @@ class _Shard:
 
 
 def records_of(metadata: Mapping[str, str], path: Path) -> Records | None:
-    """What a file's metadata says of its tensors' types; None where it was not converted.
+    """The records in a file's metadata; None where the file was not converted.
 
     Raises:
-        UserError: it says what cannot be read.
+        UserError: they are damaged, or of another version.
     """
     if METADATA not in metadata:
         return None
@@ -135,16 +137,27 @@ def records_of(metadata: Mapping[str, str], path: Path) -> Records | None:
     except ValidationError as error:
         raise UserError(
             f"the metadata of {path} cannot be read",
-            expected="what `trtconvert quantize` of this version writes",
+            expected="records that `trtconvert quantize` of this version writes",
             got=error.errors()[0]["msg"],
             remedy="quantise the model again",
         ) from error
 
 
+def all_records(source: Source) -> dict[str, Record]:
+    """The records of all of a source's tensors, by their paths. Raises UserError, see `records_of`."""
+    return {
+        part.path_of(name): record
+        for part in source.parts
+        for path, metadata in part.metadata.items()
+        if (found := records_of(metadata, path)) is not None
+        for name, record in found.tensors.items()
+    }
+
+
 def refuse_output(source: Source, output: Path) -> None:
     """
     Raises:
-        UserError: something is at the output's place, or it and the source lie within each other.
+        UserError: there is something at the output's place, or it and the source lie within each other.
     """
     if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
         raise UserError(
@@ -164,11 +177,11 @@ def refuse_output(source: Source, output: Path) -> None:
 
 
 def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> Outcome:
-    """Write a converted model, whole or not at all. What a killed run left of the same conversion is taken.
+    """Write a converted model, whole or not at all. Takes the shards that a killed run of the same conversion finished.
 
     Raises:
         UserError: there is something at the output's place, it cannot be written, or a file of the source is damaged.
-        TrtconvertError: the disk does not hold what was written.
+        TrtconvertError: the disk does not hold the bytes that were written.
     """
     refuse_output(source, output)
     output = output.resolve()
@@ -177,11 +190,11 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
     bar.total(sum(len(shard.tensors) for shard in shards))
 
     def sweep(_partial: Path) -> None:
-        """Before the output is there: afterwards nobody would, as a second run refuses to write what is there already."""
+        # Before the output is there: a second run refuses to write then, and would never remove the finished shards.
         shutil.rmtree(work, ignore_errors=True)
 
     with one_at_a_time(work, _INSTEAD):
-        refuse_output(source, output)  # another process may have been there
+        refuse_output(source, output)  # another process may have written it
         try:
             with whole_folder(output, _INSTEAD, ready=sweep) as partial, threads_by_tile():
                 records = _write_all(shards, work, conversion, source, bar)
@@ -194,7 +207,7 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
             raise
         except KeyboardInterrupt:
             if any(work.rglob("*.safetensors")):
-                bar.notice(f"what is finished is in {work}: the same command goes on from there")
+                bar.notice(f"finished files are in {work}: the same command goes on from there")
             else:
                 shutil.rmtree(work, ignore_errors=True)
             raise
@@ -240,8 +253,7 @@ def _write_all(
             bar.skip(len(shard.tensors))
         else:
             of_shard = _write(shard, path, conversion, bar)
-        prefix = f"{shard.part.folder}/" if shard.part.folder else ""
-        records |= {prefix + name: record for name, record in of_shard.items()}
+        records |= {shard.part.path_of(name): record for name, record in of_shard.items()}
     if finished:
         bar.notice(f"{finished} of {len(shards)} files were finished before")
     return records
@@ -251,7 +263,7 @@ def _write(shard: _Shard, path: Path, conversion: Conversion, bar: Bar) -> dict[
     path.parent.mkdir(exist_ok=True)
     names = [name for tensor in shard.tensors for name in conversion.names(tensor)]
     kept = {k: v for said in shard.part.metadata.values() for k, v in said.items() if k != METADATA} | {"format": "pt"}
-    # Quotes in a text of JSON within JSON take two bytes, and letters beyond ASCII up to six.
+    # JSON within JSON: quotes take two bytes, and letters beyond ASCII up to six.
     room = (
         len(json.dumps(kept)) + 1000 + sum(_RECORD_BYTES + 2 * len(json.dumps(tensor.name)) for tensor in shard.tensors)
     )
@@ -278,7 +290,7 @@ def _write(shard: _Shard, path: Path, conversion: Conversion, bar: Bar) -> dict[
 
 
 def _read_ahead(tensors: Sequence[StoredTensor]) -> Iterator[StoredTensor]:
-    """The tensors, of which the next is read from the disk as soon as one has been, unless it is large."""
+    """The tensors. While one is converted, the next is read from the disk, unless it is large."""
     ahead: dict[int, Future[Tensor]] = {}
 
     def read(index: int) -> Tensor:
@@ -295,11 +307,7 @@ def _read_ahead(tensors: Sequence[StoredTensor]) -> Iterator[StoredTensor]:
 
 
 def _write_indexes(shards: Sequence[_Shard], folder: Path) -> int:
-    """An index for each part with several files.
-
-    Returns:
-        Bytes of all files.
-    """
+    """Writes an index for each part with several files. Returns the bytes of all files."""
     total = 0
     of_part: dict[str, list[_Shard]] = {}
     for shard in shards:
@@ -323,10 +331,6 @@ def _write_indexes(shards: Sequence[_Shard], folder: Path) -> int:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """
-    Raises:
-        UserError: the file cannot be read.
-    """
     try:
         shutil.copy2(path, target)
     except OSError as error:
@@ -341,11 +345,7 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def _copy_others(source: Source, folder: Path) -> tuple[Path, ...]:
-    """Copies what a source's folder has beside its weights.
-
-    Returns:
-        What was left out: the same weights in other variants or formats.
-    """
+    """Copies the source's files that hold no weights. Returns the others that were left out: other variants and formats."""
     if not source.place.is_dir():
         return ()
     left_out = tuple(path for part in source.parts for path in part.others)
@@ -354,7 +354,7 @@ def _copy_others(source: Source, folder: Path) -> tuple[Path, ...]:
         folders[:] = [name for name in folders if name not in _NOT_COPIED]
         target = folder / Path(place).relative_to(source.place)
         for path in (Path(place, name) for name in files):
-            # Links are followed, as those of download caches; a pipe or a link to nothing is no file of a model.
+            # Links are followed, as those of download caches; pipes and broken links are no files of a model.
             if path not in skipped and path.is_file() and not (target / path.name).exists():
                 target.mkdir(parents=True, exist_ok=True)
                 _copy(path, target / path.name)

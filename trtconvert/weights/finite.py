@@ -7,23 +7,20 @@ from torch import Tensor
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether there is no NaN and no infinity among numbers; of nothing it is true.
+    """Whether there is no NaN and no infinity; true of a tensor without numbers.
 
-    By the least and the largest, of which NaN is both: one pass without memory, where torch.isfinite takes six times as long on
-    the CPU.
+    The least and the largest number show it, in one pass without memory; torch.isfinite takes six times as long on the CPU.
     """
     return bool(finite(x))
 
 
 def finite(x: Tensor) -> Tensor:
-    """The same as a tensor where the numbers lie: on a GPU, nobody has to wait for it yet."""
+    """The same as a tensor on the numbers' device, for which a caller need not wait."""
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    elif (
-        x.is_floating_point() and x.itemsize == 1
-    ):  # FP8, of which torch has no aminmax; BF16 has the range of all its types
+    elif x.is_floating_point() and x.itemsize == 1:  # torch has no aminmax of FP8, whose range BF16 holds
         x = x.bfloat16()
-    turned = x.T if x.dim() == 2 and not x.is_contiguous() else x  # read as it lies
+    turned = x.T if x.dim() == 2 and not x.is_contiguous() else x  # in the order of the memory
     return torch.isfinite(torch.stack(turned.aminmax())).all()

@@ -1,4 +1,4 @@
-"""LoRA files, looked at without torch and without the model: a build that the cache answers needs neither."""
+"""Checks of LoRA files that need neither torch nor the model, for builds that the cache answers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from trtconvert.errors import UserError, first_line
 from trtconvert.weights.lora_names import DENOISER, component_of, further_denoiser, named
 
 PEFT_CONFIG = "adapter_config.json"
-"""What peft saves beside its file."""
-
+"""The settings that peft saves beside its file."""
 
 _FIRST = "the first"
-"""A pipeline's denoiser that has no number."""
+"""A pipeline's denoiser without a number."""
 
 
 def refuse_unreadable(path: Path) -> None:
     """
     Raises:
-        UserError: there is no such file, or it is no safetensors file. Nothing in it is executed.
+        UserError: the file is not there, or is no safetensors file. No code in it is executed.
     """
     remedy = "check the path: of a recipe it is relative to the recipe, of a bundle or a call to the current folder"
     if not path.is_file():
@@ -54,16 +53,16 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def settings_beside(path: Path) -> Path | None:
-    """The file beside a LoRA that its alphas may come from."""
+    """The file beside a LoRA that may have its alphas."""
     beside = path.with_name(PEFT_CONFIG)
     return beside if beside.is_file() else None
 
 
 def left_over(loras: Sequence[tuple[Path, str]]) -> Iterator[tuple[Path, list[str]]]:
-    """Files with parts that no entry takes from them: for other components, or for the other denoiser of a pipeline of two.
+    """Files with parts that no entry of a recipe takes: for other components, or for the other denoiser of a pipeline of two.
 
     Args:
-        loras: files and what they are merged into.
+        loras: files and the components that they are merged into.
     Raises:
         UserError: see `refuse_unreadable`.
     """

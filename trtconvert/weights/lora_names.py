@@ -1,7 +1,8 @@
-"""Names of modules as LoRA files have them: those of the model itself, and those of the code that it was published with, which
-kohya's scripts, ComfyUI and others train on.
+"""Names of modules in LoRA files: the model's own, and those of the code that it was published with, which kohya's scripts,
+ComfyUI and others train on.
 
-No model is known by its class. A name of the original code counts where the modules that it stands for are there.
+No model is known by its class. A name of the original code counts where the modules that it stands for are there. diffusers has
+such tables too, one for each pipeline. They need diffusers and peft, read no shapes, and leave out names that they do not know.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 DENOISER = "denoiser"
 
 Shapes = Mapping[str, Sequence[int]]
-"""Sizes of weights, by the names of their modules."""
+"""Shapes of weights, by the names of their modules."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The weights that an update goes to: of several modules, rows one below the other, as of q, k and v in one layer.
+    """The modules that an update is for. Several, such as q, k and v, share its rows in this order.
 
     Attributes:
         modules: their names in the model.
@@ -30,15 +31,12 @@ class Place:
 
 
 def flat(name: str) -> str:
-    """A name as kohya's scripts write it, which tells modules of a model apart no less."""
+    """A name as kohya's scripts write it."""
     return name.replace(".", "_")
 
 
 def places(shapes: Shapes) -> dict[str, Place]:
-    """Where updates go, by `flat` names.
-
-    Where all modules lie in one, as a pipeline's denoiser in what calls it, its name may be left out.
-    """
+    """The modules of updates, by `flat` names. The name of a module that all others lie in may be left out, such as "unet"."""
     roots = {name.partition(".")[0] for name in shapes}
     root = f"{roots.pop()}." if len(roots) == 1 else ""
     own = {name.removeprefix(root): name for name in shapes}
@@ -68,7 +66,7 @@ _OF_RESNETS = {
 
 
 def _of_unet(modules: Mapping[str, str]) -> _Aliases:
-    """Of Stable Diffusion 1, 2 and XL: input_blocks, middle_block, output_blocks."""
+    """Names of Stable Diffusion 1, 2 and XL: input_blocks, middle_block, output_blocks."""
 
     def count(prefix: str) -> int:
         return len({name[len(prefix) :].partition(".")[0] for name in modules if name.startswith(prefix)})
@@ -117,13 +115,14 @@ def _qkv(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names or ("to_q", "to_k", "to_v"))
 
 
-_ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 _DOUBLE, _SINGLE = "transformer_blocks.{i}", "single_transformer_blocks.{i}"
+_ADDED = _qkv(f"{_DOUBLE}.attn", "add_q_proj", "add_k_proj", "add_v_proj")
+_TIMESTEP, _TEXT = "time_text_embed.timestep_embedder", "time_text_embed.text_embedder"
 
 _TRANSFORMERS: dict[str, tuple[str, ...]] = {
     # Flux
     "double_blocks.{i}.img_attn.qkv": _qkv(f"{_DOUBLE}.attn"),
-    "double_blocks.{i}.txt_attn.qkv": _qkv(f"{_DOUBLE}.attn", *_ADDED),
+    "double_blocks.{i}.txt_attn.qkv": _ADDED,
     "double_blocks.{i}.img_attn.proj": (f"{_DOUBLE}.attn.to_out.0",),
     "double_blocks.{i}.txt_attn.proj": (f"{_DOUBLE}.attn.to_add_out",),
     "double_blocks.{i}.img_mlp.0": (f"{_DOUBLE}.ff.net.0.proj",),
@@ -137,43 +136,48 @@ _TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "single_blocks.{i}.modulation.lin": (f"{_SINGLE}.norm.linear",),
     "img_in": ("x_embedder",),
     "txt_in": ("context_embedder",),
-    "time_in.in_layer": ("time_text_embed.timestep_embedder.linear_1",),
-    "time_in.out_layer": ("time_text_embed.timestep_embedder.linear_2",),
-    "vector_in.in_layer": ("time_text_embed.text_embedder.linear_1",),
-    "vector_in.out_layer": ("time_text_embed.text_embedder.linear_2",),
-    "guidance_in.in_layer": ("time_text_embed.guidance_embedder.linear_1",),
-    "guidance_in.out_layer": ("time_text_embed.guidance_embedder.linear_2",),
+    **{
+        f"{theirs}.{layer}": (f"{ours}.{name}",)
+        for theirs, ours in (
+            ("time_in", _TIMESTEP),
+            ("vector_in", _TEXT),
+            ("guidance_in", "time_text_embed.guidance_embedder"),
+        )
+        for layer, name in (("in_layer", "linear_1"), ("out_layer", "linear_2"))
+    },
     # Stable Diffusion 3
     "joint_blocks.{i}.x_block.attn.qkv": _qkv(f"{_DOUBLE}.attn"),
     "joint_blocks.{i}.x_block.attn2.qkv": _qkv(f"{_DOUBLE}.attn2"),
-    "joint_blocks.{i}.context_block.attn.qkv": _qkv(f"{_DOUBLE}.attn", *_ADDED),
+    "joint_blocks.{i}.context_block.attn.qkv": _ADDED,
     "joint_blocks.{i}.x_block.attn.proj": (f"{_DOUBLE}.attn.to_out.0",),
     "joint_blocks.{i}.x_block.attn2.proj": (f"{_DOUBLE}.attn2.to_out.0",),
     "joint_blocks.{i}.context_block.attn.proj": (f"{_DOUBLE}.attn.to_add_out",),
-    "joint_blocks.{i}.x_block.mlp.fc1": (f"{_DOUBLE}.ff.net.0.proj",),
-    "joint_blocks.{i}.x_block.mlp.fc2": (f"{_DOUBLE}.ff.net.2",),
-    "joint_blocks.{i}.context_block.mlp.fc1": (f"{_DOUBLE}.ff_context.net.0.proj",),
-    "joint_blocks.{i}.context_block.mlp.fc2": (f"{_DOUBLE}.ff_context.net.2",),
-    "joint_blocks.{i}.x_block.adaLN_modulation.1": (f"{_DOUBLE}.norm1.linear",),
-    "joint_blocks.{i}.context_block.adaLN_modulation.1": (f"{_DOUBLE}.norm1_context.linear",),
+    **{
+        f"joint_blocks.{{i}}.{theirs}.{layer}": (f"{_DOUBLE}.{name}",)
+        for theirs, end in (("x_block", ""), ("context_block", "_context"))
+        for layer, name in (
+            ("mlp.fc1", f"ff{end}.net.0.proj"),
+            ("mlp.fc2", f"ff{end}.net.2"),
+            ("adaLN_modulation.1", f"norm1{end}.linear"),
+        )
+    },
     "x_embedder.proj": ("pos_embed.proj",),
-    "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
-    "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
-    "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
-    "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
+    **{
+        f"{theirs}.mlp.{place}": (f"{ours}.{name}",)
+        for theirs, ours in (("t_embedder", _TIMESTEP), ("y_embedder", _TEXT))
+        for place, name in (("0", "linear_1"), ("2", "linear_2"))
+    },
     # both
     "final_layer.linear": ("proj_out",),
     "final_layer.adaLN_modulation.1": ("norm_out.linear",),
     # Wan
     **{
-        f"blocks.{{i}}.{theirs}.{letter}": (f"blocks.{{i}}.{ours}.{name}",)
+        f"blocks.{{i}}.{theirs}.{layer}": (f"blocks.{{i}}.{ours}.{name}",)
         for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for letter, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
-    },
-    **{
-        f"blocks.{{i}}.{theirs}.{norm}": (f"blocks.{{i}}.{ours}.{norm}",)
-        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for norm in ("norm_q", "norm_k")
+        for layer, name in (
+            *(("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0")),
+            *((norm, norm) for norm in ("norm_q", "norm_k")),
+        )
     },
     "blocks.{i}.cross_attn.k_img": ("blocks.{i}.attn2.add_k_proj",),
     "blocks.{i}.cross_attn.v_img": ("blocks.{i}.attn2.add_v_proj",),
@@ -190,7 +194,7 @@ _TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "img_emb.proj.3": ("condition_embedder.image_embedder.ff.net.2",),
     "head.head": ("proj_out",),
 }
-"""Of transformers, {i} is the number of a block. A layer of theirs may be several of diffusers', one below the other."""
+"""Names of transformers' original code, where {i} is the number of a block, and diffusers' names."""
 
 
 def _of_transformers(modules: Mapping[str, str]) -> _Aliases:
@@ -205,8 +209,8 @@ def _of_transformers(modules: Mapping[str, str]) -> _Aliases:
 # Parts of a pipeline ---------------------------------------------------------------------------------------------------
 
 _PREFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    *((prefix, (DENOISER,)) for prefix in ("lora_unet_", "lora_transformer_", "model.diffusion_model.")),
-    *((prefix, (DENOISER,)) for prefix in ("diffusion_model.", "unet.", "transformer.")),
+    *((prefix, (DENOISER,)) for prefix in ("lora_unet_", "lora_transformer_", "lycoris_")),
+    *((prefix, (DENOISER,)) for prefix in ("model.diffusion_model.", "diffusion_model.", "unet.", "transformer.")),
     *((prefix, ("text_encoder",)) for prefix in ("lora_te_", "lora_te1_", "text_encoder.")),
     *((prefix, ("text_encoder_2",)) for prefix in ("lora_te2_", "text_encoder_2.")),
     ("text_encoders.clip_l.transformer.", ("text_encoder",)),
@@ -216,29 +220,28 @@ _PREFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("text_encoders.t5xxl.transformer.", ("text_encoder_3", "text_encoder_2")),
     ("text_encoder_3.", ("text_encoder_3",)),
 )
-"""What names begin with, and the components that they may be of."""
+"""Prefixes of names, and the components that the names may be of."""
 
 DENOISER_PREFIXES = tuple(prefix for prefix, of in _PREFIXES if of == (DENOISER,))
 
 PEFT_ROOT = "base_model.model."
-"""What peft's own files begin with, of whatever model."""
-
+"""Prefix of names in peft's own files."""
 
 _FURTHER = re.compile(r"((?:transformer|unet)_\d+)\.")
-"""What names begin with of a pipeline's further denoisers, which diffusers calls transformer_2 and so on."""
+"""Prefix of names of a pipeline's further denoisers, such as transformer_2."""
 
 
 def further_denoiser(name: str) -> str:
-    """The further denoiser of a pipeline that a module's name in a file is of; empty where it is of none."""
+    """The further denoiser that a module's name in a file is of; empty where it is of none."""
     match = _FURTHER.match(name.removeprefix(PEFT_ROOT))
     return "" if match is None else match[1]
 
 
 def of_one_denoiser(names: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Of the names that a file has for a pipeline's denoisers, those of one of them.
+    """Those of the names that a file has for a pipeline's denoisers that are for one denoiser.
 
     Args:
-        modules: of the denoiser. Where they all lie in one, as in what calls a pipeline's denoiser, that tells which it is.
+        modules: of the denoiser. Where they all lie in one module, such as "transformer_2", its name tells which denoiser it is.
     """
     names, modules = list(names), set(modules)
     roots = {name.partition(".")[0] for name in modules}
@@ -246,13 +249,13 @@ def of_one_denoiser(names: Iterable[str], modules: Iterable[str]) -> list[str]:
     denoisers = {
         name: "" if name.removeprefix(PEFT_ROOT) in modules and not own else further_denoiser(name) for name in names
     }
-    # A file of one denoiser alone need not say which: whoever merges it does.
+    # A file of one denoiser alone need not say which.
     wanted = own if own in denoisers.values() else ""
     return [name for name in names if denoisers[name] == wanted]
 
 
 def component_of(name: str) -> tuple[tuple[str, ...], str]:
-    """The components that a module's name in a file may be of, none where it does not tell, and the name in the component."""
+    """The components that a module's name in a file may be of, none where the name does not tell, and the name without prefix."""
     name = name.removeprefix(PEFT_ROOT)
     if further := further_denoiser(name):
         return (DENOISER,), name[len(further) + 1 :]
@@ -263,6 +266,6 @@ def component_of(name: str) -> tuple[tuple[str, ...], str]:
 
 
 def named(components: set[tuple[str, ...]]) -> list[str]:
-    """Components that names may be of in the recipe's words, the denoiser first."""
+    """Components in the recipe's words, the denoiser first."""
     names = {" or ".join(of) for of in components if of}
     return sorted(names, key=lambda name: (name != DENOISER, name))

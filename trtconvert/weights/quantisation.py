@@ -28,36 +28,36 @@ from trtconvert.weights.analysis import (
     structure_for,
 )
 from trtconvert.weights.blocks import as_matrix
-from trtconvert.weights.conversion import Conversion, Converted, Outcome, Record, convert, records_of
+from trtconvert.weights.conversion import Conversion, Converted, Outcome, Record, all_records, convert
 from trtconvert.weights.finite import is_finite
-from trtconvert.weights.sources import Source, StoredTensor
+from trtconvert.weights.sources import METADATA, Source, StoredTensor
 from trtconvert.weights.structure import Structure
+from trtconvert.weights.weight_files import type_name
 
 SCALE = "_scale"
-"""What the name of a weight's scales has behind the weight's."""
+"""Ending of the name of a weight's scales, after the weight's."""
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_FORMAT = 2  # of what is written; part of what a run that goes on has to agree with
+_FORMAT = 2  # of the output; a run does not take shards of another format
 
 
 def quantise_model(source: Source, output: Path, rules: Rules, analysis: Path | None, bar: Bar) -> Outcome:
-    """Write a model with its weights in INT8 where the rules have it, see `analysis.decide`.
+    """Write a model with its weights in INT8 where the rules decide so, see `analysis.decide`.
 
     Args:
-        analysis: what `trtconvert analyze` wrote of this model: tensors that it has figures of are not measured again, and the
-            decisions are known from the start.
+        analysis: the file that `trtconvert analyze` wrote of this model. Its figures decide, and tensors are not measured again.
     Raises:
-        UserError: the model is quantised already, a weight is NaN or Inf, the analysis is of another model, a file is damaged, or
-            the output's place is taken, or the rules' strategy is for other models.
+        UserError: the model is quantised already, a weight is NaN or Inf, the analysis is of another model, a file is damaged,
+            the output's place is taken, or the rules' strategy does not fit the model.
     """
-    if any(records_of(said, path) for part in source.parts for path, said in part.metadata.items()):
+    if any(METADATA in metadata for part in source.parts for metadata in part.metadata.values()):
         raise UserError(
             f"{source.place} is quantised already",
             expected="a model in 16 or 32 bits, FP8 or GGUF",
             got="weights in INT8 that `trtconvert quantize` wrote",
-            remedy=f"take the model that it was made from, or `trtconvert dequantize {source.place}` first",
+            remedy=f"take the model from before, or `trtconvert dequantize {source.place}` first",
         )
-    _require_use(source, rules)
+    _refuse_unused_patterns(source, rules)
     structure = structure_for(source, rules)
     reports = read_analysis(analysis, source) if analysis else {}
     conversion = Conversion(
@@ -70,11 +70,7 @@ def quantise_model(source: Source, output: Path, rules: Rules, analysis: Path | 
     return convert(source, output, conversion, bar)
 
 
-def _require_use(source: Source, rules: Rules) -> None:
-    """
-    Raises:
-        UserError: a pattern matches no tensor.
-    """
+def _refuse_unused_patterns(source: Source, rules: Rules) -> None:
     for pattern in rules.fp32:
         one = rules.model_copy(update={"fp32": (pattern,)})
         verdicts = (by_name(tensor, one, floating=True) for tensor in source.tensors)
@@ -112,17 +108,13 @@ def _quantised(
         stored = decide(tensor, rules, structure, x, outlier_share(measured, x), error).stored
         if stored != "int8":
             return _cast(tensor, x, stored)
-    record = Record(stored="int8", original=_type_name(tensor.dtype), relative_error=error)
+    record = Record(stored="int8", original=type_name(tensor.dtype), relative_error=error)
     parts = [(tensor.name, whole.reshape(x.shape), torch.int8), (tensor.name + SCALE, scale, torch.float32)]
     return Converted(parts, record)
 
 
 def _refuse_nonfinite(tensor: StoredTensor, x: Tensor) -> None:
-    """Infinities that are no weights, as in masks, are what they are.
-
-    Raises:
-        UserError: numbers are NaN, or a weight's infinite.
-    """
+    """Infinities of tensors that are no weights, such as masks, are allowed."""
     if is_finite(x) or ((x.dim() < 2 or not tensor.name.endswith("weight")) and not bool(x.isnan().any())):
         return
     bad = int((~x.isfinite()).sum())
@@ -130,7 +122,7 @@ def _refuse_nonfinite(tensor: StoredTensor, x: Tensor) -> None:
         f"the weight {tensor.path} is damaged",
         expected="finite numbers",
         got=f"{bad:,} of {x.numel():,} are NaN or Inf",
-        remedy="get the model again; `trtconvert analyze` lists all tensors with such",
+        remedy="get the model again; `trtconvert analyze` lists all tensors with NaN or Inf",
     )
 
 
@@ -139,12 +131,12 @@ def _cast(tensor: StoredTensor, x: Tensor, stored: str) -> Converted:
         return Converted([(tensor.name, x, x.dtype)], None)
     dtype = _TYPES[stored]
     error = _rounding(x, dtype) if dtype.itemsize < x.dtype.itemsize and is_finite(x) else 0.0
-    record = Record(stored=stored, original=_type_name(tensor.dtype), relative_error=error)
+    record = Record(stored=stored, original=type_name(tensor.dtype), relative_error=error)
     return Converted([(tensor.name, x, dtype)], record)
 
 
 def _rounding(x: Tensor, dtype: torch.dtype) -> float:
-    """The relative error of another type, in parts; 0 of zeros."""
+    """The relative error of another type, in parts; 0 for zeros."""
     errors = powers = 0.0
     for part in x.reshape(-1).split(2**20):
         powers += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
@@ -156,17 +148,12 @@ def dequantise_model(source: Source, output: Path, dtype: Literal["bf16", "fp16"
     """Write a model that `quantise_model` made with its weights in 16 bits again.
 
     Args:
-        dtype: of what was INT8, or had its type changed; by default each gets what it was, BF16 where that had not 16 bits.
+        dtype: of tensors whose type was changed; by default the type before, or BF16 where that had not 16 bits.
     Raises:
         UserError: the model is not quantised, a file or a scale is damaged, numbers are beyond FP16, or the output's place is
             taken.
     """
-    records: dict[str, Record] = {}
-    for part in source.parts:
-        for path, said in part.metadata.items():
-            if (found := records_of(said, path)) is not None:
-                prefix = f"{part.folder}/" if part.folder else ""
-                records |= {prefix + name: record for name, record in found.tensors.items()}
+    records = all_records(source)
     if not any(record.stored == "int8" for record in records.values()):
         raise UserError(
             f"there is nothing to dequantise in {source.place}",
@@ -189,13 +176,13 @@ def _restored(tensor: StoredTensor, records: Mapping[str, Record], dtype: Litera
     if record is None or (record.stored in ("bf16", "fp16") and dtype is None):
         return Converted([(tensor.name, x, x.dtype)], None)
     if record.stored == "int8":
-        _refuse_nonfinite(tensor, x)  # scales may be damaged
+        _refuse_nonfinite(tensor, x)  # a scale may be damaged
     original = getattr(torch, record.original, None)
     if dtype is not None:
         wanted = FALLBACK[dtype]
     elif isinstance(original, torch.dtype) and original in FALLBACK.values():
         wanted = original
-    else:  # FP32 that stayed so is no change; what had other types and was put into FP32 is too exact for 16 bits
+    else:  # FP32 is recorded for other types that 16 bits would not hold
         wanted = torch.float32 if record.stored == "fp32" else torch.bfloat16
     if wanted is torch.float16 and blocks.largest(x) > FP16_MAX:
         raise UserError(
@@ -205,7 +192,3 @@ def _restored(tensor: StoredTensor, records: Mapping[str, Record], dtype: Litera
             remedy="give --dtype bf16",
         )
     return Converted([(tensor.name, x, wanted)], None)
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

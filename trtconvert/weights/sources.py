@@ -1,6 +1,6 @@
-"""Models as they lie on the disk, for commands that go through all of their tensors: a file, a folder of shards, or a pipeline.
+"""Models on the disk, for commands that go through all of their tensors: a file, a folder of shards, or a pipeline.
 
-What can be known from names and headers is checked when a source is opened; tensors are read one by one.
+Names and headers are checked when a source is opened; tensors are read one by one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trtconvert.documents import read_json, text_flaw
-from trtconvert.errors import UserError, first_line, several
+from trtconvert.errors import UserError, several
 from trtconvert.files import open_regular
 from trtconvert.weights.tensor_files import TYPES, read_entries, read_entry
 from trtconvert.weights.weight_files import (
@@ -26,23 +26,26 @@ from trtconvert.weights.weight_files import (
     READABLE,
     SAFETENSORS,
     TORCH,
+    damaged,
     dequantised,
     gguf_tensors,
+    is_mark,
     layer_of,
     read_torch,
+    refuse_missing_scales,
     refuse_other_formats,
     refuse_pointer,
     stored_weights,
-    variants_of,
+    unknown_kind,
 )
 
 PIPELINE = "model_index.json"
 METADATA = "trtconvert"
-"""Of safetensors files that `trtconvert quantize` wrote: how each weight in them is stored."""
+"""Key in the metadata of safetensors files that `trtconvert quantize` wrote: how each weight in them is stored."""
 
 _INDEX = re.compile(r".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})$")
-_SAMPLES, _SAMPLE = 256, 4096  # pieces of a file that its fingerprint reads, and their bytes
+_SAMPLES, _SAMPLE = 256, 4096  # pieces of a file that its fingerprint reads, and the bytes of one
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ class StoredTensor:
     """A tensor of a model.
 
     Attributes:
-        name: in its part; part: folder of the pipeline that it is in, empty elsewhere.
-        shape: of the tensor; nbytes: that it takes in the file, with its scales.
-        dtype: it is stored in; of GGUF, which has many, the FP32 that is read.
-        read: the tensor in memory of its own, FP32 where it was stored with scales.
+        name: in its part; part: folder of the pipeline, empty elsewhere.
+        shape: of the tensor; nbytes: in the file, with its scales.
+        dtype: in the file; FP32 for GGUF, which has types of its own.
+        read: gives the tensor in memory of its own, as FP32 where it was stored with scales.
     """
 
     name: str
@@ -65,17 +68,17 @@ class StoredTensor:
 
     @property
     def path(self) -> str:
-        """A name that no other tensor of the model has."""
+        """The name in the whole model."""
         return f"{self.part}/{self.name}" if self.part else self.name
 
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one model: a whole source, or one of a pipeline's.
+    """The files of one model: a whole source, or a part of a pipeline.
 
     Attributes:
-        folder: of a pipeline, relative to it; empty elsewhere.
-        files: of weights; indexes: that name them; others: weights beside them that stand for the same, in other variants.
+        folder: relative to the pipeline, empty elsewhere.
+        files: of weights; indexes: that name them; others: files beside them that hold the same weights in other variants.
         tensors: in the files' order.
         metadata: of each safetensors file.
     """
@@ -87,9 +90,13 @@ class Part:
     tensors: tuple[StoredTensor, ...]
     metadata: dict[Path, dict[str, str]]
 
+    def path_of(self, name: str) -> str:
+        """The name in the whole model of a tensor of this part."""
+        return f"{self.folder}/{name}" if self.folder else name
+
     @property
     def stem(self) -> str:
-        """What the names of its files begin with."""
+        """The beginning of its files' names."""
         first = _SHARD.sub("", self.files[0].stem)
         plain = next((name for name in ("diffusion_pytorch_model", "pytorch_model") if first.startswith(name)), first)
         return {"pytorch_model": "model"}.get(plain, plain)  # as save_pretrained calls it in safetensors
@@ -113,8 +120,8 @@ class Source:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the files' names, sizes, ends, and of pieces all over them: of other weights it is another one. Reading all
-        of a large model would take as long as converting it."""
+        """SHA-256 of the files' names and sizes, and of pieces all over them. Reading all of a large model would take as long as
+        converting it."""
         found = hashlib.sha256()
         for part in self.parts:
             for path in part.files:
@@ -130,10 +137,10 @@ class Source:
 def open_source(place: Path) -> Source:
     """
     Args:
-        place: a file of weights; a folder of such, with or without an index; or a pipeline's folder.
+        place: a file of weights; a folder of such files, with or without an index; or a pipeline's folder.
     Raises:
         UserError: there is no model, a file of it is missing or damaged, two files hold one name, or weights are in a form that
-            is not read.
+            this program does not read.
         BackendUnavailable: a file is GGUF, and `gguf` is not installed.
     """
     try:
@@ -166,29 +173,21 @@ def _open(place: Path) -> Source:
         raise UserError(
             f"there are no weights in {place}",
             expected="files that end with " + ", ".join(READABLE),
-            got=_listing(place),
+            got=several(sorted(path.name for path in place.iterdir()), 8) or "nothing",
             remedy="name the folder that they are in, or get them again",
         )
     return Source(place, tuple(parts))
 
 
-def _listing(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    return several(names, 8) or "nothing"
-
-
 def _files(folder: Path) -> tuple[Path, ...]:
-    """The files of a folder that are its model's weights: as `save_pretrained` names them, else those that an index names, else
-    all of the first kind that there is."""
-    variants = variants_of(folder)
-    if len(variants) > 1 and not _has_plain(folder):
-        raise UserError(
-            f"the weights in {folder} are there in several variants",
-            expected="one of them, or files without a variant",
-            got=", ".join(sorted(variants)),
-            remedy="name the file itself, or move the files of the others away",
-        )
-    if (stored := stored_weights(folder)) is not None:
+    """The weights of a folder's model: the files that `save_pretrained` names so, else those of an index, else all of the first
+    kind that is there."""
+    try:
+        stored = stored_weights(folder)
+    except UserError as error:  # there are several variants
+        remedy = "name the file itself, or move the files of the others away"
+        raise UserError(error.problem, expected=error.expected, got=error.got, remedy=remedy) from error
+    if stored is not None:
         return stored.files
     if indexes := _indexes(folder):
         return tuple(dict.fromkeys(folder / name for name in _weight_map(indexes[0]).values()))
@@ -198,24 +197,12 @@ def _files(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
-def _has_plain(folder: Path) -> bool:
-    """Whether there are weights without a variant: then `stored_weights` takes these."""
-    try:
-        return (stored := stored_weights(folder)) is not None and stored.variant is None
-    except UserError:
-        return False
-
-
 def _indexes(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _INDEX.fullmatch(path.name) and path.is_file())
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor: file, as an index has it.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The file of each tensor, by an index."""
     try:
         found = read_json(index)
         names = found.get("weight_map") if isinstance(found, dict) else None
@@ -224,23 +211,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         if outside := next((name for name in names.values() if Path(name).name != name), ""):
             raise ValueError(f"a file outside of the folder, {outside}")
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"the index {index} cannot be read",
-            expected='JSON with a "weight_map" of tensors to files beside it',
-            got=first_line(error),
-            remedy="get it again",
-        ) from error
+        raise damaged(index, error) from error
     return names
 
 
 def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
-    """A model of these files.
-
-    Args:
-        place: folder that they are in; a file that was named itself stands alone.
-    Raises:
-        UserError: see `open_source`.
-    """
+    """A model of files: those of a folder, or one file that the user named."""
     indexes = _indexes(place) if place.is_dir() else []
     maps = {index: _weight_map(index) for index in indexes}
     taken = [index for index, names in maps.items() if {path.name for path in files} & set(names.values())]
@@ -249,11 +225,11 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
             raise UserError(
                 f"a shard that {index} names is missing",
                 expected=f"{len(set(maps[index].values()))} files",
-                got=f"no {', '.join(lost[:5])}",
-                remedy="get the files again that are missing",
+                got=f"no {several(lost, 5)}",
+                remedy="get the missing files again",
             )
     if place.is_dir() and not taken:
-        _require_shards(files)
+        _refuse_missing_shards(files)
     found: dict[str, tuple[StoredTensor, Path]] = {}
     metadata: dict[Path, dict[str, str]] = {}
     for path in files:
@@ -264,7 +240,7 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
                     f"two files have the tensor {tensor.name}",
                     expected="each tensor once",
                     got=f"{found[tensor.name][1].name} and {path.name} in {path.parent}",
-                    remedy="name the one file that is meant, or move the other away",
+                    remedy="name one of the files, or move the other away",
                 )
             found[tensor.name] = tensor, path
     for index in taken:
@@ -290,11 +266,7 @@ def _part(name: str, place: Path, files: tuple[Path, ...]) -> Part:
     return Part(name, files, tuple(taken), tuple(sorted(others)), tuple(tensors), metadata)
 
 
-def _require_shards(files: Iterable[Path]) -> None:
-    """
-    Raises:
-        UserError: shards that their names count are not all there.
-    """
+def _refuse_missing_shards(files: Iterable[Path]) -> None:
     counted: dict[tuple[str, int], list[str]] = {}
     for path in files:
         if shard := _SHARD.search(path.stem):
@@ -305,55 +277,45 @@ def _require_shards(files: Iterable[Path]) -> None:
                 f"shards of {stem} are missing",
                 expected=f"{count} files, as their names count them",
                 got=several(sorted(names), 5),
-                remedy="get the files again that are missing",
+                remedy="get the missing files again",
             )
 
 
 def _is_variant(path: Path) -> bool:
-    """Whether a file has a name that `save_pretrained` gives to a model's weights."""
+    """Whether `save_pretrained` gives a model's weights such a name."""
     stem = path.name.split(".")[0].split("-")[0]
     known = stem in ("diffusion_pytorch_model", "pytorch_model", "model")
     return known and path.suffix in (".safetensors", ".bin", ".msgpack", ".h5") and path.is_file()
 
 
 def _with_scales(found: dict[str, StoredTensor], source: str) -> list[StoredTensor]:
-    """The tensors, those with scales joined with these; scales and descriptions of such go."""
+    """The tensors, each joined with its scales. Descriptions of scales are left out."""
+    refuse_missing_scales(found, source)
     beside: dict[str, list[str]] = {}
     for name in found:
         if (layer := layer_of(name)) is not None and f"{layer}.weight" in found:
             beside.setdefault(f"{layer}.weight", []).append(name)
     joined = {name for names in beside.values() for name in names}
-    joined |= {name for name in found if name.rpartition(".")[2] == "scaled_fp8"}
+    joined |= {name for name in found if is_mark(name)}
 
     def read(names: list[str]) -> Tensor:
         return dequantised({name: found[name].read() for name in names}, source)[names[0]]
 
-    tensors = []
-    for name, tensor in found.items():
-        if name in joined:
-            continue
-        if names := beside.get(name):
-            size = sum(found[other].nbytes for other in (name, *names))
-            reader = functools.partial(read, [name, *names])
-            tensor = StoredTensor(name, tensor.part, tensor.shape, tensor.dtype, size, reader)
-        elif tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool and name.endswith(".weight"):
-            reader = functools.partial(read, [name])  # FP8 without a scale; integers are refused there
-            tensor = StoredTensor(name, tensor.part, tensor.shape, tensor.dtype, tensor.nbytes, reader)
-        tensors.append(tensor)
-    return tensors
+    def with_scales(name: str, tensor: StoredTensor) -> StoredTensor:
+        names = beside.get(name, [])
+        # FP8 without a scale is read so too, and integers are refused there.
+        single = tensor.dtype.itemsize == 1 and tensor.dtype is not torch.bool and name.endswith(".weight")
+        if not names and not single:
+            return tensor
+        size = tensor.nbytes + sum(found[other].nbytes for other in names)
+        return replace(tensor, nbytes=size, read=functools.partial(read, [name, *names]))
+
+    return [with_scales(name, tensor) for name, tensor in found.items() if name not in joined]
 
 
 def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, str]]:
-    """What is in one file, and its metadata."""
-    try:
-        refuse_pointer(path)
-    except OSError as error:
-        raise UserError(
-            f"the weights {path} cannot be read",
-            expected="a file that this user may read",
-            got=first_line(error),
-            remedy="change its permissions, or get it again",
-        ) from error
+    """The tensors of one file, and its metadata."""
+    refuse_pointer(path)
     suffix = path.suffix.lower()
     if suffix in SAFETENSORS:
         entries, metadata = read_entries(path)
@@ -364,33 +326,24 @@ def _tensors_of(path: Path, part: str) -> tuple[list[StoredTensor], dict[str, st
     if suffix in TORCH:
         return [
             StoredTensor(name, part, tuple(x.shape), x.dtype, x.nbytes, functools.partial(_from_disk, x))
-            for name, x in _plain(read_torch(path), path).items()
+            for name, x in _refuse_unreadable(read_torch(path), path).items()
         ], {}
     if suffix in GGUF:
         return [
             StoredTensor(name, part, tuple(shape), torch.float32, nbytes, read)
             for name, (shape, nbytes, read) in gguf_tensors(path).items()
         ], {}
-    raise UserError(
-        f"{path} is no file of weights that can be read",
-        expected="a name that ends with " + ", ".join(READABLE),
-        got=path.suffix or "a name without an ending",
-        remedy="give another file, or the folder of a model or a pipeline",
-    )
+    raise unknown_kind(path)
 
 
-def _plain(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """
-    Raises:
-        UserError: one of the tensors is of a kind or a type that is not read.
-    """
+def _refuse_unreadable(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     for name, x in tensors.items():
         if (flaw := text_flaw(name)) or name == "__metadata__":
             raise UserError(
-                f"a tensor in {path} has a name that no safetensors file can have",
+                f"a tensor in {path} has a name that safetensors files cannot have",
                 expected="text",
                 got=flaw or name,
-                remedy="load it with torch, give the tensor another name, and save it again",
+                remedy="load the file with torch, rename the tensor, and save the file again",
             )
         if x.layout is not torch.strided or x.dtype not in TYPES.values() or x.device.type != "cpu":
             raise UserError(
@@ -403,10 +356,12 @@ def _plain(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def _from_disk(x: Tensor) -> Tensor:
-    """A copy of a tensor that lies in a mapped file, whose pages are given back: the whole file would stay in memory."""
+    """A copy of a tensor of a mapped file. The file's pages are given back, or all of it would stay in memory."""
     copy = x.clone(memory_format=torch.contiguous_format)
     page, storage, page_out = os.sysconf("SC_PAGE_SIZE"), x.untyped_storage(), 21  # MADV_PAGEOUT, linux/mman-common.h
     start = storage.data_ptr() // page * page
     length = storage.data_ptr() + storage.nbytes() - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), page_out)  # older kernels refuse it
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(length), page_out
+    )  # older kernels refuse the advice
     return copy

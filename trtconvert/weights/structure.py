@@ -1,18 +1,19 @@
-"""What the tensors of a model are for, told from their shapes and from where they lie in it, whatever they are called.
+"""The purpose of a model's tensors, by their shapes and places in the model, whatever their names.
 
-Names say which modules lie in which, that some are numbered, and what is a layer's weight; no other name is looked up. A model is
-cut into units: a file may hold a denoiser, a VAE and text encoders. Of a unit:
+Names only tell which modules lie in which, which are numbered, and which tensor is a layer's weight. A model is cut into units,
+as a file may hold a denoiser, a VAE and text encoders:
 
-| it is | where it has |
+| unit | has |
 | --- | --- |
 | a VAE | convolutions from three channels and to three, in two branches of several: the encoder and the decoder |
 | a text encoder | a table without a bias, with many more rows than columns, outside of its blocks: the vocabulary |
 | an image encoder | a convolution of patches of three channels, and blocks |
 | a denoiser | blocks with attention, otherwise |
 
-Blocks are what is numbered and has several layers. In them attention is matrices beside each other, three of one shape or four of
-which two are of one, or one that gives three times what another reads; an MLP is two matrices, each of which gives what the other
-reads, or twice that with a gate; a modulation gives several times the block's width, or is a matrix beside convolutions.
+Blocks are numbered modules with several layers. In a block, attention is matrices beside each other: three of one shape, four
+with two of one shape, or one with three times the rows that another has columns. An MLP is two matrices: each gives the
+channels that the other reads, or twice as many with a gate. A modulation gives several times the block's width, or is a matrix
+beside convolutions.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ Kind = Literal[
 ]
 
 COLOURS = 3
-_SEVERAL = 3  # convolutions of a VAE's branch, at least
-_VOCABULARY = 4  # rows for each column of a vocabulary, at least, and
-_FEWEST_WORDS = 256  # rows of it
-_WIDER = 3  # times what it gives a denoiser reads at most: latents, those of an image, and a mask
+_SEVERAL = 3  # convolutions in a branch of a VAE, at least
+_VOCABULARY = 4  # rows for each column of a vocabulary, at least
+_FEWEST_WORDS = 256  # rows of a vocabulary, at least
+_WIDER = 3  # channels that a denoiser reads, for each that it gives, at most: latents, those of an image, and a mask
 _PATCH = 16  # pixels of an image encoder's patch, at least
 
 Path = tuple[str, ...]
@@ -52,7 +53,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Role:
-    """What a tensor is for: the unit that it lies in, and what it does there."""
+    """The purpose of a tensor: its unit, and its kind there."""
 
     unit: Unit
     kind: Kind
@@ -63,11 +64,11 @@ class Role:
 
 @dataclass(frozen=True)
 class Structure:
-    """Of a model.
+    """The purposes of a model's tensors.
 
     Attributes:
         roles: by the tensors' paths.
-        reads_images: whether a denoiser reads more channels than it gives, as those do that turn images into videos (I2V).
+        reads_images: whether a denoiser reads more channels than it gives, as those that turn images into videos (I2V).
     """
 
     roles: Mapping[str, Role]
@@ -79,8 +80,8 @@ class Structure:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor by its place: the path of the module that it belongs to, in parts, its shape, and whether a layer multiplies by
-    it; other parameters are tables and vectors."""
+    """A tensor: the path of its module, in parts, its shape, and whether a layer multiplies by it. Others are tables and
+    vectors."""
 
     key: str
     module: Path
@@ -97,7 +98,7 @@ class _Weight:
 
 
 def structure_of(source: Source) -> Structure:
-    """What each tensor of a model is for."""
+    """The purpose of each tensor of a model."""
     roles: dict[str, Role] = {}
     reads_images = False
     for part in source.parts:
@@ -117,7 +118,7 @@ def _placed(tensor: StoredTensor) -> _Weight:
 
 
 def _units(weights: Sequence[_Weight]) -> list[list[_Weight]]:
-    """The models of a file or folder: all of it, or each of its branches where one of them is a VAE or a text encoder whole."""
+    """The units of a file or folder: all of it, or its branches where one of them is a VAE or a whole text encoder."""
     root = len(_common([weight.module for weight in weights]))
     branches: dict[str, list[_Weight]] = defaultdict(list)
     for weight in weights:
@@ -130,13 +131,13 @@ def _units(weights: Sequence[_Weight]) -> list[list[_Weight]]:
 
 
 def _common(paths: Iterable[Path]) -> Path:
-    """What paths begin with in common."""
+    """The common beginning of paths."""
     equal = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return tuple(parts[0] for parts in equal)
 
 
 def _vae(weights: Sequence[_Weight]) -> tuple[Path, Path] | None:
-    """The branches of an encoder and a decoder."""
+    """The branches of a VAE's encoder and decoder."""
     convs = [weight for weight in weights if weight.is_conv]
     reading = [weight.module for weight in convs if weight.shape[1] == COLOURS]
     giving = [weight.module for weight in convs if weight.shape[0] == COLOURS]
@@ -161,35 +162,28 @@ def _vocabulary(weights: Sequence[_Weight]) -> list[_Weight]:
 
 
 def _roles(weights: Sequence[_Weight]) -> dict[str, Role]:
-    """Of a unit."""
+    """The roles of a unit's tensors."""
+    kinds = _kinds(weights)
     if (branches := _vae(weights)) is not None:
         encoder = branches[0]
-        kinds = _kinds(weights)
-        return {
-            weight.key: Role(
-                "VAE encoder" if weight.module[: len(encoder)] == encoder else "VAE decoder", kinds[weight.key]
-            )
-            for weight in weights
-        }
-    kinds = _kinds(weights)
-    vocabulary = {weight.key for weight in _vocabulary(weights)}
+        encoding = {weight.key for weight in weights if weight.module[: len(encoder)] == encoder}
+        return {key: Role("VAE encoder" if key in encoding else "VAE decoder", kind) for key, kind in kinds.items()}
     unit: Unit = "other"
-    if vocabulary and any(_attentions(weights)):
-        unit = "text encoder"
-    elif any(_attentions(weights)):
-        patches = [w for w in weights if w.is_conv and w.shape[1] == COLOURS and math.prod(w.shape[2:]) >= _PATCH]
-        unit = "image encoder" if patches else "denoiser"
-    kinds |= dict.fromkeys(vocabulary if unit == "text encoder" else (), "vocabulary")
+    if any(_attentions(weights)):
+        patches = any(w.is_conv and w.shape[1] == COLOURS and math.prod(w.shape[2:]) >= _PATCH for w in weights)
+        vocabulary = [weight.key for weight in _vocabulary(weights)]
+        unit = "text encoder" if vocabulary else "image encoder" if patches else "denoiser"
+        kinds |= dict.fromkeys(vocabulary, "vocabulary")
     return {weight.key: Role(unit, kinds[weight.key]) for weight in weights}
 
 
 def _reads_images(weights: Sequence[_Weight]) -> bool:
-    """Whether what comes first reads more than what comes last gives, of a latent's channels and pixels of a patch. The result is
-    what nothing in the model reads."""
+    """Whether the first layers read more than the last layers give: channels of a latent, and pixels of a patch. No layer of
+    the model reads the result."""
     blocks = _blocks(weights)
     ends = [weight for weight in weights if weight.is_layer and _block_of(weight, blocks) is None]
     convs = [weight for weight in ends if weight.is_conv]
-    if len(convs) > 1:  # a U-Net's
+    if len(convs) > 1:  # a U-Net
         return min(weight.shape[1] for weight in convs) > min(weight.shape[0] for weight in convs)
     width = _width(weights)
     first = [math.prod(weight.shape[1:]) for weight in ends if weight.shape[0] == width]
@@ -202,7 +196,7 @@ def _reads_images(weights: Sequence[_Weight]) -> bool:
 
 
 def _blocks(weights: Iterable[_Weight]) -> set[Path]:
-    """The outermost numbered modules with several layers. What is numbered and is a layer itself is one of a sequence."""
+    """The outermost numbered modules with several layers. A numbered layer is a member of a sequence."""
     inside: dict[Path, set[Path]] = defaultdict(set)
     for weight in weights:
         for depth, part in enumerate(weight.module, 1):
@@ -219,7 +213,7 @@ def _block_of(weight: _Weight, blocks: set[Path]) -> Path | None:
 
 
 def _width(weights: Sequence[_Weight]) -> int:
-    """Of most of what is multiplied in blocks: the channels that pass from one to the next."""
+    """The columns of most matrices in blocks: the channels that pass from block to block."""
     blocks = _blocks(weights)
     sizes: dict[int, int] = defaultdict(int)
     for weight in weights:
@@ -229,14 +223,14 @@ def _width(weights: Sequence[_Weight]) -> int:
 
 
 def _parent(module: Path) -> Path:
-    """The module that a layer is part of; `to_out.0` is as good as `to_out`."""
+    """The module of a layer, without numbers at the end: `to_out.0` is as good as `to_out`."""
     while module and module[-1].isdigit():
         module = module[:-1]
     return module[:-1]
 
 
 def _groups(weights: Iterable[_Weight]) -> dict[Path, list[_Weight]]:
-    """Weights beside each other, of two dimensions or more."""
+    """Weights of layers beside each other, by their common module."""
     groups: dict[Path, list[_Weight]] = defaultdict(list)
     for weight in weights:
         if weight.is_layer:
@@ -245,7 +239,7 @@ def _groups(weights: Iterable[_Weight]) -> dict[Path, list[_Weight]]:
 
 
 def _attentions(weights: Sequence[_Weight]) -> dict[Path, list[_Weight]]:
-    """The matrices of attention in blocks, by the module that has them."""
+    """The matrices of attention in blocks, by their common module."""
     blocks = _blocks(weights)
     found: dict[Path, list[_Weight]] = {}
     inside = [weight for weight in weights if _block_of(weight, blocks) is not None]
@@ -263,7 +257,7 @@ def _attentions(weights: Sequence[_Weight]) -> dict[Path, list[_Weight]]:
 
 
 def _kinds(weights: Sequence[_Weight]) -> dict[str, Kind]:
-    """What each tensor of a unit is."""
+    """The kind of each tensor of a unit."""
     blocks = _blocks(weights)
     kinds: dict[str, Kind] = {}
     within: dict[Path, list[_Weight]] = defaultdict(list)
@@ -283,7 +277,7 @@ def _kinds(weights: Sequence[_Weight]) -> dict[str, Kind]:
 
 
 def _of_block(rest: Sequence[_Weight]) -> dict[str, Kind]:
-    """Of what is no attention in a block."""
+    """The kinds of a block's layers outside of attention."""
     kinds: dict[str, Kind] = {weight.key: "convolution" for weight in rest if weight.is_conv}
     matrices = [weight for weight in rest if weight.is_matrix]
     beside_convs = {
@@ -295,26 +289,21 @@ def _of_block(rest: Sequence[_Weight]) -> dict[str, Kind]:
     }
     kinds |= dict.fromkeys(beside_convs, "modulation")
     for up, down in itertools.permutations(matrices, 2):
-        # Twice as wide with a gate. As high as it is wide is no MLP's, but a projection of its own.
+        # Twice as many rows with a gate. A square matrix is a projection.
         fits = up.shape[1] == down.shape[0] and up.shape[0] in (down.shape[1], 2 * down.shape[1])
         if fits and down.shape[1] > down.shape[0] and up.key not in beside_convs:
             kinds |= {up.key: "MLP", down.key: "MLP"}
-    width = _common_width(rest, kinds)
+    width = min((weight.shape[0] for weight in rest if kinds.get(weight.key) == "MLP"), default=0)
     for weight in matrices:
         if weight.key not in kinds and width and weight.shape[0] % width == 0 and weight.shape[0] > width:
             kinds[weight.key] = "modulation"
     return kinds
 
 
-def _common_width(rest: Sequence[_Weight], kinds: Mapping[str, Kind]) -> int:
-    """The channels of a block: what its MLPs give; 0 where there are none."""
-    return min((weight.shape[0] for weight in rest if kinds.get(weight.key) == "MLP"), default=0)
-
-
 def _times_and_places(attentions: Mapping[Path, list[_Weight]]) -> list[tuple[Kind, list[_Weight]]]:
-    """Attention over frames and over places apart, where a model has both: beside modules whose attention reads a text there are
-    others, numbered alike, whose attention never reads anything else than the tokens."""
-    reads: dict[str, bool] = {}  # by what numbered modules are called: whether any of them reads another width
+    """Attention over frames and over places, told apart where a model has both: temporal attention reads tokens alone, and lies
+    beside modules, numbered alike, whose attention also reads a text."""
+    reads: dict[str, bool] = {}  # by the names of numbered modules: whether an attention in one reads another width
     beside: dict[str, set[str]] = defaultdict(set)
     holders: dict[Path, set[str]] = defaultdict(set)
     for parent, matrices in attentions.items():
@@ -338,6 +327,6 @@ def _times_and_places(attentions: Mapping[Path, list[_Weight]]) -> list[tuple[Ki
 
 
 def _container(parent: Path) -> Path:
-    """The module that numbers the part of a block which an attention is in, or else the block."""
+    """The numbered module within a block that an attention is in, or else the block."""
     numbers = [depth for depth, part in enumerate(parent) if part.isdigit()]
     return parent[: numbers[1] if len(numbers) > 1 else numbers[0]]

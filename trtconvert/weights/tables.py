@@ -1,4 +1,4 @@
-"""What `trtconvert analyze`, `quantize` and `dequantize` say in the end."""
+"""The results that `trtconvert analyze`, `quantize` and `dequantize` print."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trtconvert.weights.analysis import Analysis, TensorReport
 from trtconvert.weights.conversion import Outcome
 
 CANDIDATES = 10
-"""Tensors that the table shows."""
+"""Tensors in the table."""
 
 
 def print_analysis(console: Console, found: Analysis) -> None:
-    """Totals, the tensors that save most, and why others stay as they are."""
+    """Print totals, the tensors that save most, and why others do not become INT8."""
     other = found.parameters - found.in_int8
     say(console, f"{found.model}: {len(found.tensors):,} tensors, {found.parameters:,} parameters")
     say(console, f"INT8: {found.in_int8:,} ({share(found.in_int8, found.parameters)})")
@@ -31,7 +31,7 @@ def print_analysis(console: Console, found: Analysis) -> None:
     if damaged := [tensor for tensor in found.tensors if tensor.nonfinite]:
         say(console, f"{len(damaged)} tensors with NaN or Inf, {damaged[0].name} the first of them")
     if candidates := found.candidates():
-        table = Table(title="what INT8 saves most of", title_justify="left", pad_edge=False)
+        table = Table(title="largest savings by INT8", title_justify="left", pad_edge=False)
         table.add_column("tensor", overflow="fold")
         for head in ("shape", "error", "SQNR, dB", "outliers", "saved"):
             table.add_column(head, justify="right", no_wrap=True)
@@ -39,7 +39,7 @@ def print_analysis(console: Console, found: Analysis) -> None:
             table.add_row(Text(tensor.name), *_figures(tensor, found.rules.granularity))
         console.print(table)
     reasons = Counter((t.verdict.stored, _kind(t.verdict.reason)) for t in found.tensors if t.verdict.stored != "int8")
-    table = Table(title="what does not become INT8", title_justify="left", pad_edge=False)
+    table = Table(title="tensors that do not become INT8", title_justify="left", pad_edge=False)
     for head in ("tensors", "stored as", "because"):
         table.add_column(head, overflow="fold")
     for (stored, reason), count in reasons.most_common():
@@ -49,13 +49,13 @@ def print_analysis(console: Console, found: Analysis) -> None:
 
 
 def _print_structure(console: Console, found: Analysis) -> None:
-    """What there is of each role, and what becomes of it."""
+    """Prints the numbers and sizes of tensors by role."""
     reads = "images beside latents (I2V, inpainting)" if found.reads_images else "latents alone (T2V, T2I)"
     say(console, f"the denoiser reads {reads}")
     roles: dict[str, list[TensorReport]] = {}
     for tensor in found.tensors:
         roles.setdefault(tensor.role, []).append(tensor)
-    table = Table(title="what the model is made of", title_justify="left", pad_edge=False)
+    table = Table(title="tensors by role", title_justify="left", pad_edge=False)
     table.add_column("role", overflow="fold")
     for head in ("tensors", "parameters", "INT8", "before", "after"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -80,7 +80,7 @@ def _figures(tensor: TensorReport, granularity: str) -> tuple[str, ...]:
 
 
 def _kind(reason: str) -> str:
-    """A reason without the figures of the one tensor."""
+    """A reason without the figures of a single tensor."""
     for text in (
         "outliers, over",
         "elements, under",
@@ -117,7 +117,7 @@ def print_outcome(console: Console, outcome: Outcome, before: int) -> None:
 
 
 def outcome_values(outcome: Outcome, before: int) -> dict[str, Any]:
-    """The same for programs."""
+    """The same results for programs."""
     in_int8 = [record.relative_error for record in outcome.records.values() if record.stored == "int8"]
     return {
         "folder": outcome.folder,

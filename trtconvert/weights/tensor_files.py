@@ -1,15 +1,14 @@
-"""safetensors files one tensor at a time: checked headers, reads that keep nothing mapped, and a writer that is given a tensor
+"""safetensors files, one tensor at a time: checked headers, reads that keep nothing mapped, and a writer that takes tensors one
 after the other.
 
-The libraries map whole files into memory and write from a dictionary of all tensors; what is converted here is larger than
-memory. Source: the description of the format that comes with the library safetensors.
+The library safetensors maps whole files and writes from a dictionary of all tensors. Models that are converted here are larger
+than memory. Source: the library's description of the format.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import tempfile
 import zlib
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trtconvert.documents import safetensors_header
@@ -42,11 +42,11 @@ TYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Types that are read, as safetensors call them."""
+"""Types that this program reads, as safetensors names them."""
 
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
-_CHUNK = 2**22  # bytes that are copied or checked at once, and elements that are brought to another type
-_SETTLED = 2**25  # bytes that are brought to the disk and compared together, at least
+_CHUNK = 2**22  # bytes that are copied or checked at once, and elements whose type is changed at once
+_SETTLED = 2**25  # bytes that are written to the disk and compared together, at least
 _SPOOLED = 2**24  # bytes of tensors of odd sizes that wait in memory; more wait on the disk
 
 
@@ -66,54 +66,28 @@ class Entry:
 
 
 def read_entries(path: Path) -> tuple[list[Entry], dict[str, str]]:
-    """What a safetensors file holds, in the order of the bytes, and its metadata. No tensor is read.
+    """The tensors of a safetensors file, in the order of the bytes, and its metadata. Reads the header alone.
 
     Raises:
-        UserError: the file cannot be read, is cut short, or its tensors overlap, leave gaps, lie outside of the file, or are of a
-            type that is not read.
+        UserError: the file cannot be read, its header does not fit it, or a tensor is of a type that this program does not read.
     """
     try:
         header = safetensors_header(path)
         with open_regular(path) as file:
             begin = 8 + int.from_bytes(file.read(8), "little")
-            size = os.fstat(file.fileno()).st_size
+        with safe_open(path, framework="numpy"):
+            pass  # the library has checked types, shapes and places
         metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise ValueError("metadata that is no mapping of texts")
-        entries = sorted((_entry(name, said, begin) for name, said in header.items()), key=lambda e: (e.start, e.end))
-        _require_no_holes(entries, begin, size)
-    except (OSError, ValueError) as error:
+        for name, said in header.items():
+            if said["dtype"] not in TYPES:
+                raise ValueError(f"{name} is of the type {said['dtype']}, where one of {', '.join(TYPES)} is needed")
+    except (OSError, ValueError, SafetensorError) as error:
         raise damaged(path, error) from error
-    return entries, metadata
-
-
-def _entry(name: str, said: Any, begin: int) -> Entry:
-    try:
-        kind, shape, (start, end) = said["dtype"], said["shape"], said["data_offsets"]
-        whole = all(type(x) is int and x >= 0 for x in (*shape, start, end))
-    except (KeyError, TypeError, ValueError):
-        whole, kind, shape, start, end = False, "", [], 0, 0
-    if not whole:
-        raise ValueError(f"{name} without a type, a shape and its place in the file")
-    if kind not in TYPES:
-        raise ValueError(f"{name} is of the type {kind}, where one of {', '.join(TYPES)} is needed")
-    needed = math.prod(shape) * TYPES[kind].itemsize
-    if end - start != needed:
-        raise ValueError(f"{name} has {end - start:,} bytes, where its shape {shape} in {kind} takes {needed:,}")
-    return Entry(name, TYPES[kind], tuple(shape), begin + start, begin + end)
-
-
-def _require_no_holes(entries: Iterable[Entry], begin: int, size: int) -> None:
-    end, before = begin, "the header"
-    for entry in entries:
-        if entry.start != end:
-            how = "overlap" if entry.start < end else "have a gap between them"
-            raise ValueError(f"{before} and {entry.name} {how}")
-        end, before = entry.end, entry.name
-    if end > size:
-        raise ValueError(f"{size:,} bytes, where its header tells of {end:,}: it is cut short")
-    if end < size:
-        raise ValueError(f"{size - end:,} bytes behind the last tensor")
+    entries = [
+        Entry(name, TYPES[said["dtype"]], tuple(said["shape"]), *(begin + end for end in said["data_offsets"]))
+        for name, said in header.items()
+    ]
+    return sorted(entries, key=lambda entry: (entry.start, entry.end)), metadata
 
 
 def read_entry(path: Path, entry: Entry) -> Tensor:
@@ -124,23 +98,19 @@ def read_entry(path: Path, entry: Entry) -> Tensor:
     """
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    content = np.empty(entry.nbytes, np.uint8)  # which asks for large pages: torch's memory takes twice as long to fill
+    content = np.empty(entry.nbytes, np.uint8)  # in large pages: torch's memory takes twice as long to fill
     try:
         with open_regular(path) as file:
             file.seek(entry.start)
             if file.readinto(content.data) != entry.nbytes:
-                raise ValueError(f"a file that has become shorter while it was read, at {entry.name}")
+                raise ValueError(f"a file that became shorter while it was read, at {entry.name}")
     except (OSError, ValueError) as error:
         raise damaged(path, error) from error
     return torch.from_numpy(content).view(entry.dtype).reshape(entry.shape)
 
 
-def checksum(path: Path, entry: Entry) -> int:
-    """CRC-32 of a tensor's bytes, read in parts.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+def _checksum(path: Path, entry: Entry) -> int:
+    """CRC-32 of a tensor's bytes, read in parts."""
     value, left = 0, entry.nbytes
     with open_regular(path) as file:
         file.seek(entry.start)
@@ -150,15 +120,15 @@ def checksum(path: Path, entry: Entry) -> int:
 
 
 class TensorWriter:
-    """Writes a safetensors file, a tensor after the other, and compares it with what the disk has.
+    """Writes a safetensors file tensor by tensor, and compares the bytes on the disk with those that were added.
 
-    The header, which comes first in the file, is known last: room is left for it, and filled up with spaces as the format allows.
-    Readers need tensors at multiples of their elements' size, and the format has no gaps: those whose bytes are no multiple
-    of eight wait, and come last, by the size of their elements.
+    The header comes first in the file and is known last: it gets room in advance, and spaces fill the rest, as the format allows.
+    Readers need tensors at multiples of their elements' size, and the format has no gaps. Tensors whose bytes are no multiple of
+    eight wait therefore, and come last, by the size of their elements.
 
     Args:
-        path: of the file, which is there once `close` has returned, and only then whole.
-        names: of all tensors that will be added; metadata: the most bytes that it will take in JSON.
+        path: of the file, which is whole once `close` has returned.
+        names: of all tensors that will be added; metadata: the most bytes of its JSON.
     """
 
     def __init__(self, path: Path, names: Iterable[str], metadata: int) -> None:
@@ -169,11 +139,11 @@ class TensorWriter:
         self._file = path.open("w+b")
         self._file.seek(8 + self._room)
         self._odd = tempfile.SpooledTemporaryFile(_SPOOLED, dir=str(path.parent))  # noqa: SIM115 (closed in __exit__)
-        self._places: dict[str, Entry] = {}
-        self._waiting: list[Entry] = []
+        self._entries: list[Entry] = []
+        self._waiting: list[Entry] = []  # by their places in the temporary file
         self._sums: dict[str, int] = {}
-        self._end = 0
-        self._unsettled: list[Entry] = []  # at their places in the file
+        self._end = 8 + self._room
+        self._settled = 0  # entries that were given to the settler
         self._settler = ThreadPoolExecutor(1, "settler")
         self._settling: Future[None] | None = None
         self._wrong: list[str] = []
@@ -187,10 +157,9 @@ class TensorWriter:
         self._file.close()
 
     def add(self, name: str, x: Tensor, dtype: torch.dtype) -> None:
-        """Append a tensor in a type that it is brought to by and by, so that there is no copy of all of it."""
+        """Append a tensor, whose type is changed in parts: there is no copy of the whole tensor."""
         nbytes, summed = x.numel() * dtype.itemsize, 0
-        waits = nbytes % 8 != 0
-        file = self._odd if waits else self._file
+        file = self._odd if (waits := nbytes % 8 != 0) else self._file
         start = self._odd.tell()
         for part in x.reshape(-1).split(_CHUNK) if nbytes else ():
             data = raw_bytes(part.to(dtype))
@@ -204,38 +173,36 @@ class TensorWriter:
             self._settle_behind()
 
     def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], nbytes: int) -> None:
-        begin = 8 + self._room
-        self._places[name] = Entry(name, dtype, shape, self._end, self._end + nbytes)
-        self._unsettled.append(Entry(name, dtype, shape, begin + self._end, begin + self._end + nbytes))
+        self._entries.append(Entry(name, dtype, shape, self._end, self._end + nbytes))
         self._end += nbytes
 
     def _settle_behind(self) -> None:
-        """Let another thread bring to the disk what was added since, once there is enough of it and the last such is done."""
-        if self._unsettled[-1].end - self._unsettled[0].start < _SETTLED:
+        """Let another thread write tensors to the disk, once there are enough of them and the thread is free."""
+        if self._end - self._entries[self._settled].start < _SETTLED:
             return
         if self._settling is not None:
             if not self._settling.done():
                 return
             self._settling.result()
         self._file.flush()
-        entries, self._unsettled = self._unsettled, []
+        entries, self._settled = self._entries[self._settled :], len(self._entries)
         self._settling = self._settler.submit(self._settle, entries)
 
     def _settle(self, entries: Sequence[Entry]) -> None:
         handle = self._file.fileno()
         os.fdatasync(handle)
-        # What is read next comes from the disk.
+        # The next read comes from the disk.
         os.posix_fadvise(handle, entries[0].start, entries[-1].end - entries[0].start, os.POSIX_FADV_DONTNEED)
         self._compare(entries)
 
     def _compare(self, entries: Iterable[Entry]) -> None:
-        self._wrong += [entry.name for entry in entries if checksum(self._path, entry) != self._sums[entry.name]]
+        self._wrong += [entry.name for entry in entries if _checksum(self._path, entry) != self._sums[entry.name]]
 
     def close(self, metadata: Mapping[str, str]) -> None:
-        """Write what is left, and compare what the disk has with what was added.
+        """Write the waiting tensors and the header, and compare the disk with the bytes that were added.
 
         Raises:
-            TrtconvertError: it differs.
+            TrtconvertError: they differ.
             OSError: the file cannot be written.
         """
         for entry in sorted(self._waiting, key=lambda e: -e.dtype.itemsize):
@@ -243,12 +210,13 @@ class TensorWriter:
             for part in _parts(self._odd, entry.nbytes):
                 self._file.write(part)
             self._place(entry.name, entry.dtype, entry.shape, entry.nbytes)
+        begin = 8 + self._room
         header = {
-            name: {"dtype": _NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start, e.end]}
-            for name, e in self._places.items()
+            e.name: {"dtype": _NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start - begin, e.end - begin]}
+            for e in self._entries
         }
         text = _json({"__metadata__": dict(metadata)} | header)
-        assert len(text) <= self._room, "the header is longer than what was left for it"
+        assert len(text) <= self._room, "the header is longer than its room"
         if self._settling is not None:
             self._settling.result()
         self._file.seek(0)
@@ -260,16 +228,13 @@ class TensorWriter:
         self._verify()
 
     def _verify(self) -> None:
+        self._compare(self._entries[self._settled :])
         entries, _ = read_entries(self._path)
-        left = {entry.name for entry in self._unsettled}
-        self._compare(entry for entry in entries if entry.name in left)
-        if self._wrong or len(entries) != len(self._sums):
+        if self._wrong or entries != self._entries:
             raise TrtconvertError(
-                f"{self._path.name} was not written as it was meant",
-                expected="on the disk what was computed",
-                got=f"other bytes of {self._wrong[0]}"
-                if self._wrong
-                else f"{len(entries)} tensors of {len(self._sums)}",
+                f"{self._path.name} was not written correctly",
+                expected="on the disk the bytes that were computed",
+                got=f"other bytes of {self._wrong[0]}" if self._wrong else "another header",
                 remedy="check the disk and the memory of this machine, and run the command again",
             )
 
@@ -278,7 +243,7 @@ def _parts(file: Any, nbytes: int) -> Iterator[bytes]:
     while nbytes:
         part = file.read(min(nbytes, _CHUNK))
         if not part:
-            raise io.UnsupportedOperation("a temporary file has become shorter")
+            raise io.UnsupportedOperation("a temporary file became shorter")
         nbytes -= len(part)
         yield part
 
@@ -288,8 +253,8 @@ def _json(value: Any) -> bytes:
 
 
 def raw_bytes(x: Tensor) -> memoryview:
-    """A tensor's numbers as they lie in a file: row by row, in the order of bytes of this machine."""
+    """A tensor's numbers as a file has them: row by row, in this machine's order of bytes."""
     flat = x.detach().cpu().contiguous().reshape(-1)
-    if flat.numel() == 1:  # any stride is contiguous then, of expanded tensors and of parts, and views take 1 alone
+    if flat.numel() == 1:  # counts as contiguous with any stride, and `view` takes 1 alone
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().data

@@ -1,8 +1,8 @@
-"""What INT8 layers of a bundle were quantised from, so that engines which are refittable can have them quantised anew.
+"""The weights that a bundle's INT8 layers were quantised from, so that layers of refittable engines can be quantised again.
 
-A safetensors file beside the component's ONNX model: weights and biases by their names in the state dict, each in the smallest
-type that holds all of its numbers, and in the metadata which layer reads what. Of a model that is stored in 16 bits, it takes
-two bytes for each weight.
+A safetensors file beside the component's ONNX model has weights and biases by their names in the state dict, each in the smallest
+type that holds its numbers, and in the metadata the tensors of each layer. A model that is stored in 16 bits takes two bytes for
+each weight.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def save_unquantised(model: nn.Module, layers: Iterable[Layer], onnx: Path, pref
     """Write the file of a component.
 
     Args:
-        model: whose weights they are, in full precision; layers: those that become INT8 ones.
+        model: with the weights in full precision; layers: that become INT8.
         onnx: the component's model.
-        prefix: of the names in `model`, which the state dict has not.
+        prefix: of the names in `model`, which the state dict does not have.
     """
     tensors = {name.removeprefix(prefix): x for name, x in model_tensors(model).items()}
     refs = {
@@ -51,7 +51,7 @@ def save_unquantised(model: nn.Module, layers: Iterable[Layer], onnx: Path, pref
 
 
 def _of_contiguous(ref: TensorRef, tensors: Mapping[str, Tensor]) -> TensorRef:
-    """Where a part of a tensor is once that lies row by row, as it does in a file."""
+    """The place of a part of a tensor once the tensor lies row by row, as in a file."""
     whole = tensors[ref.name]
     if whole.is_contiguous() or not whole.numel():
         return ref
@@ -68,7 +68,7 @@ def _of_contiguous(ref: TensorRef, tensors: Mapping[str, Tensor]) -> TensorRef:
 
 
 def _smallest(tensor: Tensor) -> torch.dtype:
-    """Of the types that hold its numbers, compared row by row."""
+    """The smallest type that holds the numbers, by rows: a copy in another type has the size of one row."""
     rows = [tensor] if tensor.dim() < 2 else tensor
     for dtype in _SMALLER:
         if all(torch.equal(row.to(dtype).to(row.dtype), row) for row in rows):
@@ -80,10 +80,10 @@ class Unquantised:
     """The file of a component, read tensor by tensor.
 
     Args:
-        path: of it.
+        path: of the file.
 
     Attributes:
-        refs: of each layer, what its "weight" and "bias" are of.
+        refs: by layer, the tensors that its "weight" and "bias" are parts of.
         entries: the tensors' places in the file, by name; shapes: of the tensors.
 
     Raises:
@@ -102,5 +102,5 @@ class Unquantised:
         self.shapes = {entry.name: entry.shape for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:
-        """On the CPU."""
+        """A tensor, on the CPU."""
         return read_entry(self.path, self.entries[name])

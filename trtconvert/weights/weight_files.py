@@ -1,5 +1,5 @@
-"""Files of weights as they are published: safetensors, torch's own (.bin, .ckpt, .pt, .pth) and GGUF, whole or in shards, in
-variants, in FP8 or INT8 with scales. No code in them is executed."""
+"""Published files of weights: safetensors, torch's own (.bin, .ckpt, .pt, .pth) and GGUF, whole or in shards, in variants, in FP8
+or INT8 with scales. No code in a file is executed."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ from trtconvert.weights.blocks import block_shape, dequantise
 
 SAFETENSORS, TORCH, GGUF = (".safetensors", ".sft"), (".bin", ".ckpt", ".pt", ".pth"), (".gguf",)
 READABLE = (*SAFETENSORS, *TORCH, *GGUF)
-"""What names of files of weights end with."""
+"""Endings of files of weights."""
 
 _STORED = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(?P<variant>[\w-]+?))?(?:-\d{5}-of-\d{5})?"
     r"(?:\.(?P<old_variant>[\w-]+))?\.(?P<kind>safetensors|bin)"
 )
-"""Files that `save_pretrained` of a model writes; the older libraries put a variant behind the number of the shard."""
+"""Names that `save_pretrained` of a model gives; older libraries put the variant behind the number of the shard."""
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _SCALED = (*_FP8, torch.int8)
-"""What a weight with scales is stored in; INT8 as `trtconvert quantize` writes it."""
+"""Types of weights with scales; INT8 as `trtconvert quantize` writes it."""
 
 _SCALES = (".scale_weight", ".weight_scale", ".weight_scale_inv")
-"""What the names of scales end with, after the layer's. Each is a factor of the stored weight, the last one by blocks as well."""
+"""Endings of the names of scales, after the layer's. A scale multiplies the stored weight; the last is by blocks as well."""
 
 _OF_ACTIVATIONS = (".scale_input", ".input_scale")
-"""Scales of a layer's inputs: for products in FP8, which are not made here."""
+"""Scales of a layer's inputs. They are for products in FP8, which this program does not make."""
+
+_MARK = "scaled_fp8"
+"""Last part of the name of a mark: the weights in FP8 beside it and below it have scales."""
 
 _QUANTISED_OTHERWISE = (
     ".weight_scale_2",
@@ -58,18 +61,18 @@ _QUANTISED_OTHERWISE = (
 """Parts of weights in NVFP4, of bitsandbytes, GPTQ, AWQ and SVDQuant."""
 
 _MADE_BY_MODELS = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn_mask|num_batches_tracked|y_embedding)$")
-"""Tables that older classes saved, and that models make themselves; PixArt's embedding of no caption is for its training."""
+"""Tables that models make themselves, and PixArt's embedding of no caption, which only its training uses."""
 
 _HEADS = re.compile(r"^(lm_head|text_projection|visual_projection|vision_model|decoder)\.|(^|\.)logit_scale$")
-"""What models of transformers are trained with, and pipelines' encoders do without."""
+"""Parts of models of transformers that pipelines' encoders do without."""
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The files of a model's folder that are its weights.
+    """The files of weights in a model's folder.
 
     Attributes:
-        files: in order; variant: of their names, None where they have none; safetensors: or torch's own.
+        files: in order; variant: in their names, or None; safetensors: False for torch's own format.
     """
 
     files: tuple[Path, ...]
@@ -78,11 +81,11 @@ class StoredWeights:
 
 
 def stored_weights(folder: Path, variant: str | None = None) -> StoredWeights | None:
-    """What `save_pretrained` of a model left in a folder: the variant that is asked for, else files without one, else the only
-    variant that there is; safetensors before torch's own. None where there are no weights.
+    """The weights that `save_pretrained` of a model left in a folder, None where there are none. Takes the variant that is asked
+    for, else files without a variant, else the only variant; safetensors before torch's own format.
 
     Raises:
-        UserError: there are several variants, and none is asked for.
+        UserError: there are several variants, and none was asked for.
     """
     found = _stored(folder)
     variants = list(dict.fromkeys(name for name, _ in found))
@@ -91,7 +94,7 @@ def stored_weights(folder: Path, variant: str | None = None) -> StoredWeights | 
     taken = next((name for name in (variant, None) if name in variants), variants[0])
     if taken not in (variant, None) and len(variants) > 1:
         raise UserError(
-            f"the weights in {folder} are there in several variants",
+            f"{folder} has weights in several variants",
             expected="one of them, or files without a variant",
             got=", ".join(map(str, variants)),
             remedy=f"name one: `options: {{variant: {variants[0]}}}` under model in the recipe",
@@ -106,7 +109,7 @@ def variants_of(folder: Path) -> set[str]:
 
 
 def _stored(folder: Path) -> dict[tuple[str | None, bool], list[Path]]:
-    """Files that `save_pretrained` of a model writes, by variant and by whether they are safetensors."""
+    """The files of `save_pretrained`, by variant and by whether they are safetensors."""
     found: dict[tuple[str | None, bool], list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if (named := _STORED.fullmatch(path.name)) and path.is_file():
@@ -116,10 +119,10 @@ def _stored(folder: Path) -> dict[tuple[str | None, bool], list[Path]]:
 
 
 def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
-    """All tensors of files of weights, on the CPU: of GGUF, FP8 and INT8 as FP32, their scales applied, others as they are.
+    """All tensors of files of weights, on the CPU: GGUF, FP8 and INT8 as FP32 with their scales applied, others as they are.
 
     Raises:
-        UserError: a file is missing or damaged, of an unknown kind, holds code, or is quantised otherwise.
+        UserError: a file is missing or damaged, of an unknown kind, holds code, or is quantised in an unknown way.
         BackendUnavailable: a file is GGUF, and `gguf` is not installed.
     """
     tensors: dict[str, Tensor] = {}
@@ -129,17 +132,17 @@ def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def is_spare(name: str, kind: Any, ignore: Sequence[str]) -> bool:
-    """Whether a model draws the same without a tensor that a file has for it.
+    """Whether a model draws the same images without a tensor of its file.
 
     Args:
-        kind: the model's class; ignore: patterns (fnmatch) of names of which the user says so.
+        kind: the model's class; ignore: patterns (fnmatch) of names that the user says the model does without.
     """
     head = not hasattr(kind, "load_config") and _HEADS.search(name)
     return bool(_MADE_BY_MODELS.search(name) or head) or any(fnmatch(name, pattern) for pattern in ignore)
 
 
 def how_without(name: str) -> str:
-    """What to do about a weight that a model has no place for."""
+    """The remedy for a weight that a model has no place for."""
     if "lora" in name:
         return (
             "save the pipeline without the LoRA (`pipe.unload_lora_weights()`), and name the LoRA's own file under loras in the "
@@ -154,7 +157,7 @@ def how_without(name: str) -> str:
 
 
 def holds_scaled(files: Sequence[Path]) -> bool:
-    """Whether safetensors files hold weights in FP8 or INT8; only their headers are read."""
+    """Whether safetensors files hold weights in FP8 or INT8, by their headers."""
     for path in files:
         if path.suffix in SAFETENSORS:
             with safe_open(path, framework="pt") as file:
@@ -180,7 +183,11 @@ def _read(path: Path) -> dict[str, Tensor]:
         return read_torch(path)
     if suffix in GGUF:
         return {name: read() for name, (_, _, read) in gguf_tensors(path).items()}
-    raise UserError(
+    raise unknown_kind(path)
+
+
+def unknown_kind(path: Path) -> UserError:
+    return UserError(
         f"{path} is no file of weights that can be read",
         expected="a name that ends with " + ", ".join(READABLE),
         got=path.suffix or "a name without an ending",
@@ -191,7 +198,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 def refuse_pointer(path: Path) -> None:
     """
     Raises:
-        UserError: the file stands for one that git has not fetched.
+        UserError: the file is a pointer to one that git has not fetched.
     """
     with path.open("rb") as file:
         if file.read(24).startswith(b"version https://git-lfs"):
@@ -213,22 +220,22 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_torch(path: Path) -> Any:
-    """What torch wrote to a file, on the CPU. Tensors of the format since torch 1.6 are read from the disk as they are used.
+    """The content of a file that torch wrote, on the CPU. Tensors of the format since torch 1.6 are read from the disk when used.
 
     Raises:
-        UserError: it is damaged, or holds more than tensors, numbers, texts and what holds these.
+        UserError: it is damaged, or holds more than tensors, numbers, texts and their containers.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        # torch names a class as `Unsupported global: GLOBAL package.Class`; a file that is none says something else.
+        # torch names a class as `Unsupported global: GLOBAL package.Class`, and says something else of a damaged file.
         named = re.search(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+)", str(error))
         if named is None:
             raise damaged(path, error) from error
         raise UserError(
             f"{path} holds more than weights",
             expected="tensors, numbers and texts: no code of a file is executed",
-            got=f"{named[1] or named[2]}, which only code in the file would make",
+            got=f"{named[1] or named[2]}, which only code in the file can make",
             remedy="take the safetensors file of the same model; or, where you trust this one, load it with torch and save its "
             "weights alone with safetensors.torch.save_file",
         ) from error
@@ -258,12 +265,12 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Tensor]]]:
-    """The shape of each tensor of a GGUF file, its bytes there, and a function that reads it as FP32.
+    """The shape of each tensor of a GGUF file, its bytes in the file, and a function that reads it as FP32.
 
     Raises:
         BackendUnavailable: `gguf` is not installed.
-        UserError: the file is damaged, or says of a tensor that it had a shape which it cannot have had; from a function, the
-            quantisation is not known to the installed package.
+        UserError: the file is damaged, or gives a tensor a shape that does not fit it. A function raises it for a quantisation
+            that the installed package does not know.
     """
     try:
         gguf: Any = importlib.import_module("gguf")
@@ -299,12 +306,8 @@ def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Ten
 
 
 def _gguf_shape(gguf: Any, reader: Any, stored: Any, path: Path) -> list[int]:
-    """The shape of a tensor before it became GGUF. The format has at most four dimensions, and rows of whole blocks: what had
-    others says so itself.
-
-    Raises:
-        UserError: it says what cannot be.
-    """
+    """The shape before the model became GGUF. A field has it where GGUF's limits forbid the shape: four dimensions, and rows of
+    whole blocks."""
     own = [int(size) for size in reversed(stored.shape)]
     name = f"comfy.gguf.orig_shape.{stored.name}"
     if (said := reader.fields.get(name)) is None:
@@ -319,14 +322,14 @@ def _gguf_shape(gguf: Any, reader: Any, stored: Any, path: Path) -> list[int]:
             f"the shape that {path} gives for {stored.name} does not fit it",
             expected=f"whole numbers whose product is {math.prod(own):,}, as that of {own} is, in {name}",
             got=str(shape) if numbers else " of ".join(of.name.lower() for of in said.types),
-            remedy="get the file again, or take the model in another form, as safetensors; who made the file can correct that "
-            "field, or leave it out where the tensor has its own shape",
+            remedy="get the file again, or take the model in another form, as safetensors; or correct that field, or leave it "
+            "out where the tensor has its own shape",
         )
     return shape
 
 
 def damaged(path: Path, error: BaseException) -> UserError:
-    """What to say of a file of weights that its library could not read."""
+    """The error for a file of weights that its library cannot read."""
     return UserError(
         f"the weights in {path} cannot be read",
         expected=f"a whole {path.suffix.removeprefix('.')} file",
@@ -336,18 +339,20 @@ def damaged(path: Path, error: BaseException) -> UserError:
 
 
 def dequantised(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Weights in FP8 and INT8 as FP32, multiplied by their scales, which go. Without a scale one in FP8 is what it says.
+    """Weights in FP8 and INT8 as FP32, multiplied by their scales, which are left out. FP8 without a scale and without a mark is
+    taken as it is.
 
-    Scales are one number, one for each row of the weight, or one for each block of 128 × 128; of weights with more dimensions
-    than two, all behind the first are the columns.
+    Scales are one number, one for each row of the weight, or one for each block of 128 × 128. A weight of more dimensions is the
+    matrix of its first dimension and all others.
 
     Args:
         source: of the tensors, for messages.
     Raises:
-        UserError: weights are quantised otherwise, or a scale does not fit its weight.
+        UserError: weights are quantised in an unknown way, or a scale is missing or does not fit its weight.
     """
     left = dict(tensors)
     refuse_other_formats(tensors, source)
+    refuse_missing_scales(tensors, source)
     for name in tensors:
         if name.endswith(".comfy_quant"):
             _refuse_format(source, name, left.pop(name))
@@ -358,33 +363,62 @@ def dequantised(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]
         if tensors[weight].dtype in _SCALED:
             left[weight] = _scaled(weight, tensors[weight], scale, source)
         elif not bool((scale.float() == 1).all()):
-            raise _not_dequantised(source, name, f"a scale of {weight}, which is {_type_name(tensors[weight])}")
+            raise _not_dequantised(source, name, f"a scale of {weight}, which is {type_name(tensors[weight].dtype)}")
         del left[name]
-    for name in [name for name in left if name.endswith(_OF_ACTIVATIONS)]:
-        if name.rpartition(".")[0] + ".weight" in tensors:
-            del left[name]
-    for name in [name for name in left if name.rpartition(".")[2] == "scaled_fp8"]:
-        del left[name]
+    for name in tensors:
+        of_inputs = name.endswith(_OF_ACTIVATIONS) and name.rpartition(".")[0] + ".weight" in tensors
+        if of_inputs or is_mark(name):
+            left.pop(name, None)
     for name, x in left.items():
         if x.dtype in _FP8:
             left[name] = x.float()
         elif name.endswith(".weight") and not x.is_floating_point():
-            raise _not_dequantised(source, name, _type_name(x))
+            raise _not_dequantised(source, name, type_name(x.dtype))
     return left
 
 
 def refuse_other_formats(names: Iterable[str], source: str) -> None:
     """
     Raises:
-        UserError: one of the names is of a part that only weights have which are quantised in a way that is not read here.
+        UserError: a name is that of a part of weights that are quantised in an unknown way.
     """
     for name in names:
         if name.endswith(_QUANTISED_OTHERWISE) or ".quant_state." in name:
             raise _not_dequantised(source, name, "a part of quantised weights")
 
 
+def is_mark(name: str) -> bool:
+    """Whether a tensor only says that other weights have scales."""
+    return name.rpartition(".")[2] == _MARK
+
+
+def refuse_missing_scales(tensors: Mapping[str, Any], source: str) -> None:
+    """
+    Args:
+        tensors: by name, each with a `dtype` and a `shape`.
+    Raises:
+        UserError: a weight in FP8 lacks the scale that a mark promises.
+    """
+    marked = tuple(name.removesuffix(_MARK) for name in tensors if is_mark(name))
+    scaled = {name.removesuffix(end) for name in tensors for end in _SCALES if name.endswith(end)}
+    lacking = [
+        name
+        for name, x in tensors.items()
+        if x.dtype in _FP8 and len(x.shape) > 1 and name.startswith(marked) and name.endswith(".weight")
+        if name.removesuffix(".weight") not in scaled
+    ]
+    if lacking:
+        layer, many = lacking[0].removesuffix(".weight"), f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise UserError(
+            f"a scale is missing in {source}",
+            expected=f"{layer}.scale_weight or {layer}.weight_scale: the mark {_MARK} says that weights in FP8 have scales",
+            got=f"{lacking[0]} in FP8 without one{many}",
+            remedy="get the file again, or take the model in FP16 or BF16",
+        )
+
+
 def layer_of(name: str) -> str | None:
-    """The layer whose weight a tensor beside it belongs to, a scale or a description; None for others."""
+    """The layer that a scale, or a description of a weight, belongs to; None for other tensors."""
     end = next((end for end in (*_SCALES, *_OF_ACTIVATIONS, ".comfy_quant") if name.endswith(end)), None)
     return None if end is None else name.removesuffix(end)
 
@@ -392,24 +426,16 @@ def layer_of(name: str) -> str | None:
 def _scaled(name: str, weight: Tensor, scale: Tensor, source: str) -> Tensor:
     factor = scale.float()
     if factor.numel() == 1 or weight.dim() < 2:
-        fits = factor.numel() == 1 or factor.shape == weight.shape
-        restored = weight.float() * (factor.reshape(()) if factor.numel() == 1 else factor) if fits else None
+        if factor.numel() == 1 or factor.shape == weight.shape:
+            return weight.float() * (factor.reshape(()) if factor.numel() == 1 else factor)
     elif factor.numel() == factor.shape[0] == weight.shape[0]:
-        restored = dequantise(weight, factor.reshape(-1), torch.float32)
+        return dequantise(weight, factor.reshape(-1), torch.float32)
     elif tuple(factor.shape) == block_shape(weight.shape[0], weight.shape[1:].numel()):
-        restored = dequantise(weight, factor, torch.float32)
-    else:
-        restored = None
-    if restored is None:
-        raise _not_dequantised(source, name, f"{list(weight.shape)} with scales {list(scale.shape)}")
-    return restored
+        return dequantise(weight, factor, torch.float32)
+    raise _not_dequantised(source, name, f"{list(weight.shape)} with scales {list(scale.shape)}")
 
 
 def _refuse_format(source: str, name: str, described: Tensor) -> None:
-    """
-    Raises:
-        UserError: a layer's description, JSON in bytes, is of another format than FP8.
-    """
     try:
         format = json.loads(bytes(described.tolist()).decode())["format"]
     except (ValueError, KeyError, TypeError) as error:
@@ -427,5 +453,5 @@ def _not_dequantised(source: str, name: str, got: str) -> UserError:
     )
 
 
-def _type_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,316 @@
+"""LoHa and LoKr, merged into models: against their definitions element by element, and against peft's own modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import tiny_loras
+import torch
+from merged_loras import ATTENTION, UNET, assert_close, fresh, merged
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trtconvert.errors import UserError
+
+RANK, ALPHA = 3, 1.5
+CONV = "down_blocks.0.resnets.0.conv1"
+NAMES = [*UNET, CONV]
+"""Linear layers, a convolution of one pixel, and one of 3 × 3."""
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape) * 0.3
+
+
+def tucker(kernel: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """kernel [R, R, …], a [R, O], b [R, I] → [O, I, …], by the sum that defines it."""
+    kernel, a, b = kernel.double(), a.double(), b.double()
+    return sum(
+        a[i][:, None].mul(b[j])[(..., *[None] * (kernel.dim() - 2))] * kernel[i, j]
+        for i in range(len(kernel))
+        for j in range(kernel.shape[1])
+    )
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A product of matrices as a sum of outer products."""
+    return sum(a.double()[:, r, None] * b.double()[r] for r in range(len(b)))
+
+
+# LoHa -------------------------------------------------------------------------------------------------------------------
+
+
+def loha(shape: torch.Size, with_kernel: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of a layer, and the difference before alpha / rank."""
+    rows, columns, *kernel = shape
+    if with_kernel and kernel:
+        tensors = {
+            f"hada_{name}": x
+            for side in "12"
+            for name, x in (
+                (f"w{side}_a", drawn(RANK, rows)),
+                (f"w{side}_b", drawn(RANK, columns)),
+                (f"t{side}", drawn(RANK, RANK, *kernel)),
+            )
+        }
+        sides = [tucker(*(tensors[f"hada_{name}"] for name in (f"t{s}", f"w{s}_a", f"w{s}_b"))) for s in "12"]
+    else:
+        columns = shape[1:].numel()
+        tensors = {
+            f"hada_w{side}_{end}": drawn(*sizes)
+            for side in "12"
+            for end, sizes in (("a", (rows, RANK)), ("b", (RANK, columns)))
+        }
+        sides = [product(tensors[f"hada_w{s}_a"], tensors[f"hada_w{s}_b"]) for s in "12"]
+    return tensors, (sides[0] * sides[1]).reshape(shape)
+
+
+# LoKr -------------------------------------------------------------------------------------------------------------------
+
+
+def kronecker(first: Tensor, second: Tensor) -> Tensor:
+    """Block i, j of the result is the second, multiplied by element i, j of the first."""
+    first, second = first.double(), second.double()
+    return torch.cat([torch.cat([x * second for x in row], 1) for row in first])
+
+
+def lokr(shape: torch.Size, first: str, second: str) -> tuple[dict[str, Tensor], Tensor]:
+    """
+    Args:
+        first, second: "whole", "product", or "kernel" of convolutions.
+    """
+    rows, columns, *kernel = shape
+    small, (large_rows, large_columns) = (4, 2), (rows // 4, columns // 2)
+    tensors: dict[str, Tensor] = {}
+    if first == "whole":
+        tensors["lokr_w1"] = one = drawn(*small)
+    else:
+        tensors |= {"lokr_w1_a": drawn(4, RANK), "lokr_w1_b": drawn(RANK, 2)}
+        one = product(tensors["lokr_w1_a"], tensors["lokr_w1_b"])
+    if second == "whole":
+        tensors["lokr_w2"] = two = drawn(large_rows, large_columns, *kernel)
+    elif second == "kernel" and kernel:
+        tensors |= {"lokr_w2_a": drawn(RANK, large_rows), "lokr_w2_b": drawn(RANK, large_columns)}
+        tensors["lokr_t2"] = drawn(RANK, RANK, *kernel)
+        two = tucker(tensors["lokr_t2"], tensors["lokr_w2_a"], tensors["lokr_w2_b"])
+    else:
+        of_kernel = torch.Size(kernel).numel()
+        tensors |= {"lokr_w2_a": drawn(large_rows, RANK), "lokr_w2_b": drawn(RANK, large_columns * of_kernel)}
+        two = product(tensors["lokr_w2_a"], tensors["lokr_w2_b"]).reshape(large_rows, large_columns, *kernel)
+    return tensors, kronecker(one, two)
+
+
+LAYERS = {
+    "LoHa": lambda shape: loha(shape, False),
+    "LoHa with kernels": lambda shape: loha(shape, True),
+    **{
+        f"LoKr, {first} and {second}": lambda shape, first=first, second=second: lokr(shape, first, second)
+        for first in ("whole", "product")
+        for second in ("whole", "product", "kernel")
+    },
+}
+
+LAYOUTS = {
+    "lycoris": lambda name: f"lycoris_{name.replace('.', '_')}",
+    "kohya": lambda name: f"lora_unet_{name.replace('.', '_')}",
+    "diffusers": lambda name: f"unet.{name}",
+    "alone": lambda name: name,
+}
+
+
+def written(path: Path, layers: Mapping[str, dict[str, Tensor]]) -> Path:
+    save_file({f"{name}.{part}": x for name, parts in layers.items() for part, x in parts.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_unet_is_the_one_merged_by_the_definition(tmp_path, kind, layout):
+    torch.manual_seed(0)
+    module = fresh("stable_diffusion")
+    layers, deltas = {}, {}
+    for name in NAMES:
+        tensors, delta = LAYERS[kind](module.get_parameter(f"{name}.weight").shape)
+        layers[LAYOUTS[layout](name)] = tensors | {"alpha": torch.tensor(ALPHA)}
+        # Alpha counts where there is a rank.
+        deltas[name] = delta * (1 if kind == "LoKr, whole and whole" else ALPHA / RANK)
+    expected = tiny_loras.with_deltas(module.state_dict(), deltas, 0.7)
+    file = written(tmp_path / "lora.safetensors", layers)
+    assert_close(merged(module, {"file": file, "scale": 0.7}, root="unet"), expected)
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr, whole and product"])
+def test_without_an_alpha_it_is_the_rank(tmp_path, kind):
+    torch.manual_seed(0)
+    module = fresh("stable_diffusion")
+    tensors, delta = LAYERS[kind](module.get_parameter(f"{UNET[0]}.weight").shape)
+    expected = tiny_loras.with_deltas(module.state_dict(), {UNET[0]: delta}, 1.0)
+    assert_close(merged(module, {"file": written(tmp_path / "a.safetensors", {UNET[0]: tensors})}), expected)
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr, whole and whole", "LoKr, product and product"])
+def test_rows_of_a_joint_layer_go_to_its_modules(tmp_path, kind):
+    """Flux's original code has one layer for queries, keys and values, and the blocks of a LoKr end within them."""
+    torch.manual_seed(0)
+    module = fresh("flux")
+    names = [f"transformer_blocks.0.attn.to_{name}" for name in "qkv"]
+    weights = [module.get_parameter(f"{name}.weight") for name in names]
+    tensors, delta = LAYERS[kind](torch.cat(weights).shape)
+    rows = delta.split([len(weight) for weight in weights])
+    expected = tiny_loras.with_deltas(module.state_dict(), dict(zip(names, rows, strict=True)), 1.0)
+    file = written(tmp_path / "a.safetensors", {"diffusion_model.double_blocks.0.img_attn.qkv": tensors})
+    assert_close(merged(module, {"file": file}), expected)
+
+
+def test_halves_that_change_places_do_so_for_a_lokr(tmp_path):
+    torch.manual_seed(0)
+    module = fresh("flux")
+    tensors, delta = lokr(module.norm_out.linear.weight.shape, "whole", "product")
+    shift, scale = delta.chunk(2)
+    expected = tiny_loras.with_deltas(module.state_dict(), {"norm_out.linear": torch.cat([scale, shift])}, 1.0)
+    file = written(tmp_path / "a.safetensors", {"lora_unet_final_layer_adaLN_modulation_1": tensors})
+    assert_close(merged(module, {"file": file}), expected)
+
+
+def test_differences_of_norms_are_added(tmp_path):
+    module = fresh("stable_diffusion")
+    norm = "mid_block.resnets.0.norm1"
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    tensors = {name: drawn(len(module.get_parameter(f"{norm}.weight"))) for name in ("w_norm", "b_norm")}
+    file = written(tmp_path / "a.safetensors", {f"lora_unet_{norm.replace('.', '_')}": tensors})
+    after = merged(module, {"file": file, "scale": 0.5})
+    for suffix, difference in zip(("weight", "bias"), tensors.values(), strict=True):
+        torch.testing.assert_close(after[f"{norm}.{suffix}"], before[f"{norm}.{suffix}"] + 0.5 * difference)
+
+
+# peft -------------------------------------------------------------------------------------------------------------------
+
+
+class Base(nn.Module):
+    """A layer of each kind that peft adapts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 36)
+        self.few = nn.Linear(8, 8)
+        self.conv = nn.Conv2d(16, 32, 3)
+        self.pixel = nn.Conv2d(16, 32, 1)
+        self.sound = nn.Conv1d(16, 32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+SETTINGS = {
+    "plain": {},
+    "kernels": {"use_effective_conv2d": True},
+    "patterns": {"rank_pattern": {"linear": 2, "few": 6}, "alpha_pattern": {"linear": 7, "few": 5}},
+}
+
+
+@pytest.mark.parametrize("place", ["beside", "within"])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig", "LoKrConfig of products", "LoKrConfig of large blocks"])
+def test_files_of_peft_are_merged_as_peft_does(tmp_path, kind, settings, place):
+    """Of whole matrices too, which peft multiplies by alpha / rank. Names and settings as peft and diffusers write them."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    base = Base().eval().requires_grad_(False)
+    state = {name: x.clone() for name, x in base.state_dict().items()}
+    options = {
+        "LoKrConfig of products": {"decompose_both": True, "decompose_factor": 8},
+        "LoKrConfig of large blocks": {"decompose_factor": 2},
+    }.get(kind, {})
+    names = ["linear", "few", "conv", "pixel"]
+    if kind != "LoKrConfig of products":  # see the test below
+        names.append("sound")
+    config = getattr(peft, kind.partition(" ")[0])(
+        r=3, alpha=5, target_modules=names, init_weights=False, **options, **SETTINGS[settings]
+    )
+    adapted = peft.get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path)
+    expected = adapted.merge_and_unload().state_dict()
+    module = Base().eval().requires_grad_(False)
+    module.load_state_dict(state)
+    file = tmp_path / "adapter_model.safetensors"
+    if place == "within":
+        tensors = {name.replace("base_model.model.", "transformer."): x for name, x in load_file(file).items()}
+        settings_of = json.loads((tmp_path / "adapter_config.json").read_text())
+        metadata = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": x for name, x in settings_of.items()})}
+        file = tmp_path / "again.safetensors"
+        save_file(tensors, file, metadata)
+    after = merged(module, {"file": file})
+    assert all(not torch.equal(after[f"{name}.weight"], state[f"{name}.weight"]) for name in names)
+    assert_close(after, expected)
+
+
+@pytest.mark.parametrize("place", ["beside", "within"])
+def test_blocks_of_a_one_dimensional_convolution_are_left_to_peft(tmp_path, place):
+    """peft's formula for them is no Kronecker product, that of lycoris is."""
+    tensors, delta = lokr(torch.Size((32, 16, 3)), "whole", "whole")
+    name, metadata = "base_model.model.sound", None
+    if place == "beside":
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LOKR", "alpha": 8, "r": 8}))
+    else:
+        name, metadata = "unet.sound", {"lora_adapter_metadata": json.dumps({"unet.alpha": 8, "unet.r": 8})}
+    save_file({f"{name}.{part}": x for part, x in tensors.items()}, tmp_path / "a.safetensors", metadata)
+    with pytest.raises(UserError, match=r"(?s)cannot be merged.*got: .*sound.*remedy: merge it with peft"):
+        merged(Base().requires_grad_(False), {"file": tmp_path / "a.safetensors"})
+    module = Base().requires_grad_(False)
+    expected = tiny_loras.with_deltas(module.state_dict(), {"sound": delta}, 1.0)
+    file = written(tmp_path / "b.safetensors", {"lycoris_sound": tensors})
+    assert_close(merged(module, {"file": file}), expected)
+
+
+# What is refused --------------------------------------------------------------------------------------------------------
+
+
+def changed(tensors: dict[str, Tensor], **others: Tensor | None) -> dict[str, Tensor]:
+    return {name: x for name, x in (tensors | others).items() if x is not None}
+
+
+DAMAGES = {
+    "half of a LoHa": (
+        lambda shape: changed(loha(shape, False)[0], hada_w2_b=None),
+        "not whole.*expected: hada_w2_b of",
+    ),
+    "one kernel of two": (lambda shape: changed(loha(shape, False)[0], hada_t1=drawn(3, 3)), "expected: hada_t2 of"),
+    "a LoKr without its second": (lambda shape: {"lokr_w1": drawn(4, 2)}, "expected: lokr_w2_a and lokr_w2_b of"),
+    "two kinds": (
+        lambda shape: loha(shape, False)[0] | lokr(shape, "whole", "whole")[0],
+        r"twice.*got: .*hada_w\d_[ab] and .*lokr_w\d",
+    ),
+    "another width": (
+        lambda shape: lokr(torch.Size((shape[0], 48)), "whole", "whole")[0],
+        r"does not fit.*lokr_w1 \[4, 2\], lokr_w2 \[8, 24\] for a weight of \[32, 32\]",
+    ),
+    "ranks that differ": (
+        lambda shape: changed(loha(shape, False)[0], hada_w1_b=drawn(2, shape[1])),
+        r"does not fit.*hada_w1_b \[2, 32\]",
+    ),
+    "DoRA": (
+        lambda shape: changed(lokr(shape, "whole", "whole")[0], dora_scale=drawn(32, 1)),
+        "cannot be merged.*dora_scale: DoRA",
+    ),
+    "a kernel that lycoris never uses": (
+        lambda shape: changed(lokr(shape, "whole", "whole")[0], lokr_t1=drawn(3, 3)),
+        "cannot be merged.*lokr_t1",
+    ),
+    "NaN": (
+        lambda shape: changed(loha(shape, False)[0], hada_w1_a=torch.full((32, 3), torch.nan)),
+        "NaN or Inf in .*w1_a",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_cannot_be_merged_is_named(tmp_path, damage):
+    make, message = DAMAGES[damage]
+    module = fresh("stable_diffusion")
+    name = ATTENTION[0]
+    tensors = make(module.get_parameter(f"{name}.weight").shape)
+    with pytest.raises(UserError, match=rf"(?s){message}.*remedy: "):
+        merged(module, {"file": written(tmp_path / "a.safetensors", {f"unet.{name}": tensors})})
