@@ -1,18 +1,25 @@
 """Latency and throughput of a served bundle, and what becomes of its requests when a replica is killed.
 
     python bench/serve.py BUNDLE [--replicas 2] [--requests 1000] [--clients 1 4 16] [--steps 20] [--kill] [--json FILE]
+    python bench/serve.py BUNDLE --minutes 60 [--kill-every 5] [--clients 8] [--steps 20]
 
 Starts `trtconvert serve BUNDLE` on this machine. For each number of clients, each of which asks for one image after the other, it
 prints the latency of a request (median, 95th and 99th percentile) and images per second. With --kill there is one round, and one
 replica is killed (SIGKILL) when half of the requests are answered; every request has a seed of its own, and what is counted is
 answers by seed: none may be missing, and none there twice. Nothing is asserted about speed.
+
+With --minutes the clients ask without a break, and one replica is killed every --kill-every minutes. Seeds come again and again:
+the bench counts requests without an image, images that differ from the first image of their seed, and the memory of all processes
+of the server at the beginning and at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
+import hashlib
 import http.client
 import json
 import os
@@ -68,8 +75,8 @@ class Served:
         (value,) = re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)
         return float(value)
 
-    def replicas(self) -> list[int]:
-        """Process ids of its replicas on this machine."""
+    def processes(self) -> dict[int, str]:
+        """Process ids and command lines of the server's processes on this machine."""
         parents = dict[int, int]()
         names = dict[int, str]()
         for folder in Path("/proc").glob("[0-9]*"):
@@ -85,7 +92,20 @@ class Served:
                 pid = parents.get(pid, 0)
             return pid == self.process.pid
 
-        return sorted(pid for pid, name in names.items() if name.startswith(REPLICA) and is_ours(pid))
+        return {pid: name for pid, name in sorted(names.items()) if is_ours(pid)}
+
+    def replicas(self) -> list[int]:
+        """Process ids of the replicas."""
+        return [pid for pid, name in self.processes().items() if name.startswith(REPLICA)]
+
+    def memory(self) -> int:
+        """Bytes of memory that the server's processes have for themselves (proportional set size)."""
+        total = 0
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+                total += 1024 * int(found[1]) if found else 0
+        return total
 
 
 @contextlib.contextmanager
@@ -175,6 +195,84 @@ def asked(server: Served, seeds: Sequence[int], clients: int, kill_at: int | Non
     return found
 
 
+SEEDS = 500
+"""Seeds that a long load asks for again and again."""
+
+
+@dataclass
+class Load:
+    """Counts of a long load.
+
+    Attributes:
+        asked, answered: requests, and requests whose image came; different: images that differ from the first one of their seed.
+        kills: replicas that were killed; memory: bytes by the minute.
+    """
+
+    asked: int = 0
+    answered: int = 0
+    different: int = 0
+    kills: int = 0
+    refused: Counter[int] = field(default_factory=Counter)
+    memory: list[int] = field(default_factory=list)
+
+
+def load(server: Served, clients: int, minutes: float, kill_every: float, **fields: Any) -> Load:
+    """Ask without a break, and kill a replica every few minutes.
+
+    Args:
+        clients: number of requests at a time; fields: of the requests.
+    """
+    counts, first, lock = Load(), dict[int, str](), threading.Lock()
+    end = time.monotonic() + 60 * minutes
+
+    def work() -> None:
+        while time.monotonic() < end:
+            with lock:
+                seed = counts.asked % SEEDS
+                counts.asked += 1
+            try:
+                status, content = server.ask({"seed": seed, **fields})
+            except (OSError, http.client.HTTPException):
+                status, content = 0, {}
+            with lock:
+                if status != 200:
+                    counts.refused[status] += 1
+                    continue
+                counts.answered += 1
+                image = hashlib.sha256(content["data"][0]["b64_json"].encode()).hexdigest()
+                counts.different += first.setdefault(seed, image) != image
+
+    threads = [threading.Thread(target=work) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    next_kill = time.monotonic() + 60 * kill_every
+    while (now := time.monotonic()) < end:
+        if now >= next_kill and (replicas := server.replicas()):
+            os.kill(replicas[counts.kills % len(replicas)], signal.SIGKILL)
+            counts.kills, next_kill = counts.kills + 1, now + 60 * kill_every
+        counts.memory.append(server.memory())
+        time.sleep(max(0.0, min(60.0, end - time.monotonic(), next_kill - time.monotonic())))
+    for thread in threads:
+        thread.join()
+    return counts
+
+
+def tell_load(server: Served, given: argparse.Namespace) -> None:
+    found = load(server, given.clients[-1], given.minutes, given.kill_every, steps=given.steps)
+    memory = [round(size / 2**20) for size in found.memory]
+    print(
+        f"{given.minutes:g} minutes, {given.clients[-1]} clients: {found.asked} requests, {found.answered} images, refused "
+        f"{dict(found.refused)}, {found.different} images that differ from the first of their seed, {found.kills} replicas "
+        f"killed, {server.metric('trtconvert_lost_batches_total'):.0f} batches drawn again"
+    )
+    print(f"memory of the server's processes by the minute, MiB: {memory}")
+    if given.json is not None:
+        row = dataclasses.asdict(found) | {"memory": memory, "minutes": given.minutes}
+        given.json.write_text(
+            json.dumps({"machine": processor(), "date": str(datetime.date.today()), "load": row}, indent=1)
+        )
+
+
 def figures(clients: int, found: Round) -> dict[str, Any]:
     times = sorted(seconds for _, status, _, seconds in found.answers if status == 200)
     cuts = statistics.quantiles(times, n=100) if len(times) > 1 else times * 99
@@ -199,6 +297,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--minutes", type=float, help="ask without a break for so long")
+    parser.add_argument("--kill-every", type=float, default=5.0, metavar="MINUTES")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     options = [
@@ -220,6 +320,9 @@ def main() -> None:
         )
         seeds, rows = range(given.requests), []
         asked(server, range(20), 4, steps=given.steps)  # warms up
+        if given.minutes:
+            tell_load(server, given)
+            return
         for clients in given.clients[-1:] if given.kill else given.clients:
             found = asked(server, seeds, clients, len(seeds) // 2 if given.kill else None, steps=given.steps)
             rows.append(row := figures(clients, found))
