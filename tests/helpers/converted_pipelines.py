@@ -17,7 +17,7 @@ from tiny_pipelines import PIPELINES, SMALL_BUILD, TOKENS
 from trtconvert.bundle import ComponentRecord
 from trtconvert.cache import Cache, Stage
 from trtconvert.evaluate.component_example import ComponentExample
-from trtconvert.models.diffusers import as_images
+from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.models.placed import Place
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter

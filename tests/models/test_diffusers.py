@@ -28,7 +28,8 @@ from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.torch_int8 import converted_layers
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted
-from trtconvert.models.diffusers import diffusers_model, load_pipeline
+from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.loading import load_pipeline
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.quant.forward import Int8Layers, Int8Sites

@@ -19,9 +19,11 @@ from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import psnr
 from trtconvert.images import read_picture
-from trtconvert.models.diffusers import as_images, diffusers_model
+from trtconvert.models.call_options import PROMPTS
+from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.identity import identity
-from trtconvert.models.pipelines import PROMPTS, PipelineCaller
+from trtconvert.models.pipeline_sampler import as_images
+from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.recipe import AttentionSection, ModelSection, load_recipe
 from trtconvert.runtime.arguments import put_together, take_apart, tensors_of
 from trtconvert.runtime.bundles import LoadedBundle
@@ -247,7 +249,7 @@ def test_images_are_passed_to_a_pipeline_that_edits_them(tmp_path):
         torch.testing.assert_close(drawn[-1][1:], alone, atol=1e-4, rtol=0)
     assert (drawn[0] - drawn[1]).abs().max() > 0.01
     for given, expected in (
-        ({"picture": tmp_path / "0.png"}, r"(?s)FluxKontextPipeline takes no picture.*expected: .*image.*model.images"),
+        ({"picture": tmp_path / "0.png"}, r"(?s)model.images has picture.*expected: .*image"),
         ({"image": tmp_path / "2.png"}, r"(?s)cannot read the image .*2.png.*got: No such file.*model.images"),
     ):
         with pytest.raises(UserError, match=expected):
@@ -334,8 +336,8 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
     [
         ("ltx", {"height": [32, 32, 64]}, ["'height' as a number", "expected: one height", "a bundle for each"]),
         ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
-        ("flux", {"height": [64, 32, 32]}, ["model.options.height is no size", "got: [64, 32, 32]"]),
-        ("flux", {"height": 32.0}, ["model.options.height is no size", "got: 32.0"]),
+        ("flux", {"height": [64, 32, 32]}, ["model.options.height is not a size", "got: [64, 32, 32]"]),
+        ("flux", {"height": 32.0}, ["model.options.height is not a size", "got: 32.0"]),
         ("flux", {"call": {"no_such": 1}}, ["options.call has no_such", "guidance_scale", "take it out of model.opt"]),
         (
             "flux",
@@ -343,8 +345,8 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
             ["options.call has guidence_scale", "did you mean 'guidance_scale'?"],
         ),
         ("flux", {"call": {"num_inference_steps": 4}}, ["options.call sets num_inference_steps", "verify.steps"]),
-        ("flux", {"prompts": "a cat"}, ["options.prompts is no list of prompts", "got: 'a cat'"]),
-        ("flux", {"prompts": []}, ["options.prompts is no list of prompts", "got: []"]),
+        ("flux", {"prompts": "a cat"}, ["options.prompts is not a list of prompts", "got: 'a cat'"]),
+        ("flux", {"prompts": []}, ["options.prompts is not a list of prompts", "got: []"]),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, name, options, expected):

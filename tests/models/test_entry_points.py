@@ -20,7 +20,7 @@ from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.models.pipelines import shapes_of
+from trtconvert.models.observation import shapes_of
 
 
 class Block(nn.Module):

@@ -32,7 +32,9 @@ import diffusers
 import further_pipelines
 import tiny_pipelines
 
-from trtconvert.models.diffusers import PipelineSampler, diffusers_model, load_pipeline
+from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.loading import load_pipeline
+from trtconvert.models.pipeline_sampler import PipelineSampler
 
 SEEDS = [3, 4]
 

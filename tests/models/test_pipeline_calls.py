@@ -82,14 +82,14 @@ def test_prompts_of_further_text_encoders_are_those_of_every_sample(tmp_path):
 
 @pytest.mark.parametrize("value", [3, [], ["blurry", 3]])
 def test_what_is_no_prompt_is_refused(saved, value):
-    with pytest.raises(UserError, match=r"(?s)call.negative_prompt is no prompt.*expected: a text for all samples"):
+    with pytest.raises(UserError, match=r"(?s)call.negative_prompt is not a prompt.*expected: a text for all samples"):
         diffusers_model(saved, **TWO, call={"negative_prompt": value})
 
 
 def test_a_prompt_that_nothing_reads_is_refused(tmp_path):
     tiny_pipelines.stable_diffusion().save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match=r"(?s)nothing reads model.options.call.negative_prompt.*with its text encoders"
+        UserError, match=r"(?s)no text encoder reads model.options.call.negative_prompt.*with its text encoders"
     ):
         diffusers_model(tmp_path, height=32, width=32, tokens=8, call={"negative_prompt": "blurry"})
     assert diffusers_model(tmp_path, height=32, width=32, tokens=8, call={"negative_prompt": None}).inputs

@@ -16,7 +16,7 @@ from trtconvert.bundle import TensorRecord
 from trtconvert.cache import Cache
 from trtconvert.errors import GateError, UserError
 from trtconvert.models.diffusers import diffusers_model
-from trtconvert.models.pipelines import Observed
+from trtconvert.models.observation import Observed
 from trtconvert.models.saved import INDEX, copy_without_models
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter

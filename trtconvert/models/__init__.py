@@ -142,7 +142,7 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
     manifest = bundle.manifest
     section = model_section(bundle.folder, manifest)
     if manifest.pipeline:
-        from trtconvert.models.diffusers import pipeline_sampler
+        from trtconvert.models.pipeline_sampler import pipeline_sampler
 
         sampler = pipeline_sampler(
             bundle.pipeline(), manifest.components["denoiser"], section.options, prompts, section.images

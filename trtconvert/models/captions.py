@@ -17,7 +17,8 @@ from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
 from trtconvert.guidance import FusedGuidance, guidance_of
-from trtconvert.models.pipelines import PROMPTS, PipelineCaller
+from trtconvert.models.call_options import PROMPTS
+from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_inputs
 from trtconvert.reuse.schedule import Scheduler, reuse_of
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
-from trtconvert.models.pipelines import LENGTH, TOKENS, Called, Observed, PipelineCaller, refuse_numbers
+from trtconvert.models.call_options import LENGTH, TOKENS
+from trtconvert.models.observation import Observed, refuse_numbers
+from trtconvert.models.pipelines import Called, PipelineCaller
 from trtconvert.models.probes import no_noise, stand_in
 from trtconvert.runtime.arguments import take_apart
 

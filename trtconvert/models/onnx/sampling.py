@@ -25,7 +25,6 @@ from trtconvert.attention.schedules import (
 )
 from trtconvert.diffusion_model import Denoiser, InputSpec, resized
 from trtconvert.errors import UserError, did_you_mean, first_line
-from trtconvert.models.diffusers import as_images
 from trtconvert.models.parametrisation import (
     DENOISED,
     FLOW,
@@ -36,6 +35,7 @@ from trtconvert.models.parametrisation import (
     Parametrisation,
     Schedule,
 )
+from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.models.samplers import draw, followed, initial_noise
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import begin
