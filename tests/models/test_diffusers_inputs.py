@@ -338,7 +338,7 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
         ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
         ("flux", {"height": [64, 32, 32]}, ["model.options.height is not a size", "got: [64, 32, 32]"]),
         ("flux", {"height": 32.0}, ["model.options.height is not a size", "got: 32.0"]),
-        ("flux", {"call": {"no_such": 1}}, ["options.call has no_such", "guidance_scale", "take it out of model.opt"]),
+        ("flux", {"call": {"no_such": 1}}, ["options.call has no_such", "guidance_scale", "remove it"]),
         (
             "flux",
             {"call": {"guidence_scale": 1}},

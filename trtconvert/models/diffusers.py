@@ -24,7 +24,7 @@ from trtconvert.models.loading import load_pipeline
 from trtconvert.models.observation import Observed, observe_sizes, shapes_of
 from trtconvert.models.pipeline_sampler import PipelineSampler, notices_of_sound, read_pictures
 from trtconvert.models.pipelines import PipelineCaller
-from trtconvert.models.probes import first_inputs, first_timesteps
+from trtconvert.models.probes import first_inputs, first_step
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import DENOISERS
 from trtconvert.models.size_steps import OperationLog, Range, refuse_between_steps, steps_of
@@ -127,7 +127,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     refuse_between_steps(steps, inputs.dims, lengthened, flat.record.model)
     _refuse_largest(flat, inputs.dims, specs, named)
     flat.record = _with_counted_parts(caller, flat.record, timestep, sizes)
-    seen = first_timesteps(caller, flat.record, timestep, sizes, shape)
+    seen = first_step(caller, flat.record, timestep, sizes, shape).timesteps
     if schedule.noise_input is None and max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
         flat.record = flat.record.model_copy(update={"timestep_factor": 1 / schedule.timesteps})
     _refuse_rising_shares(flat.record, seen)

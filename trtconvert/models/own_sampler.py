@@ -1,4 +1,4 @@
-"""Samplers that users write: what they raise and give is told as theirs."""
+"""Runs samplers that users write, and attributes their errors and results to them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _CALLED_BY_THEM = {
     _PACKAGE / "models/samplers.py",
     _PACKAGE / "attention/schedules.py",
 }
-"""Files of ours whose functions a user's sampler calls: what they raise of its arguments is its own."""
+"""Our files whose functions a user's sampler calls: their errors about arguments are errors of the sampler."""
 
 
 class SamplerError(UserError):
-    """A user's sampler fails, whatever it is asked for."""
+    """A user's sampler fails for any number of steps."""
 
 
 @dataclass(frozen=True)
 class OwnSampler:
-    """A sampler of a user's function.
+    """The sampler of a model that a user's function made.
 
     Attributes:
-        source: `package.module:function`, that made the model.
+        source: the function, `package.module:function`.
         sampler: see `Sampler`.
     """
 
@@ -50,10 +50,10 @@ class OwnSampler:
         solver: str,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """As `Sampler`, which has no `conditions` for models without them.
+        """Draws samples, see `Sampler`. The user's sampler takes no `conditions` for models without conditions.
 
         Raises:
-            SamplerError: the sampler failed, or what it gives is no image for each seed.
+            SamplerError: the sampler failed, or does not return an image for each seed.
         """
         begin(denoiser)
         given = {} if conditions is None else {"conditions": conditions}
@@ -92,20 +92,20 @@ class OwnSampler:
         # A sampler that follows its trajectory does not call the denoiser at steps that are left out.
         if reuse_of(denoiser) is None and not _fits(calls, steps):
             warn(
-                f"the sampler of {self.source} seems to leave aside how many steps are asked for; expected: {steps} calls "
-                f"of the denoiser by {solver}, or as many for each of several parts, got: {calls}; remedy: let the "
-                "function that is the model's `sample` take as many steps as its argument `steps` says"
+                f"the sampler of {self.source} seems to ignore the number of steps; expected: {steps} calls of the denoiser by "
+                f"{solver}, or as many for each of several parts, got: {calls}; remedy: let the function that is the model's "
+                "`sample` take as many steps as its argument `steps` says"
             )
         return images
 
 
 def _fits(calls: int, steps: int) -> bool:
-    """Whether so many calls of a denoiser may come from so many steps: one or two in each, the second of them perhaps not at an
-    end, for all samples or for each of some parts of them."""
+    """Whether so many steps may need so many calls of a denoiser: one or two a step, perhaps one less or more at an end, for all
+    samples or for each of several parts."""
     return any(of and calls and calls % of == 0 for of in (steps - 1, steps, steps + 1, 2 * steps - 1))
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether it was raised below a function of this package that the sampler did not call by itself: a denoiser's."""
+    """Whether an error comes from this package below a function that the sampler did not call itself: from a denoiser."""
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     return any(path.is_relative_to(_PACKAGE) and path not in _CALLED_BY_THEM for path in frames[1:])
