@@ -131,7 +131,7 @@ def test_sizes_are_asked_for_with_what_may_be_meant(tmp_path):
     path = graph(tmp_path, CROSS, inputs=TEXT)
     refused(path, "sizes of", "for length in model.options.sizes", "add `sizes: {length: 77}`", conditions="random")
     refused(path, "no dimension 'lenght'", "did you mean 'length'", sizes={"lenght": 7}, conditions="random")
-    refused(path, "sizes.length is no size", sizes={"length": [8, 4, 2]}, conditions="random")
+    refused(path, "sizes.length is not a size", sizes={"length": [8, 4, 2]}, conditions="random")
     model = onnx_model(path, sizes={"length": [3, 5, 7], "batch": 2}, conditions="random")
     assert model.dims == {"batch": (2, 2, 2), "length": (3, 5, 7)}
     # Of a graph with one batch samples are drawn by as many.

@@ -126,7 +126,7 @@ def steps_of(
 
 
 class OperationLog(TorchDispatchMode):
-    """Records the operations that run while it is on, with the kinds of their arguments: a size counts as a size, of any value."""
+    """Records the operations that run while it is on, with the kinds of their arguments; the values of sizes do not count."""
 
     def __init__(self) -> None:
         super().__init__()

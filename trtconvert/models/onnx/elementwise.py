@@ -1,4 +1,4 @@
-"""ONNX's operators that compute numbers one by one."""
+"""ONNX's elementwise operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _first_as_tensor(first: Any, *others: Any) -> Tensor:
-    """An operand of functions that want a tensor first, of the type that a number has beside the others."""
+    """Returns the first operand as a tensor, for functions that need one; a number gets the type that it has beside the others."""
     if isinstance(first, Tensor):
         return first
     like = next(x for x in others if isinstance(x, Tensor))
@@ -30,17 +30,17 @@ def _first_as_tensor(first: Any, *others: Any) -> Tensor:
 
 
 def _type_beside(number: Any, like: Tensor) -> torch.dtype:
-    """The type of a number beside a tensor, which it does not widen."""
+    """Returns the type of a number beside a tensor, which it does not widen."""
     return like.dtype if like.is_floating_point() or not isinstance(number, (float, torch.SymFloat)) else torch.float32
 
 
 def _operator(function: Callable[[Any, Any], Any]) -> Callable[..., Tensor]:
-    """Of Python's operators, which take numbers on either side."""
+    """Wraps an operator of Python, which takes numbers on either side."""
     return lambda call, a, b: function(*together(call, a, b))
 
 
 def _of_tensor(function: Callable[[Call, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Of functions that take no number."""
+    """Wraps a function that takes no numbers."""
 
     def computed(call: Call, x: Tensor) -> Tensor:
         return function(call, x)
@@ -74,7 +74,7 @@ def _divided(call: Call, a: Value, b: Value) -> Tensor:
 def _power(call: Call, x: Value, exponent: Value) -> Tensor:
     base, by = together(call, x, exponent)
     if isinstance(by, (int, float)) and by == 2 and isinstance(base, Tensor):
-        # The squares of norms leave float16 early: as torch's norms do, these are computed in float32.
+        # Squares in norms overflow float16 early: they are computed in float32, as in torch's norms.
         base = base.float() if base.is_floating_point() else base
         return base * base
     return torch.pow(base, by)
