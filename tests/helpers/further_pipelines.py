@@ -1029,7 +1029,7 @@ REFUSED = {
         flux2_klein_kv,
         "with an image, its first step gives keys and values that the others take; without one it converts",
         (
-            "gives 'kv_cache' beside its prediction, which Flux2KleinKVPipeline hands to its next calls",
+            "returns 'kv_cache' beside its prediction",
             "got: Flux2KVCache",
             "call the pipeline without what asks for kv_cache",
         ),

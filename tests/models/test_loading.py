@@ -182,7 +182,7 @@ def test_a_class_is_found_by_the_name_that_it_had(folder):
 def test_what_is_there_is_not_called_missing(folder, tmp_path):
     (folder / "unet" / UNET).rename(folder / "unet" / "my-unet.safetensors")
     with pytest.raises(
-        UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy: call my"
+        UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy: rename my"
     ):
         load_pipeline(folder)
     (tmp_path / "alone").mkdir()

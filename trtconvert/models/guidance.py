@@ -198,8 +198,8 @@ def _refuse_other_guidance(model: DiffusionModel, record: GuidanceRecord) -> Non
         raise _refusal(
             model,
             "a sampler that uses nothing but the sum u + s · (c − u) of both predictions",
-            "one that also uses the prediction of one half, as for guidance_rescale, norms of guided predictions and variances of "
-            "a half",
+            "one that also uses the prediction of one half, as for guidance_rescale, norms of guided predictions and variances "
+            "of a half",
         )
     raise _refusal(
         model,
