@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import further_pipelines
-import newest_pipelines
 import pytest
 import tiny_pipelines
 import torch
@@ -182,7 +181,7 @@ def test_experts_compute_what_they_are_sent():
 
 
 def test_glm_image_multiplies_what_it_drops():
-    model = newest_pipelines.glm_image_transformer()
+    model = further_pipelines.glm_image_transformer()
     ids = torch.arange(12).remainder(16).expand(2, -1)
     given: dict[str, Any] = {
         "hidden_states": drawn(2, 4, 6, 8),

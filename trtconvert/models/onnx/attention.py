@@ -361,7 +361,7 @@ class _Logits:
         return found
 
     def _unscaled(self, value: str) -> str:
-        """Returns the value without its factors, which are recorded. Steps that move the scaled value are repeated without scale."""
+        """Returns the value without its factors, which are recorded. Steps that move the scaled value are repeated unscaled."""
         finder, moves, name = self._finder, list[Step](), value
         while (step := finder.made(name)) is not None:
             found = next(finder.scaled(name), None)

@@ -22,7 +22,7 @@ def _each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _first_as_tensor(first: Any, *others: Any) -> Tensor:
-    """Returns the first operand as a tensor, for functions that need one; a number gets the type that it has beside the others."""
+    """Returns the first operand as a tensor, for functions that need one; a number gets the type that others give it."""
     if isinstance(first, Tensor):
         return first
     like = next(x for x in others if isinstance(x, Tensor))
