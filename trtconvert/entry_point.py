@@ -107,7 +107,7 @@ def _imported_files(file: Path, module: str) -> tuple[set[Path], set[str]]:
         first, *inner = name.split(".")
         if name in found or (installed and first != own):
             continue
-        found[name] = path = _file_of((place if first == own else folder / first).joinpath(*inner))
+        found[name] = path = _module_file((place if first == own else folder / first).joinpath(*inner))
         package, dot, _ = name.rpartition(".")
         left += [package] if dot else []
         if path is not None:
@@ -117,8 +117,7 @@ def _imported_files(file: Path, module: str) -> tuple[set[Path], set[str]]:
     return {path for path in found.values() if path is not None}, names
 
 
-def _file_of(place: Path) -> Path | None:
-    """Returns the file of a module at a place, if there is one."""
+def _module_file(place: Path) -> Path | None:
     return next((path for path in (place / "__init__.py", place.with_name(f"{place.name}.py")) if path.is_file()), None)
 
 

@@ -124,7 +124,7 @@ def test_a_sampler_with_weights_of_its_own_is_given_them(tmp_path, monkeypatch):
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     drawn = ("run", tmp_path / "bundle", "-n", 1, "--steps", 2)
-    refusal(run(*drawn), "samples with its own weights", "trtconvert run --weights")
+    refusal(run(*drawn), "samples with its original weights", "trtconvert run --weights")
     refusal(run(*drawn, "--weights", other), "is not what the bundle was made from")
     outcome = run(*drawn, "--weights", weights)
     assert outcome.exit_code == 0 and (elsewhere / "samples.png").is_file(), outcome.output

@@ -325,8 +325,8 @@ def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "call", "told"),
     [
-        ("flux", {}, "an input of the denoiser"),
-        ("stable_diffusion", {"guidance_rescale": 0.7}, "uses the prediction of one half, as guidance_rescale"),
+        ("flux", {}, "passes the scale of guidance to the denoiser"),
+        ("stable_diffusion", {"guidance_rescale": 0.7}, "uses the prediction of one half, as for guidance_rescale"),
         ("stable_diffusion", {"guidance_scale": 1.0}, "draws without guidance"),
         ("dit", {}, "variances of a half"),
         ("ltx_2", {}, "got: one that gives sample, audio_sample"),
@@ -360,7 +360,7 @@ def of_the_label_alone(denoiser, seeds, *, steps, solver, conditions=None):
     ("sampler", "told"),
     [
         (with_own_halves, "calls trtconvert.models.sample with conditions and null_conditions"),
-        (of_the_label_alone, "that knows the condition of no class"),
+        (of_the_label_alone, "with a condition for no class"),
     ],
 )
 def test_own_samplers_that_keep_the_sum_to_themselves_are_refused(digits, sampler, told):

@@ -142,7 +142,7 @@ def test_a_consistency_model_has_one_sampler():
         (lambda: SigmaRange(2.0, 1.0), "no such range"),
         (lambda: NoiseInput(0.0, 80.0, logarithmic=True), "above 0"),
         (lambda: NoiseInput(1.0, math.inf), "finite"),
-        (lambda: sample(knows, initial_noise([0], SHAPE), WAYS["sigma"], prediction="epsilon"), "said twice"),
+        (lambda: sample(knows, initial_noise([0], SHAPE), WAYS["sigma"], prediction="epsilon"), "given twice"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(make, told):
@@ -367,5 +367,5 @@ def test_timestep_max_is_that_of_the_noise_input(folder):
     named = {
         name: getattr(model, name) for name in ("name", "denoiser", "inputs", "output", "sigmas", "dims", "sample")
     }
-    with pytest.raises(UserError, match=r"(?s)does not fit together.*timestep_max=1000.*remedy: give both the same"):
+    with pytest.raises(UserError, match=r"(?s)do not fit together.*timestep_max=1000.*remedy: give both the same"):
         DiffusionModel(**named, timestep_input="sigma", timestep_max=500.0, noise_input=model.noise_input)

@@ -62,7 +62,7 @@ def test_weights_with_other_names_on_the_disk_are_refused(tmp_path):
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data")
     (tmp_path / "other").hardlink_to(tmp_path / "model.data")
     told = refused(path, "other names on this disk", "model.data with one name", "2 names")
-    subprocess.run(told.partition("its own: ")[2], shell=True, check=True)
+    subprocess.run(told.partition("by a copy: ")[2], shell=True, check=True)
     onnx_model(path)
 
 
@@ -131,7 +131,7 @@ def test_types_that_are_not_known_are_refused(kind, place, tmp_path):
             getattr(model.graph, what)[0].type.tensor_type.elem_type = kind
 
     path = changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), change)
-    refused(path, f"gives the {place}", "a type that is not known", f"got: {kind}")
+    refused(path, f"gives the {place}", "an unknown type", f"got: {kind}")
 
 
 def of_weight(**fields):
@@ -209,7 +209,7 @@ def test_unknown_opsets_are_refused(opset, tmp_path):
     def of_opset(model: onnx.ModelProto) -> None:
         model.opset_import[0].version = opset
 
-    refused(changed(path, of_opset), "opset that is not known", f"opset {opset}", "opset 11 to 26")
+    refused(changed(path, of_opset), "opset that is not supported", f"opset {opset}", "opset 11 to 26")
 
 
 def test_an_old_opset_is_read_with_its_own_meanings(tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def test_control_flow_is_refused(tmp_path):
         >""",
     )
     refused(
-        onnx_graphs.denoiser(tmp_path / "model.onnx", body), "decides while it runs", "If attended", "follows values"
+        onnx_graphs.denoiser(tmp_path / "model.onnx", body), "decides at run time", "If attended", "depends on values"
     )
     loop = BODY.replace(
         "attended = MatMul(p, v)",
@@ -263,7 +263,7 @@ def test_a_branch_that_sizes_decide_is_taken(tmp_path):
     )
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", body, tokens="n")
     assert not onnx_model(path, sizes={"n": [4, 8, 12]}).left_sites
-    refused(path, "decides while it runs", "is not the same for all sizes", sizes={"n": [8, 12, 24]})
+    refused(path, "decides at run time", "differs between sizes", sizes={"n": [8, 12, 24]})
     refused(path, "no attention was found", "no Softmax", sizes={"n": 32})
 
 
@@ -367,7 +367,7 @@ def test_sizes_that_follow_values_are_refused(tmp_path):
         "j = Reshape(back, flat)\nm = ReduceMax<keepdims = 0>(j)\nw = Cast<to = 7>(m)\nten = Unsqueeze(w, one)\n"
         "joined = Expand(j, ten)",
     )
-    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "its sizes or places follow the values of the inputs")
+    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "sizes or places that depend on the inputs' values")
 
 
 def test_a_graph_out_of_order_is_refused(tmp_path):

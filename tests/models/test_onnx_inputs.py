@@ -156,9 +156,9 @@ def test_sizes_that_the_graph_does_not_take_are_refused_before_the_calibration(t
 def test_conditions_are_noise_values_or_the_rows_of_a_file(tmp_path):
     path = graph(tmp_path, CROSS, inputs=TEXT)
     sizes = {"length": 5}
-    refused(path, "what text of", "is not said", "conditions: random", sizes=sizes)
+    refused(path, "the values of text of", "are not given", "conditions: random", sizes=sizes)
     refused(path, "no further input 'txt'", "did you mean 'text'", sizes=sizes, values={"txt": 1})
-    refused(path, "values.text is no number", sizes=sizes, values={"text": "one"})
+    refused(path, "values.text is not a number", sizes=sizes, values={"text": "one"})
     rows = np.random.default_rng(0).normal(size=(3, 5, 64)).astype(np.float32)
     np.savez(tmp_path / "rows.npz", text=rows)
     seen = {}

@@ -61,7 +61,7 @@ def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet):
 def test_lengths_that_prompts_do_not_come_to_are_refused_and_the_remedy_works(unet):
     """Prompts come to 8 tokens, whatever their text."""
     for tokens, held in (([12, 16, 32], [8, 16, 32]), (6, [6, 6, 8]), ([4, 4, 6], [4, 4, 8])):
-        with pytest.raises(UserError, match=r"(?s)come to lengths.*got: 8 for 'a cat'") as error:
+        with pytest.raises(UserError, match=r"(?s)have lengths outside.*got: 8 for 'a cat'") as error:
             diffusers_model(unet / "pipeline", **SIZES, tokens=tokens, prompts=["a cat"])
         assert f"remedy: give model.options.tokens as {held}" in str(error.value)
         model = diffusers_model(unet / "pipeline", **SIZES, tokens=held, prompts=["a cat"])
@@ -156,13 +156,13 @@ def test_prompts_that_are_not_padded_have_any_length_in_the_range(tmp_path):
     assert model.components is not None and model.dims["tokens"] == tuple(held)
     encoder = model.components("text_encoder")
     assert encoder.dims["tokens"] == tuple(n + 34 for n in held)
-    with pytest.raises(UserError, match=r"(?s)come to lengths.*remedy: give model.options.tokens as "):
+    with pytest.raises(UserError, match=r"(?s)have lengths outside.*remedy: give model.options.tokens as "):
         diffusers_model(tmp_path / "pipeline", **SIZES, prompts=prompts, tokens=[held[0], held[0], held[0] + 1])
 
     # What guidance leads away from has a length of its own, in a call of its own.
     away = {"negative_prompt": "a blurry picture of nothing in particular", "true_cfg_scale": 4.0}
     narrow = [held[0], held[0], held[1]]
-    with pytest.raises(UserError, match=r"(?s)come to lengths.*what guidance leads away from") as error:
+    with pytest.raises(UserError, match=r"(?s)have lengths outside.*negative prompt") as error:
         diffusers_model(tmp_path / "pipeline", **SIZES, prompts=prompts, tokens=narrow, call=away)
     held = json.loads(str(error.value).partition("give model.options.tokens as ")[2])
     assert held[2] > narrow[2]

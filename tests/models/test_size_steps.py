@@ -33,11 +33,17 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
             "flux",
             "height",
             [32, 36, 64],
-            ["rounds height", "the same for 36 as for 32", "from 32 in steps of 8"],
+            ["rounds height", "the same size for 36 as for 32", "from 32 in steps of 8"],
             [32, 32, 64],
         ),
-        ("flux", "width", [36, 39, 70], ["the same for 39 as for 36", "from 36 in steps of 8"], [36, 36, 68]),
-        ("wan", "frames", [5, 6, 9], ["rounds frames", "the same for 6 as for 5", "from 5 in steps of 4"], [5, 5, 9]),
+        ("flux", "width", [36, 39, 70], ["the same size for 39 as for 36", "from 36 in steps of 8"], [36, 36, 68]),
+        (
+            "wan",
+            "frames",
+            [5, 6, 9],
+            ["rounds frames", "the same size for 6 as for 5", "from 5 in steps of 4"],
+            [5, 5, 9],
+        ),
     ],
 )
 def test_a_size_that_a_pipeline_rounds_is_named_with_its_multiple(tmp_path, name, option, sizes, expected, followed):

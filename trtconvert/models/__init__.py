@@ -84,7 +84,9 @@ def load(section: ModelSection, loras: Sequence[LoraSection] = (), *, as_stored:
         model = _load(section)
     finally:  # the model's own code may have changed it
         torch.set_default_dtype(default)
-    if section.source in (DIFFUSERS, _FUNCTIONS[DIFFUSERS]) and not (as_stored and _is_of(model, section.dtype)):
+    if section.source in (DIFFUSERS, _FUNCTIONS[DIFFUSERS]) and not (
+        as_stored and _has_type_or_float32(model, section.dtype)
+    ):
         model.denoiser.float()
     if loras:
         from trtconvert.models.lora import merge_loras
@@ -93,8 +95,7 @@ def load(section: ModelSection, loras: Sequence[LoraSection] = (), *, as_stored:
     return model
 
 
-def _is_of(model: DiffusionModel, dtype: str) -> bool:
-    """Whether the denoiser's weights have a type, or FP32."""
+def _has_type_or_float32(model: DiffusionModel, dtype: str) -> bool:
     types = {str(x.dtype).removeprefix("torch.") for x in model.denoiser.state_dict().values() if x.is_floating_point()}
     return types <= {"float32", dtype}
 
@@ -252,10 +253,6 @@ def _with_own_sampler(model: DiffusionModel, source: str) -> DiffusionModel:
 
 
 def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UserError: the function does not take these arguments, or requires others.
-    """
     try:
         signature.bind(**arguments)
     except TypeError as error:

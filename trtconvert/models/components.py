@@ -94,9 +94,9 @@ class PipelineComponents:
 
     def _observed(self, name: str) -> ModelComponent:
         if name == DECODER:
-            return self._component(name, self.caller.pipe.vae, "decode", self._observe_rows(self._decoded))
+            return self._component(name, self.caller.pipe.vae, "decode", self._observe_rows(self._decoder_arguments))
         if name == ENCODER:
-            return self._component(name, self.caller.pipe.vae, "encode", self._observe_rows(self._encoded))
+            return self._component(name, self.caller.pipe.vae, "encode", self._observe_rows(self._encoder_arguments))
         model = getattr(self.caller.pipe, name)
         ranges = {"batch": self.ranges["batch"]}
         lengths = self.lengths
@@ -104,14 +104,16 @@ class PipelineComponents:
             lengths = lengths.of_encoder(self.caller, self._opt_but({}), model)
         if lengths is not None:
             ranges[TOKENS] = lengths
-        return self._component(name, model, "forward", observe_sizes(lambda sizes: self._text(model, sizes), ranges))
+        return self._component(
+            name, model, "forward", observe_sizes(lambda sizes: self._text_arguments(model, sizes), ranges)
+        )
 
     def _component(
         self, name: str, model: nn.Module, method: Literal["forward", "decode", "encode"], inputs: Observed
     ) -> ModelComponent:
         flat = FlatComponent(model, method, inputs.structure).eval().requires_grad_(False)
-        output, per_call = _outputs(flat, inputs)
-        used = self._used(model) if method == "forward" else None
+        output, per_call = _results_of_calls(flat, inputs)
+        used = self._read_results(model) if method == "forward" else None
         results, kept = _results(name, per_call, inputs, used)
         flat.kept = tuple(kept)
         return ModelComponent(
@@ -139,13 +141,13 @@ class PipelineComponents:
             ),
         )
 
-    def _text(self, model: nn.Module, sizes: Mapping[str, int]) -> Arguments:
+    def _text_arguments(self, model: nn.Module, sizes: Mapping[str, int]) -> Arguments:
         named = self._opt_but(sizes) | dict(sizes)
         length = None if self.caller.pads else named.pop(TOKENS, None)
         structure, tensors = take_apart(_without_packing(self.caller.first_call(range(sizes["batch"]), named, model)))
-        return structure, tensors if length is None else _of_length(tensors, length)
+        return structure, tensors if length is None else _repeated_to_length(tensors, length)
 
-    def _decoded(self, sizes: Mapping[str, int]) -> Arguments:
+    def _decoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
         vae, asked = self.caller.pipe.vae, tuple(sizes.values())
         if asked not in self._decoding:  # both halves of the VAE need it, and computing it runs the text encoders
             with self._denoising_with_nothing():
@@ -154,8 +156,7 @@ class PipelineComponents:
         first = next(iter(tensors))
         return structure, tensors | {first: _latents_like(vae, tensors[first])}
 
-    def _encoded(self, sizes: Mapping[str, int]) -> Arguments:
-        """Returns images of the sizes that the decoder returns."""
+    def _encoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
         name = next(iter(inspect.signature(self.caller.pipe.vae.encode).parameters))
         shape = self._decoded_shapes(sizes)["sample"].shape
         images = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -163,7 +164,7 @@ class PipelineComponents:
 
     def _decoded_shapes(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Returns the decoder's results as fake tensors."""
-        structure, latents = self._decoded(sizes)
+        structure, latents = self._decoder_arguments(sizes)
         return _tensors(_result_shapes(FlatComponent(self.caller.pipe.vae, "decode", structure), latents))
 
     def drawn(self) -> tuple[str, ...]:
@@ -191,9 +192,6 @@ class PipelineComponents:
         The pipeline is called with the recipe's batches alone, as a denoiser may hold the number of images as a constant, like
         that of QwenImage; other numbers of rows are made from these calls. Rows may be frames, and the pipeline may pass a chunk
         of frames at a time and the rest at the end, as AnimateDiff does: then every number of rows up to the largest can come.
-
-        Raises:
-            UserError: a number that the pipeline passes to the VAE follows the batch; see also `observe_sizes`.
         """
         opt, high = ({name: size[index] for name, size in self.ranges.items()} for index in (1, 2))
         (structure, example), (_, largest) = observe(opt), observe(high)
@@ -222,7 +220,7 @@ class PipelineComponents:
         with self.caller.denoising_with(denoiser):
             yield
 
-    def _used(self, model: nn.Module) -> set[str]:
+    def _read_results(self, model: nn.Module) -> set[str]:
         """Returns the names of the tensors in a text encoder's results that the pipeline reads on its way to the denoiser."""
         watch, forward = _Watch(), model.forward
 
@@ -263,7 +261,7 @@ class FlatComponent(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Takes the tensors of the structure, in order; returns the outputs."""
-        names = [name for name, _ in _leaves(self.structure)]
+        names = [name for name, _ in _tensor_nodes(self.structure)]
         results = _tensors(self.call(dict(zip(names, inputs, strict=True))))
         return tuple(results[name] for name in self.kept)
 
@@ -300,8 +298,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _of_length(tensors: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
-    """Returns a text encoder's arguments, [B, tokens] each, with another number of tokens."""
+def _repeated_to_length(tensors: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     own = next(x.shape[1] for x in tensors.values() if x.dim() == 2)
     places = torch.arange(length) % own
     return {name: x[:, places] if x.dim() == 2 and x.shape[1] == own else x for name, x in tensors.items()}
@@ -331,8 +328,7 @@ def _without_packing(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in PACKING}
 
 
-def _leaves(structure: Structure) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the tensors of a structure, in order: name and node."""
+def _tensor_nodes(structure: Structure) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
 
     def visit(node: dict[str, Any]) -> None:
@@ -359,21 +355,13 @@ def _tensors(output: Any) -> dict[str, Tensor]:
 
 
 def _result_shapes(flat: FlatComponent, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the method's result with fake tensors. Nothing is computed.
-
-    Raises:
-        UserError: the shapes depend on values.
-    """
+    """Returns the method's result with fake tensors. Nothing is computed."""
     title = f"{type(flat.model).__name__}.{flat.method}"
     return shapes_of(flat.call, tensors, title, _REMOVE_COMPONENT)
 
 
-def _outputs(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
-    """Returns the result of the first observed call, and the fields of the results of all of them, with fake tensors.
-
-    Raises:
-        UserError: the method returns no named tensors, or the shapes depend on values.
-    """
+def _results_of_calls(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
+    """Returns the result of the first observed call, and the fields of the results of all of them, with fake tensors."""
     outputs = [_result_shapes(flat, tensors) for tensors in inputs.calls]
     if not (isinstance(outputs[0], Mapping) and (hasattr(outputs[0], "latent_dist") or _tensors(outputs[0]))):
         raise UserError(
@@ -393,14 +381,12 @@ def _results(
     Args:
         per_call: fields of the results of each call.
         used: names of the tensors that the pipeline reads; None for all.
-    Raises:
-        UserError: a size of the results does not follow from the inputs' sizes, or the pipeline reads none of the results.
     """
     structure, _ = take_apart(per_call[0])
     tensors = [take_apart(fields)[1] for fields in per_call]
     kept: dict[str, tuple[int | str, ...]] = {}
     outputs: dict[int, str] = {}  # by tensor, as several results may be one tensor: the last state is one of all states
-    for key, node in _leaves(structure):
+    for key, node in _tensor_nodes(structure):
         dims = [inputs.dimension(sizes) for sizes in zip(*(t[key].shape for t in tensors), strict=True)]
         if None in dims:
             raise UserError(

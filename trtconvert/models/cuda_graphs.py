@@ -148,8 +148,6 @@ class _First:
 
 
 class _Graph:
-    """A recorded call."""
-
     def __init__(self, function: _Function, given: _Inputs, notes: Sequence[Notes[Any]]) -> None:
         self._inputs, self._graph = _copies(given), torch.cuda.CUDAGraph()
         starts = [len(one) for one in notes]

@@ -297,16 +297,11 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors(entry: Any) -> dict[str, Tensor]:
-    """Returns the tensors in a mapping by name; nothing for other values."""
     named = entry.items() if isinstance(entry, Mapping) else ()
     return {name: x for name, x in named if isinstance(name, str) and isinstance(x, Tensor)}
 
 
 def _require_layout(weights: Mapping[str, Tensor], path: Path) -> None:
-    """
-    Raises:
-        UserError: the names are of another U-Net.
-    """
     if {"temb.dense.0.weight", "conv_in.weight", "down.0.block.0.conv1.weight"} <= weights.keys():
         return
     other = next((layout for layout, begins in _OTHER_LAYOUTS.items() if any(re.match(begins, x) for x in weights)), "")

@@ -76,7 +76,7 @@ def diffusers_model(
     """
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights, config=config, denoiser=denoiser, variant=variant, ignore=ignore)
-    component = _denoiser(pipe, DENOISERS if denoiser is None else (denoiser,))
+    component = _first_model(pipe, DENOISERS if denoiser is None else (denoiser,))
     length = None if tokens is None else size_range(TOKENS, tokens)
     caller = PipelineCaller(
         pipe, component, length and length[1], tuple(prompts), dict(call or {}), read_pictures(images or {})
@@ -100,7 +100,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     varied = settled_lengths(caller, length, sizes)
     lengthened = ranges if varied is None else ranges | {TOKENS: varied}
     inputs, schedule = observe_sizes(caller.denoiser_arguments, lengthened), _schedule(pipe)
-    timestep = _timestep(inputs)
+    timestep = _timestep_name(inputs)
     first, *others = (name for name in inputs.example if name != timestep)
     model: nn.Module = caller.denoiser
     make_exportable(model)
@@ -151,7 +151,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         dims=inputs.dims,
         steps=steps,
         sample=sampler,
-        encoder=_encoder(pipe, inputs.example[first]),
+        encoder=_image_encoder(pipe, inputs.example[first]),
         condition=sampler.captions if caller.takes_prompts else None,
         signal=schedule.signal,
         noise_input=schedule.noise_input,
@@ -197,12 +197,7 @@ class FlatDenoiser(nn.Module):
         return getattr(self, self.record.component)(**arguments, return_dict=return_dict)
 
 
-def _denoiser(pipe: Any, names: Sequence[str]) -> str:
-    """Returns the first of the names that is a model of the pipeline.
-
-    Raises:
-        UserError: there is none.
-    """
+def _first_model(pipe: Any, names: Sequence[str]) -> str:
     models = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
     found = next((name for name in names if name in models), None)
     if found is None:
@@ -215,12 +210,8 @@ def _denoiser(pipe: Any, names: Sequence[str]) -> str:
     return found
 
 
-def _timestep(inputs: Observed) -> str:
-    """Returns the timestep's name.
-
-    Raises:
-        UserError: there is no timestep, or it has neither one entry nor an entry for each sample.
-    """
+def _timestep_name(inputs: Observed) -> str:
+    """Returns the timestep's name."""
     named = next((name for name in TIMESTEPS if name in inputs.example), TIMESTEPS[0])
     x = inputs.example.get(named)
     batch = next(x for name, x in inputs.example.items() if name != named).shape[0]
@@ -236,10 +227,7 @@ def _timestep(inputs: Observed) -> str:
 
 
 def _refuse_rising_shares(record: DiffusersRecord, timesteps: Sequence[float]) -> None:
-    """
-    Raises:
-        UserError: timesteps of tokens rise while samples are drawn. A sample's noisiest token must have the largest timestep.
-    """
+    """A sample's noisiest token must have the largest timestep."""
     if record.timestep_shares and timesteps[-1] > timesteps[0]:
         raise UserError(
             f"{record.pipeline} passes timesteps of tokens or frames that rise while noise is taken away",
@@ -356,10 +344,6 @@ def _output(
 
 
 def _refuse_further_results(record: DiffusersRecord, output: Any) -> None:
-    """
-    Raises:
-        UserError: the model returns something other than tensors, which the pipeline passes to its next calls.
-    """
     fields = output.items() if isinstance(output, Mapping) else ()
     further = {name: type(x).__name__ for name, x in fields if not isinstance(x, (Tensor, list, tuple))}
     if further:
@@ -381,8 +365,6 @@ def _refuse_unfit_predictions(
         fields: of the model's result.
         rows: of the denoiser's first input.
         dims: (min, opt, max) of each symbolic dimension.
-    Raises:
-        UserError: a field has no entry for each row, or a size varies: an engine joins all predictions of a row.
     """
     if unfit := [name for name, x in fields.items() if x.dim() < 2 or len(x) != rows]:
         raise UserError(
@@ -430,10 +412,7 @@ def _refuse_largest(
     specs: Mapping[str, InputSpec],
     named: Mapping[str, Tensor],
 ) -> None:
-    """
-    Raises:
-        UserError: the model does not take the largest sizes, for example for lack of positions. Nothing is computed.
-    """
+    """Runs the model on the shapes of the largest sizes, which it may have no positions for."""
     if all(low == high for name, (low, _, high) in dims.items() if not name.startswith("batch")):
         return
     largest = {name: high for name, (_, _, high) in dims.items()}
@@ -446,7 +425,7 @@ def _refuse_largest(
     )
 
 
-def _encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
+def _image_encoder(pipe: Any, latents: Tensor) -> ImageEncoder | None:
     """Returns the VAE's encoder for denoisers of latents [B, C, H, W], and the scaling to [-1, 1] for denoisers of pixels."""
     others = [part for part in pipe.components.values() if hasattr(part, "encode") and isinstance(part, nn.Module)]
     if not others and latents.dim() == 4 and latents.shape[1] == 3:

@@ -43,9 +43,9 @@ def fused_form(model: DiffusionModel) -> DiffusionModel:
     found = _FOUND.get(model.denoiser)
     if found is None or found[0]() is not model.sample:
         record = _record(model)
-        rows = _rows(model)
+        rows = _rows_per_sample(model)
         _refuse_other_guidance(model, record)
-        found = _FOUND[model.denoiser] = ref(model.sample), record, _of_samples(model, rows)
+        found = _FOUND[model.denoiser] = ref(model.sample), record, _dims_of_samples(model, rows)
     _, record, dims = found
     return with_guidance(model, record, dims)
 
@@ -55,12 +55,7 @@ class _Seen(BaseException):
 
 
 def _record(model: DiffusionModel) -> GuidanceRecord:
-    """Returns the record of guidance whose conditions are all inputs with an entry for each sample.
-
-    Raises:
-        UserError: there is no condition; an input has a name that guidance adds; or the denoiser returns several predictions,
-            each with a scale of its own.
-    """
+    """Returns the record of guidance whose conditions are all inputs with an entry for each sample."""
     if model.diffusers is not None and (several := model.diffusers.predictions):
         raise _refusal(
             model, "a denoiser of one prediction, which one scale guides", f"one that returns {', '.join(several)}"
@@ -95,8 +90,7 @@ def _sample(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int]) -> 
         model.sample(denoiser, seeds, steps=ALL_NOISES if others else _STEPS, solver="ddim")
 
 
-def _rows(model: DiffusionModel) -> int:
-    """Returns the number of rows for each sample in the denoiser's first call."""
+def _rows_per_sample(model: DiffusionModel) -> int:
     seen: list[int] = []
 
     def denoiser(*inputs: Tensor, **named: Tensor) -> Tensor:
@@ -111,14 +105,12 @@ def _rows(model: DiffusionModel) -> int:
     return rows
 
 
-def _of_samples(model: DiffusionModel, rows: int) -> _Dims:
+def _dims_of_samples(model: DiffusionModel, rows: int) -> _Dims:
     """Returns the model's dimensions, with those that count rows counting samples.
 
     Args:
         rows: for each sample in a pipeline's call; the smallest sizes are those of a call without guidance. Other models have two
             rows for each sample.
-    Raises:
-        UserError: the model takes fewer than two rows.
     """
     per_sample = rows if model.diffusers is not None else 2
     dims, of_samples = dict(model.dims), _batch_dims(model)
@@ -168,10 +160,6 @@ class _StandIn:
 
 
 def _refuse_other_guidance(model: DiffusionModel, record: GuidanceRecord) -> None:
-    """
-    Raises:
-        UserError: see `fused_form`.
-    """
     stand_in = _StandIn(model, FusedGuidance(record, model.output.shape))
     try:
         _sample(model, stand_in, _SEEDS)

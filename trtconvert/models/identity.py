@@ -30,7 +30,7 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: 
     parts: dict[str, Any] = {"source": section.source, "options": section.options}
     if section.weights is not None:
         try:
-            parts["weights"] = _contents(section.weights)
+            parts["weights"] = _hash_of_file_or_folder(section.weights)
         except OSError as error:
             raise UserError(
                 f"cannot read the weights {section.weights}",
@@ -45,17 +45,17 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: 
     if section.images:
         expected = "an image; the path is relative to the recipe"
         parts["images"] = {
-            argument: [_content(path, "image", "images", expected) for path in of]
+            argument: [_hash_of_named_file(path, "image", "images", expected) for path in of]
             if isinstance(of, list)
-            else _content(of, "image", "images", expected)
+            else _hash_of_named_file(of, "image", "images", expected)
             for argument, of in section.images.items()
         }
     if code := source_identity(section.source) if code is None else code:
         parts["code"] = code
-        names = [name for name in _texts(section.options) if _is_file(name)]
+        names = [name for name in _nested_texts(section.options) if _is_file(name)]
         if names:
             expected = "a file that this user may read"
-            parts["files"] = {name: _content(Path(name), "file", "options", expected) for name in names}
+            parts["files"] = {name: _hash_of_named_file(Path(name), "file", "options", expected) for name in names}
     if loras:
         parts["loras"] = [_lora(lora) for lora in loras]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -85,16 +85,15 @@ def _configurations(folder: Path) -> dict[str, str]:
     }
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Yields all texts in options, which may be nested."""
+def _nested_texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from _nested_texts(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner)
+            yield from _nested_texts(inner)
 
 
 def _is_file(name: str) -> bool:
@@ -105,7 +104,7 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _content(path: Path, what: str, field: str, expected: str) -> str:
+def _hash_of_named_file(path: Path, what: str, field: str, expected: str) -> str:
     """Returns the SHA-256 of a file that a field of the model section names."""
     try:
         return sha256(path)
@@ -118,20 +117,19 @@ def _content(path: Path, what: str, field: str, expected: str) -> str:
         ) from error
 
 
-def _contents(path: Path) -> str | dict[str, str]:
-    """Returns the SHA-256 of a file, or of every file in a folder, by its path there."""
+def _hash_of_file_or_folder(path: Path) -> str | dict[str, str]:
     return _hashes(path) if path.is_dir() else sha256(path)
 
 
 def _hashes(path: Path) -> dict[str, str]:
-    files = [file for file in sorted(_files(path)) if file.is_file()]
+    files = [file for file in sorted(_files_below(path)) if file.is_file()]
     with ThreadPoolExecutor() as pool:  # hashing a large file releases the interpreter's lock
         return {
             str(file.relative_to(path)): digest for file, digest in zip(files, pool.map(sha256, files), strict=True)
         }
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files_below(folder: Path) -> Iterator[Path]:
     """Yields all files below a folder, also behind links: a pipeline's model may be a link to a finetuned one."""
     for here, folders, names in os.walk(folder, followlinks=True):
         yield from (Path(here, name) for name in names)

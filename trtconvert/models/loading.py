@@ -67,7 +67,7 @@ def load_pipeline(
             got=str(error),
             remedy="pip install 'trtconvert[diffusers]'",
         ) from error
-    folder = _folder(asked)
+    folder = _index_folder(asked)
     with _without_progress():
         try:
             index = json.loads((folder / INDEX).read_text())
@@ -80,7 +80,7 @@ def load_pipeline(
                 if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
             }
             given |= _without_filters(folder, index, pipeline)
-            given |= _models(folder, {name: entry for name, entry in index.items() if name not in given}, asked)
+            given |= _load_models(folder, {name: entry for name, entry in index.items() if name not in given}, asked)
             if given.get("safety_checker", index) is None and "requires_safety_checker" in parameters:
                 given["requires_safety_checker"] = False
             loaded = pipeline.from_pretrained(folder, local_files_only=True, **given)
@@ -97,17 +97,13 @@ def load_pipeline(
                 ) from error
             raise not_loaded(f"the pipeline in {folder}", error) from error
     for name, part in loaded.components.items():
-        if isinstance(part, nn.Module) and part.dtype != torch.float32 and name != _denoiser_of(index, asked):
+        if isinstance(part, nn.Module) and part.dtype != torch.float32 and name != _denoiser_name(index, asked):
             part.to(torch.float32)
     return loaded
 
 
 def _refuse_attention_of_environment() -> None:
-    """
-    Raises:
-        UserError: the environment makes diffusers compute attention by another library than torch. Only torch's function is
-            converted, and exporters do not know the others.
-    """
+    """Torch's attention alone is converted; exporters do not know the libraries that diffusers can use instead."""
     chosen = os.environ.get(_ATTENTION)
     if chosen is not None and chosen.removeprefix("_").partition("_")[0] != "native":
         raise UserError(
@@ -120,10 +116,6 @@ def _refuse_attention_of_environment() -> None:
 
 
 def _refuse_unfit_names(variant: Any, ignore: Any) -> None:
-    """
-    Raises:
-        UserError: the variant is not a text, or the patterns are not a list of texts.
-    """
     texts = isinstance(ignore, (list, tuple)) and all(isinstance(pattern, str) for pattern in ignore)
     for option, fits, expected, got in (
         ("variant", variant is None or (isinstance(variant, str) and variant), "a text such as fp16", variant),
@@ -138,12 +130,8 @@ def _refuse_unfit_names(variant: Any, ignore: Any) -> None:
             )
 
 
-def _folder(asked: Weights) -> Path:
-    """Returns the folder of the pipeline's index.
-
-    Raises:
-        UserError: there is none.
-    """
+def _index_folder(asked: Weights) -> Path:
+    """Returns the folder of the pipeline's index."""
     place = asked.place
     refuse_unfit_config(place, asked.config)
     if place.is_dir() and asked.config is not None:
@@ -193,11 +181,7 @@ def _without_progress() -> Iterator[None]:
 
 
 def _without_filters(folder: Path, index: Mapping[str, Any], pipeline: Any) -> dict[str, None]:
-    """Returns None for each safety component that the folder lacks, and for the safety checker.
-
-    Raises:
-        UserError: the folder lacks another component.
-    """
+    """Returns None for each safety component that the folder lacks, and for the safety checker."""
     optional = [name for name in _FILTERS if name in pipeline._optional_components]
     named = [name for name, entry in index.items() if _is_part(entry) and not (folder / name).is_dir()]
     if lost := [name for name in named if name not in optional]:
@@ -216,13 +200,9 @@ def _is_part(entry: Any) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and all(isinstance(name, str) for name in entry)
 
 
-def _models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str, Any]:
-    """Loads the models of a pipeline, each with exactly its weights. Returns them by name.
-
-    Raises:
-        UserError: see `load_pipeline`.
-    """
-    kinds = {name: _class_of(entry) for name, entry in index.items() if _is_part(entry)}
+def _load_models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str, Any]:
+    """Loads the models of a pipeline, each with exactly its weights. Returns them by name."""
+    kinds = {name: _class_in_index(entry) for name, entry in index.items() if _is_part(entry)}
     kinds = {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
     models: dict[str, Any] = {}
     if asked.place.is_file():
@@ -237,22 +217,18 @@ def _models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str,
     _refuse_unknown_variant(folder, asked.variant, places)
     stored = {path: stored_weights(path, asked.variant) for path in places}
     for name, parts in rest.items():
-        as_stored = name == _denoiser_of(index, asked)
+        as_stored = name == _denoiser_name(index, asked)
         loaded = [load_model(kind, path, stored[path], f"{name} in {folder}", asked, as_stored) for kind, path in parts]
         models[name] = kinds[name](loaded) if parts[0][0] is not kinds[name] else loaded[0]
     return models
 
 
-def _denoiser_of(index: Mapping[str, Any], asked: Weights) -> str | None:
+def _denoiser_name(index: Mapping[str, Any], asked: Weights) -> str | None:
     """Returns the name of the model that is converted; None for none, which the caller refuses later."""
     return next((name for name in ([asked.denoiser] if asked.denoiser else DENOISERS) if name in index), None)
 
 
 def _refuse_unknown_variant(folder: Path, variant: str | None, places: Iterable[Path]) -> None:
-    """
-    Raises:
-        UserError: none of the models has this variant. Models without variants load without one.
-    """
     names = sorted(set[str]().union(*map(variants_of, places)))
     if variant is not None and variant not in names:
         raise UserError(
@@ -263,8 +239,7 @@ def _refuse_unknown_variant(folder: Path, variant: str | None, places: Iterable[
         )
 
 
-def _class_of(entry: Sequence[str]) -> Any:
-    """Returns the class that an entry of an index names, of diffusers, of transformers or of a pipeline's own module."""
+def _class_in_index(entry: Sequence[str]) -> Any:
     import diffusers.pipelines
 
     module, name = entry

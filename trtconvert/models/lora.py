@@ -43,11 +43,7 @@ def merge_loras(model: DiffusionModel, loras: Sequence[LoraSection]) -> None:
 
 
 def _target(model: DiffusionModel, target: str) -> tuple[nn.Module, str]:
-    """Returns the module of a component, and its name in messages.
-
-    Raises:
-        UserError: the model has no such component.
-    """
+    """Returns the module of a component, and its name in messages."""
     if target == DENOISER:
         return model.denoiser, model.diffusers.model if model.diffusers is not None else model.name
     components = model.components

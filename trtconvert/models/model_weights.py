@@ -73,7 +73,7 @@ def load_model(
             if of_file
             else ""
         )
-        name = "diffusion_pytorch_model" if _of_diffusers(kind) else "model"
+        name = "diffusion_pytorch_model" if _is_diffusers_class(kind) else "model"
         others = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
         raise UserError(
             f"there are no weights of {title}",
@@ -92,7 +92,7 @@ def load_model(
             state = read_tensors(stored.files)
             refuse_missing_scales(stored.files)
             return model_of(kind, folder, state, title, asked.ignore)
-        dtype = _type_of_files(kind, stored) if as_stored else None
+        dtype = _stored_16_bit_type(kind, stored) if as_stored else None
         # Both libraries prefer safetensors, whichever format has the variant.
         model, told = kind.from_pretrained(
             folder,
@@ -100,10 +100,10 @@ def load_model(
             output_loading_info=True,
             variant=stored.variant,
             use_safetensors=stored.safetensors,
-            **_asking_for(kind, dtype or torch.float32),
+            **_type_argument(kind, dtype or torch.float32),
         )
         if dtype is not None:
-            _buffers_of_float32(model, kind, folder)
+            _restore_float32_buffers(model, kind, folder)
     except TrtconvertError:
         raise
     except FAILURES as error:
@@ -120,7 +120,7 @@ def model_of(kind: Any, folder: Path, state: Mapping[str, Tensor], title: str, i
         UserError: see `load_pipeline`.
     """
     try:
-        if _of_diffusers(kind):
+        if _is_diffusers_class(kind):
             return _filled(kind, folder, state, title, ignore)
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
         vars(config).pop("quantization_config", None)
@@ -166,23 +166,22 @@ def _without_weights(kind: Any, folder: Path) -> nn.Module:
         return kind.from_config(config)
 
 
-def _of_diffusers(kind: Any) -> bool:
-    """Whether a class of models belongs to diffusers, rather than to transformers."""
+def _is_diffusers_class(kind: Any) -> bool:
     return hasattr(kind, "load_config")
 
 
-def _asking_for(kind: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _type_argument(kind: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Returns the argument of `from_pretrained` for a type. diffusers loads FP32 by default, and makes a copy where it is asked
     to."""
-    if not _of_diffusers(kind):
+    if not _is_diffusers_class(kind):
         return {"dtype": dtype}
     return {} if dtype == torch.float32 else {"torch_dtype": dtype}
 
 
-def _type_of_files(kind: Any, stored: StoredWeights) -> torch.dtype | None:
+def _stored_16_bit_type(kind: Any, stored: StoredWeights) -> torch.dtype | None:
     """Returns the one 16-bit type of all floating-point weights in the files, other than those that diffusers keeps in FP32; None
     where there is no such type, or the files' headers do not tell."""
-    if not (stored.safetensors and _of_diffusers(kind)):
+    if not (stored.safetensors and _is_diffusers_class(kind)):
         return None
     kept = set(getattr(kind, "_keep_in_fp32_modules", None) or ())
     types = set[str]()
@@ -194,7 +193,7 @@ def _type_of_files(kind: Any, stored: StoredWeights) -> torch.dtype | None:
     return {"F16": torch.float16, "BF16": torch.bfloat16}.get(floating.pop()) if len(floating) == 1 else None
 
 
-def _buffers_of_float32(model: nn.Module, kind: Any, folder: Path) -> None:
+def _restore_float32_buffers(model: nn.Module, kind: Any, folder: Path) -> None:
     """Replaces tables that the library computed in 16 bits, such as those of positions, by FP32 tables."""
     exact = _without_weights(kind, folder)
     of_files = model.state_dict().keys()
@@ -216,10 +215,6 @@ def _is_shared(model: nn.Module, name: str) -> bool:
 def _refuse_others(
     model: nn.Module, title: str, missing: Iterable[str], unexpected: Iterable[str], ignore: Sequence[str]
 ) -> None:
-    """
-    Raises:
-        UserError: weights are missing, or the files have weights that the model does not take.
-    """
     if lost := sorted(missing):
         raise UserError(
             f"the weights of {title} are incomplete",

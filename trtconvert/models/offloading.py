@@ -131,7 +131,6 @@ def move(part: nn.Module, device: torch.device | str) -> None:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    """Undoes `offload`: the module computes where its weights are."""
     from diffusers.hooks.hooks import HookRegistry
 
     if not _hooks(module):
@@ -267,8 +266,6 @@ def _checkpointed(
 
 
 class _Recomputation:
-    """The context of a block that is computed again."""
-
     def __init__(self, module: nn.Module, restart: Callable[[], Interception]) -> None:
         self._module, self._restart, self._stack = module, restart, ExitStack()
 

@@ -161,8 +161,6 @@ class PipelineSampler:
 
 @dataclass
 class _Counted:
-    """A denoiser that counts its calls."""
-
     denoiser: Denoiser
     calls: int = 0
     part_of: _Counted | None = None

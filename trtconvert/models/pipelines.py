@@ -191,8 +191,6 @@ class PipelineCaller:
         Args:
             given: arguments of the call.
             where: the field of the recipe that has them.
-        Raises:
-            UserError: the pipeline does not take one of them.
         """
         if unknown := sorted(given.keys() - self.parameters):
             raise UserError(
@@ -203,10 +201,6 @@ class PipelineCaller:
             )
 
     def _refuse_lacking(self) -> None:
-        """
-        Raises:
-            UserError: the pipeline's call needs an argument that the recipe does not give.
-        """
         given = {"prompt", "class_labels", "batch_size", *EMBEDDINGS, *(f"negative_{name}" for name in EMBEDDINGS)}
         wanted = [
             name
@@ -452,7 +446,6 @@ def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zeros(*arguments: Any, **named: Any) -> Any:
-    """Replaces the forward of a denoiser: returns a prediction of zeros."""
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
     x = next(x for x in (*arguments, *named.values()) if isinstance(x, Tensor))

@@ -92,7 +92,6 @@ def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[
 
 
 def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtype: str) -> DiffusionModel:
-    """Returns a model with a copy of its denoiser that computes on a device in a type."""
     import torch
 
     from trtconvert.models.denoiser import sampled_from
@@ -131,8 +130,6 @@ def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) ->
 
 
 def _casting(names: Sequence[str], floating: set[str], dtype: Any) -> Callable[..., Any]:
-    """Returns a hook that casts a denoiser's inputs to its type, other than timesteps and whole numbers."""
-
     def cast(name: str, x: Any) -> Any:
         return x.to(dtype) if name in floating else x
 

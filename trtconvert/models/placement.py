@@ -115,7 +115,6 @@ def _memory_problem(size: int, what: str) -> str:
 
 
 def _weight_bytes(weights: Path | None) -> int:
-    """Returns the bytes of the files of weights; 0 for models that an entry point makes."""
     if weights is None:
         return 0
     if weights.is_file():

@@ -85,20 +85,15 @@ def _shapes(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, tuple[int, ...]],
     return tuple((name, tuple(x.shape)) for name, x in tensors.items())
 
 
-def _extremes(caller: PipelineCaller) -> tuple[str, ...]:
-    """Returns the shortest and the longest prompt."""
+def _shortest_and_longest(caller: PipelineCaller) -> tuple[str, ...]:
     return tuple(dict.fromkeys((min(caller.prompts, key=len), max(caller.prompts, key=len))))
 
 
 def _refuse_different(caller: PipelineCaller, sizes: Mapping[str, int]) -> None:
-    """
-    Raises:
-        UserError: the denoiser gets as many tokens as a prompt has, so that an engine of one length would refuse other prompts.
-    """
-    texts = _extremes(caller)
+    texts = _shortest_and_longest(caller)
     if not caller.takes_prompts or len(texts) < 2:
         return
-    shapes = [_natural(caller, sizes, text) for text in texts]
+    shapes = [_shapes_without_length(caller, sizes, text) for text in texts]
     for name, shape in shapes[0].items():
         axis = next((i for i, size in enumerate(shape) if shapes[1][name][i] != size), None)
         if axis is None:
@@ -128,8 +123,7 @@ def _other_than_a_range(caller: PipelineCaller) -> str:
     )
 
 
-def _natural(caller: PipelineCaller, sizes: Mapping[str, int], text: str) -> Shapes:
-    """Returns the shapes of the denoiser's first inputs for a prompt."""
+def _shapes_without_length(caller: PipelineCaller, sizes: Mapping[str, int], text: str) -> Shapes:
     arguments = caller.first_call([0] * sizes["batch"], sizes, captions=[text] * sizes["batch"])
     return dict(_shapes(caller.taken_apart(arguments)[1]))
 
@@ -198,7 +192,7 @@ def prompt_lengths(
         UserError: a prompt's number of tokens is outside of the range.
     """
     found: dict[str, int] = {}
-    for text in _extremes(caller):
+    for text in _shortest_and_longest(caller):
         for shapes in first_step(caller, record, timestep, sizes, prediction, [text] * sizes["batch"]).shapes:
             for name, shape in shapes.items():
                 for size, dim in zip(shape, inputs.shapes.get(name, ()), strict=False):

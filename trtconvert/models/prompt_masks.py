@@ -346,7 +346,6 @@ def _turns(
 
 
 def _as_complex(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotations for the tokens of prompts, of images, and of images followed by prompts."""
     text, image = (torch.view_as_complex(x.contiguous()) for x in (text, image))
     return text, image, torch.cat([image, text], dim=1)
 
@@ -371,10 +370,6 @@ def _refuse_beyond(model: nn.Module, tables: Sequence[Tensor], largest: Sequence
 
 
 def _refuse_further(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UserError: one of the arguments is given, and the forwards here ignore it.
-    """
     if given := [name for name, value in arguments.items() if value is not None and value != {}]:
         raise UserError(
             f"{type(model).__name__} is converted without '{given[0]}'",

@@ -56,7 +56,7 @@ def saved_sizes(folder: Path) -> dict[str, int]:
     size = denoiser.get("sample_size", _OF_CLASSES.get(str(denoiser.get("_class_name"))))
     height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
     height, width = denoiser.get("sample_height", height), denoiser.get("sample_width", width)
-    spatial = _spatial(saved_config(folder, "vae")) if (folder / "vae").is_dir() else 1
+    spatial = _pixels_per_latent(saved_config(folder, "vae")) if (folder / "vae").is_dir() else 1
     found: dict[str, int] = {}
     if spatial and _is_count(height) and _is_count(width):
         found = {"height": height * spatial, "width": width * spatial}
@@ -65,8 +65,7 @@ def saved_sizes(folder: Path) -> dict[str, int]:
     return found | ({"frames": frames} if _is_count(frames) else {})
 
 
-def _spatial(vae: Mapping[str, Any]) -> int | None:
-    """Returns the VAE's pixels per latent in a row; None where the configuration does not have the number."""
+def _pixels_per_latent(vae: Mapping[str, Any]) -> int | None:
     for name in ("scale_factor_spatial", "spatial_compression_ratio"):
         if _is_count(vae.get(name)):
             return vae[name]

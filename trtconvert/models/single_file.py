@@ -186,10 +186,6 @@ def _whole_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _refuse_other_prediction(file: Path, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        UserError: the file has the mark of a model that predicts velocities, and the scheduler expects another prediction.
-    """
     path = folder / "scheduler" / "scheduler_config.json"
     if "v_pred" in tensors and path.is_file():
         predicted = json.loads(path.read_text()).get("prediction_type", "epsilon")
@@ -230,17 +226,15 @@ def _taken_apart(
 def _renamed(
     file: Path, folder: Path, part: str, kind: Any, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Returns the tensors by the names of a model of diffusers or transformers, and the names in the file that were used.
-
-    Raises:
-        UserError: the tensors are not of that model.
-    """
+    """Returns the tensors by the names of a model of diffusers or transformers, and the names in the file that were used."""
     try:
         if hasattr(kind, "load_config"):
-            rename = _rule(kind, dict(kind.load_config(folder / part, local_files_only=True)), tensors)
+            rename = _diffusers_renaming(kind, dict(kind.load_config(folder / part, local_files_only=True)), tensors)
         else:
-            rename = _text_rule(kind, kind.config_class.from_pretrained(folder / part, local_files_only=True), tensors)
-        used = _traced(rename, tensors)
+            rename = _text_encoder_renaming(
+                kind, kind.config_class.from_pretrained(folder / part, local_files_only=True), tensors
+            )
+        used = _used_names(rename, tensors)
         state = {name: x for name, x in rename(dict(tensors)).items() if x is not None}
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         known = [f"{name} {list(x.shape)}" for name, x in list(tensors.items())[:3]]
@@ -256,7 +250,7 @@ def _renamed(
 Rename = Callable[[dict[str, Tensor]], dict[str, Any]]
 
 
-def _rule(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rename:
+def _diffusers_renaming(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rename:
     """Returns diffusers' renaming of a file's weights for one of its classes; no renaming where they have the class's names."""
     import diffusers
     from accelerate import init_empty_weights
@@ -275,7 +269,7 @@ def _rule(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     return lambda given: convert(checkpoint=given, **({"config": config} if takes_config else {}))
 
 
-def _text_rule(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
+def _text_encoder_renaming(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
     """Returns the renaming for a text encoder, whose weights all have one prefix."""
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
@@ -313,7 +307,7 @@ def _named_in(values: Any) -> Iterable[_Named]:
     return [x for x in tree_leaves(values) if isinstance(x, _Named)]
 
 
-def _traced(rename: Rename, tensors: Mapping[str, Tensor]) -> set[str]:
+def _used_names(rename: Rename, tensors: Mapping[str, Tensor]) -> set[str]:
     """Returns the names of a file's weights that reach a renaming's result; the rest was dropped. Nothing is computed."""
     named: dict[str, Tensor] = {}
     for name, x in tensors.items():

@@ -53,11 +53,7 @@ def stand_ins(caller: PipelineCaller, seeds: Sequence[int], tokens: int) -> dict
 
 
 def _labels(caller: PipelineCaller, seeds: Sequence[int]) -> list[int]:
-    """Returns a class for each sample: the recipe's by turns, else drawn by the sample's seed; none without classes.
-
-    Raises:
-        UserError: the recipe's class labels are not classes of the model.
-    """
+    """Returns a class for each sample: the recipe's by turns, else drawn by the sample's seed; none without classes."""
     config = caller.denoiser.config
     classes = next((config[name] for name in _CLASSES if isinstance(config.get(name), int)), None)
     chosen = caller.arguments.get("class_labels")
@@ -108,8 +104,6 @@ def _embedding_shape(caller: PipelineCaller, name: str, number: int) -> tuple[in
 
     Args:
         number: of tokens, where the model's configuration has none.
-    Raises:
-        UserError: the model's configuration lacks the width.
     """
     config = caller.denoiser.config
     widths, tokens = EMBEDDINGS[name]

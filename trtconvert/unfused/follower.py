@@ -145,10 +145,10 @@ class Unfused:
         """Records that a call which is not followed reads or writes a known tensor."""
         if func in OF_SHAPES:
             return
-        results = [x for x in _each([result]) if isinstance(x, Tensor)]
+        results = [x for x in _with_entries_of_lists([result]) if isinstance(x, Tensor)]
         name = _name_of(func)
         writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
-        for place, x in enumerate(_each([*args, *named.values()])):
+        for place, x in enumerate(_with_entries_of_lists([*args, *named.values()])):
             known = self._of(x)
             if known is None or not (results or writes) or (place and func in OF_FIRST):
                 continue
@@ -269,8 +269,7 @@ class Unfused:
         return made_of if made_of is not None and made_of.shape[2:] == x.shape[1:] else None
 
 
-def _each(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields values, and the entries of lists among them."""
+def _with_entries_of_lists(values: Iterable[Any]) -> Iterator[Any]:
     for x in values:
         if isinstance(x, (list, tuple)):
             yield from x

@@ -158,7 +158,7 @@ class Layout:
     def _arranged(self, x: Tensor, axes: str, *last: str) -> Tensor:
         """Returns a tensor with the axes [*samples, *heads, *last]; missing axes have size 1."""
         if self.heads == _HEAD and self.samples in axes:
-            x, axes = self._unmerged(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + _HEAD)
+            x, axes = self._split_samples(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + _HEAD)
         order = [*self.samples, *self.heads, *last]
         places = [axes.index(axis) for axis in order if axis in axes]
         if places != sorted(places):
@@ -168,8 +168,7 @@ class Layout:
                 x = x.unsqueeze(place)
         return x
 
-    def _unmerged(self, x: Tensor, place: int) -> Tensor:
-        """Returns a tensor whose axis at a place is split into samples and heads."""
+    def _split_samples(self, x: Tensor, place: int) -> Tensor:
         made_of = self.unmerged(x) if place == 0 else None
         if made_of is not None and made_of.shape[1] == self.sizes[_HEAD]:
             return made_of

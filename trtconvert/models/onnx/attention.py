@@ -346,11 +346,7 @@ class _Logits:
         return steps
 
     def _output(self, last: Step, probabilities: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the orders of `output_of` for the last product.
-
-        Raises:
-            _Unlike: it does not multiply probabilities by values.
-        """
+        """Returns the orders of `output_of` for the last product."""
         axes, rank = self._of.axes, len(self._of.axes.order)
         if last.op == "MatMul" and axes.order == _same(rank):
             return _same(rank), _same(rank)

@@ -307,7 +307,7 @@ class GraphDenoiser(nn.Module):
             else:
                 path, _, attribute = names[name].rpartition(".")
                 module = self._scope(path) if path else self
-                place = _free(module, attribute)
+                place = _free_name(module, attribute)
                 module.register_parameter(place, nn.Parameter(value, requires_grad=False))
                 self._places[name] = f"{path}.{place}" if path else place
 
@@ -317,7 +317,7 @@ class GraphDenoiser(nn.Module):
             found = module._modules.get(part)
             if found is None:
                 found = Scope()
-                module.add_module(_free(module, part), found)
+                module.add_module(_free_name(module, part), found)
             module = found
         return module
 
@@ -412,8 +412,7 @@ def _weight_names(graph: Graph, values: Mapping[str, Value]) -> dict[str, str]:
     return names
 
 
-def _free(module: nn.Module, name: str) -> str:
-    """Returns a name for a part of a module that is not taken yet."""
+def _free_name(module: nn.Module, name: str) -> str:
     name = name or "weight"
     while hasattr(module, name):
         name += "_"

@@ -40,8 +40,6 @@ def _operator(function: Callable[[Any, Any], Any]) -> Callable[..., Tensor]:
 
 
 def _of_tensor(function: Callable[[Call, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Wraps a function that takes no numbers."""
-
     def computed(call: Call, x: Tensor) -> Tensor:
         return function(call, x)
 

@@ -46,7 +46,7 @@ def read_graph(path: Path) -> ir.Model:
             raise UserError(
                 f"the functions in {path} cannot be inlined",
                 expected="calls with the inputs, outputs and attributes that the functions have",
-                got=first_line(_origin(error)),
+                got=first_line(_root_cause(error)),
                 remedy="export the model with torch.onnx.export; onnx.checker.check_model tells more",
             ) from error
     opset = model.graph.opset_imports.get("", model.opset_imports.get("", 0))
@@ -111,7 +111,7 @@ def _read(path: Path) -> ir.Model:
     try:
         model = ir.serde.deserialize_model(stored)
     except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_model(path, _origin(error)) from error
+        raise _no_model(path, _root_cause(error)) from error
     if not model.graph.outputs or not len(model.graph):
         raise UserError(
             f"{path} is no ONNX model, or damaged",
@@ -131,8 +131,7 @@ def _no_model(path: Path, error: BaseException) -> UserError:
     )
 
 
-def _origin(error: BaseException) -> BaseException:
-    """Returns the original error: libraries wrap it in errors that repeat the graph."""
+def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -157,11 +156,6 @@ def _external(model: ir.Model) -> Iterator[tuple[ir.Value | tuple[ir.Node, str],
 
 
 def _refuse_unfit_place(path: Path, tensor: ir.ExternalTensor) -> None:
-    """
-    Raises:
-        UserError: weights are outside of the model's folder, missing, shorter than in the graph, or have several names on the
-            disk.
-    """
     folder, location = path.parent, os.path.normpath(tensor.location)
     file = folder / location
     # Caches have links in the model's folder to files of other names in the folder of the model's own file.

@@ -49,14 +49,14 @@ def first_flaw(model: onnx.ModelProto) -> Flaw | None:
 
 
 def _flaws(model: onnx.ModelProto) -> Iterator[Flaw]:
-    yield from _of_graph(model.graph)
+    yield from _flaws_of_graph(model.graph)
     calls: dict[Function, list[Function]] = {}
     for function in model.functions:
         called: list[Function] = []
         calls[function.domain, function.name, function.overload] = called
-        yield from _of_names(function.input, (), function.node)
+        yield from _repeated_names(function.input, (), function.node)
         for node in function.node:
-            yield from _of_node(node, called)
+            yield from _flaws_of_node(node, called)
     if cycle := _cycle(calls):
         yield Flaw(
             "has a function that calls itself",
@@ -66,20 +66,20 @@ def _flaws(model: onnx.ModelProto) -> Iterator[Flaw]:
         )
 
 
-def _of_graph(graph: onnx.GraphProto, called: list[Function] | None = None) -> Iterator[Flaw]:
+def _flaws_of_graph(graph: onnx.GraphProto, called: list[Function] | None = None) -> Iterator[Flaw]:
     """Yields flaws of a graph and of the graphs in its nodes. `called` gets the functions that nodes may call."""
     for tensor in graph.initializer:
-        yield from _of_tensor(tensor, f"the weight '{tensor.name}'")
-    yield from _of_names((value.name for value in graph.input), (x.name for x in graph.initializer), graph.node)
+        yield from _flaws_of_tensor(tensor, f"the weight '{tensor.name}'")
+    yield from _repeated_names((value.name for value in graph.input), (x.name for x in graph.initializer), graph.node)
     for what, values in (("input", graph.input), ("output", graph.output), ("value", graph.value_info)):
         for value in values:
             if value.type.HasField("tensor_type") and (kind := value.type.tensor_type.elem_type) not in _KNOWN:
                 yield _unknown_type(f"the {what} '{value.name}'", kind)
     for node in graph.node:
-        yield from _of_node(node, called)
+        yield from _flaws_of_node(node, called)
 
 
-def _of_node(node: onnx.NodeProto, called: list[Function] | None) -> Iterator[Flaw]:
+def _flaws_of_node(node: onnx.NodeProto, called: list[Function] | None) -> Iterator[Flaw]:
     if called is not None:
         called.append((node.domain, node.op_type, node.overload))
     for attribute in node.attribute:
@@ -91,17 +91,16 @@ def _of_node(node: onnx.NodeProto, called: list[Function] | None) -> Iterator[Fl
                 remedy=_AGAIN,
             )
         if attribute.HasField("t"):
-            yield from _of_tensor(attribute.t, f"the constant '{attribute.name}' of {_shown(node)}")
+            yield from _flaws_of_tensor(attribute.t, f"the constant '{attribute.name}' of {_shown(node)}")
         for tensor in attribute.tensors:
-            yield from _of_tensor(tensor, f"a constant of '{attribute.name}' of {_shown(node)}")
+            yield from _flaws_of_tensor(tensor, f"a constant of '{attribute.name}' of {_shown(node)}")
         if attribute.HasField("g"):
-            yield from _of_graph(attribute.g, called)
+            yield from _flaws_of_graph(attribute.g, called)
         for graph in attribute.graphs:
-            yield from _of_graph(graph, called)
+            yield from _flaws_of_graph(graph, called)
 
 
-def _of_names(inputs: Iterable[str], weights: Iterable[str], nodes: Sequence[onnx.NodeProto]) -> Iterator[Flaw]:
-    """Yields pairs of values with one name."""
+def _repeated_names(inputs: Iterable[str], weights: Iterable[str], nodes: Sequence[onnx.NodeProto]) -> Iterator[Flaw]:
     made: dict[str, str] = {}
     for name in inputs:
         if name in made:
@@ -124,7 +123,7 @@ def _same_name(name: str, first: str, second: str) -> Flaw:
     )
 
 
-def _of_tensor(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
+def _flaws_of_tensor(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     kind = tensor.data_type
     if kind not in _KNOWN or kind == ir.DataType.UNDEFINED:
         yield _unknown_type(what, kind)
@@ -132,13 +131,12 @@ def _of_tensor(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     if any(size < 0 for size in tensor.dims):
         yield Flaw(f"is damaged at {what}", "sizes from 0", str(list(tensor.dims)), _AGAIN)
     elif tensor.data_location == onnx.TensorProto.EXTERNAL:
-        yield from _of_place(tensor, what)
+        yield from _flaws_of_place(tensor, what)
     else:
-        yield from _of_numbers(tensor, what)
+        yield from _flaws_of_count(tensor, what)
 
 
-def _of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
-    """Yields flaws of the place of a tensor in another file."""
+def _flaws_of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     said = {entry.key: entry.value for entry in tensor.external_data}
     remedy = (
         "export or download the model again, with the files beside it; or save a whole one again: "
@@ -157,8 +155,7 @@ def _of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
             )
 
 
-def _of_numbers(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
-    """Yields a flaw if there are fewer or more numbers than the shape has."""
+def _flaws_of_count(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     kind, count = ir.DataType(tensor.data_type), math.prod(tensor.dims)
     if tensor.HasField("raw_data"):
         if kind == ir.DataType.STRING:

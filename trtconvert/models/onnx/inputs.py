@@ -98,7 +98,7 @@ def read_inputs(
     Raises:
         UserError: an input or the output cannot be told, or a size is missing.
     """
-    values = _given(model)
+    values = _inputs_but_weights(model)
     _refuse_unfit(path, values)
     timestep = _timestep(path, values, timestep)
     outputs = {value.name or "": value for value in model.graph.outputs}
@@ -128,8 +128,7 @@ def read_inputs(
     )
 
 
-def _given(model: ir.Model) -> dict[str, ir.Value]:
-    """Returns the inputs that are not weights."""
+def _inputs_but_weights(model: ir.Model) -> dict[str, ir.Value]:
     return {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
 
 
@@ -137,7 +136,7 @@ def proposed_options(path: Path, model: ir.Model) -> dict[str, tuple[Any, str]]:
     """Returns options for a first recipe: values, and their descriptions. A description of an option that cannot be told lists
     the choices."""
     options: dict[str, tuple[Any, str]] = {}
-    values, outputs = _given(model), {value.name or "": value for value in model.graph.outputs}
+    values, outputs = _inputs_but_weights(model), {value.name or "": value for value in model.graph.outputs}
     found: dict[str, str] = {}
     for what, find in (
         ("timestep", lambda: _timestep(path, values, None)),
@@ -158,7 +157,8 @@ def proposed_options(path: Path, model: ir.Model) -> dict[str, tuple[Any, str]]:
     sizes = {
         name: list(BATCH) if name == batch else guessed[name]
         for name in symbols
-        if name == batch or not (isinstance(batch, str) and _OF_BATCH.search(name) and name not in _inner(values))
+        if name == batch
+        or not (isinstance(batch, str) and _OF_BATCH.search(name) and name not in _inner_dimensions(values))
     }
     if sizes:
         options["sizes"] = (sizes, "of the inputs' dimensions: a number, or [min, opt, max]")
@@ -257,16 +257,11 @@ def _shape_or_none(value: ir.Value) -> tuple[int | str, ...]:
     return _shape(value) if value.shape is not None else ()
 
 
-def _inner(values: Mapping[str, ir.Value]) -> set[int | str]:
-    """Returns the dimensions that are not the first of an input."""
+def _inner_dimensions(values: Mapping[str, ir.Value]) -> set[int | str]:
     return {size for value in values.values() for size in _shape_or_none(value)[1:]}
 
 
 def _refuse_unfit(path: Path, values: Mapping[str, ir.Value]) -> None:
-    """
-    Raises:
-        UserError: an input is a weight, or has no shape, or a type that denoisers do not take.
-    """
     for name, value in values.items():
         weighs = [node for node, place in value.uses() if (node.op_type, place) in _WEIGHT_PLACES]
         static = value.shape is not None and all(isinstance(size, int) for size in value.shape) and len(value.shape) > 1

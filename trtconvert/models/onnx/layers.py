@@ -121,7 +121,7 @@ def fuse_group_norms(graph: Graph, shapes: Shapes, constants: dict[str, Value]) 
     made, read = graph.producers(), graph.readers()
     changes = dict[Step, Sequence[Step]]()
     for step in graph.steps:
-        if step.op != "InstanceNormalization" or not _is_plain(step, constants):
+        if step.op != "InstanceNormalization" or not _has_ones_and_zeros(step, constants):
             continue
         before, after = made.get(step.inputs[0]), read[step.outputs[0]]
         if before is None or before.op != "Reshape" or len(after) != 1 or after[0].op != "Reshape":
@@ -136,7 +136,7 @@ def fuse_group_norms(graph: Graph, shapes: Shapes, constants: dict[str, Value]) 
             found = follows[0] if len(follows) == 1 and follows[0].op == op else None
             name = next((x for x in found.inputs if x != last.outputs[0]), "") if found is not None else ""
             weight = constants.get(name)
-            if found is None or not isinstance(weight, Tensor) or not _is_of_channels(weight, shape):
+            if found is None or not isinstance(weight, Tensor) or not _has_number_per_channel(weight, shape):
                 break
             constants[f"{name}:channels"] = weight.reshape(-1)
             inputs.append(f"{name}:channels")
@@ -151,8 +151,7 @@ def fuse_group_norms(graph: Graph, shapes: Shapes, constants: dict[str, Value]) 
     graph.replace(changes)
 
 
-def _is_plain(step: Step, constants: Mapping[str, Value]) -> bool:
-    """Whether a norm's own factors are ones and its shifts zeros."""
+def _has_ones_and_zeros(step: Step, constants: Mapping[str, Value]) -> bool:
     for name, number in zip(step.inputs[1:], (1, 0), strict=False):
         value = constants.get(name)
         if value is None or not np.all(np.asarray(value, dtype=np.float32) == number):
@@ -160,7 +159,6 @@ def _is_plain(step: Step, constants: Mapping[str, Value]) -> bool:
     return len(step.inputs) == 3
 
 
-def _is_of_channels(weight: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a weight has exactly a number for each channel of images of a shape."""
+def _has_number_per_channel(weight: Tensor, shape: Sequence[int]) -> bool:
     rank = len(shape) - 2
     return weight.numel() == shape[1] and tuple(weight.shape)[-rank - 1 :] == (shape[1], *[1] * rank)

@@ -117,10 +117,6 @@ def onnx_model(
 
 
 def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UserError: an option is of another kind.
-    """
     wrong = [(name, "text", value) for name, value in texts.items() if value is not None and not isinstance(value, str)]
     wrong += [
         (name, "a mapping of names to numbers", value)
@@ -197,10 +193,6 @@ def _with_timesteps(graph: Graph, inputs: Inputs) -> None:
 
 
 def _refuse_unknown(path: Path, graph: Graph) -> None:
-    """
-    Raises:
-        UserError: the graph has unknown operators.
-    """
     unknown = {step.op: step for step in graph.steps if step.op not in OPERATORS and step.op != "If"}
     if not unknown:
         return
@@ -221,11 +213,7 @@ def _refuse_unknown(path: Path, graph: Graph) -> None:
 def _prediction(
     path: Path, inputs: Inputs, found: tuple[int, ...], opt: Mapping[str, int]
 ) -> tuple[tuple[int | str, ...], int | None]:
-    """Returns the prediction's shape, and the number of the output's channels that belong to it, None for all.
-
-    Raises:
-        UserError: the output does not have the shape of the sample.
-    """
+    """Returns the prediction's shape, and the number of the output's channels that belong to it, None for all."""
     spec = inputs.specs[0]
     wanted = tuple(shape_of(spec.shape, opt))
     if found == wanted:
@@ -247,11 +235,7 @@ def _as_site(left: Left) -> Site:
 
 
 def _check_sizes(path: Path, model: DiffusionModel) -> None:
-    """Runs the module on fake tensors of the smallest and of the largest sizes.
-
-    Raises:
-        UserError: the graph takes one size only, although its inputs are symbolic.
-    """
+    """Runs the module on fake tensors of the smallest and of the largest sizes."""
     for place in (0, 2):
         sizes = {name: size[place] for name, size in model.dims.items()}
         with shapes_alone(), torch.inference_mode():
@@ -279,11 +263,7 @@ def _check_sizes(path: Path, model: DiffusionModel) -> None:
 
 
 def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: DiffusionModel, opt: Mapping[str, int]) -> None:
-    """Compares the module's output with ONNX Runtime's, in FP32.
-
-    Raises:
-        UserError: they differ: ONNX Runtime computes an operator differently.
-    """
+    """Compares the module's output with ONNX Runtime's, in FP32."""
     import onnxruntime
 
     example = found.example(0, opt)

@@ -46,7 +46,6 @@ def _split_mask(call: Call, mask: Value) -> Tensor:
 
 
 def _as_added(call: Call, mask: Value) -> Tensor:
-    """Turns a mask of truth values into one that is added to logits."""
     tensor = call.tensor(mask)
     kept = tensor if call.get("kept") else ~tensor
     return torch.zeros_like(tensor, dtype=call.types.current).masked_fill(~kept, -math.inf)

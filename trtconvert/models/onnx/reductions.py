@@ -31,7 +31,6 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """Squares in float32, see `_power`."""
     return x.float() * x.float() if x.is_floating_point() else x * x
 
 

@@ -133,10 +133,6 @@ class Trained:
         return NoiseSchedule(ddpm_betas(timesteps, schedule))
 
     def _refuse_unfit_numbers(self, schedule: str) -> None:
-        """
-        Raises:
-            UserError: a number is out of range, or the schedule has no such number.
-        """
         of_range = ("sigma_min", "sigma_max", "sigma_data")
         without = {EDM: ("timesteps", "shift"), FLOW: of_range}.get(schedule, ("shift", *of_range))
         for option, (expected, fits) in _FITS.items():

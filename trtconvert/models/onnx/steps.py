@@ -141,10 +141,6 @@ def _branch(
 
 
 def _refuse_unordered(steps: Sequence[Step], known: set[str]) -> None:
-    """
-    Raises:
-        UserError: a step reads a value that no earlier step computes.
-    """
     known = set(known)
     for step in steps:
         if missing := [name for name in step.inputs if name not in known]:
@@ -158,7 +154,6 @@ def _refuse_unordered(steps: Sequence[Step], known: set[str]) -> None:
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """Returns the value of a Constant, in any of its forms."""
     ((name, attribute),) = node.attributes.items()
     value = attribute.value
     if name == "value":
@@ -205,6 +200,5 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def _valid(path: str) -> str:
-    """Returns a path whose parts can be names of modules."""
     parts = [re.sub(r"[^\w-]", "_", part) for part in path.split(".") if part]
     return ".".join(parts)
