@@ -1,4 +1,4 @@
-"""ONNX files that are damaged, or that no denoiser can be made of, are refused before anything is calibrated."""
+"""ONNX files that are damaged or hold no denoiser are refused before anything is calibrated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def changed(path: Path, change) -> Path:
 def test_weights_beside_a_graph_are_read(kind, tmp_path):
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data", kind=kind)
     assert any(isinstance(v.const_value, ir.ExternalTensor) for v in read_graph(path).graph.initializers.values())
-    onnx_model(path)  # which compares it with ONNX Runtime
+    onnx_model(path)  # compares the module with ONNX Runtime
 
 
 def test_weights_are_found_behind_the_links_of_a_cache(tmp_path):
@@ -94,7 +94,7 @@ def test_files_of_weights_without_a_name_are_refused(location, tmp_path):
 
 
 def of_node(index: int, name: str):
-    """Give a node's output another name."""
+    """Renames a node's output."""
 
     def change(model: onnx.ModelProto) -> None:
         model.graph.node[index].output[0] = name
@@ -249,7 +249,7 @@ def test_control_flow_is_refused(tmp_path):
 
 
 def test_a_branch_that_sizes_decide_is_taken(tmp_path):
-    """As of a squeeze that an exporter does not know to be one."""
+    """Exporters write such a branch for a squeeze of an axis of unknown size."""
     body = BODY.replace(
         "attended = MatMul(p, v)",
         """sizes = Shape<start = 2, end = 3>(v)
@@ -329,7 +329,7 @@ DEEP = range(1, 1500)
     ids=["logits", "a mask", "a GELU"],
 )
 def test_long_chains_end(first, each, last, told, tmp_path):
-    """What is looked at twice in each of so many steps is looked at for ever, and what calls itself there does not return."""
+    """A search that visits each of many steps twice would not end, and recursion would overflow the stack."""
     lines = [*first, *(each.format(i, i - 1) for i in DEEP), last, "p = Softmax<axis = -1>(s)"]
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", plain("\n".join(lines)))
     if told:
