@@ -1002,7 +1002,7 @@ class Refused:
 REFUSED = {
     "flux2_klein_kv": Refused(
         flux2_klein_kv,
-        "with an image, its first step gives keys and values that the others take; without one it converts",
+        "with an image, its first step returns keys and values for the others; without one it converts",
         ("returns 'kv_cache' beside its prediction", "got: Flux2KVCache", "that makes the model return kv_cache"),
         SIZE,
         images=("image",),
