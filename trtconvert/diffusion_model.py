@@ -340,11 +340,7 @@ def with_guidance(
 
 @dataclass(frozen=True)
 class _WholeTimesteps:
-    """A sampler whose denoisers get whole timesteps, for denoisers that look them up in a table.
-
-    Attributes:
-        place, name: of the timestep among the denoiser's inputs.
-    """
+    """A sampler whose denoisers get whole timesteps, for denoisers that look them up in a table."""
 
     sampler: Sampler
     place: int

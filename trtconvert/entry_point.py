@@ -122,11 +122,7 @@ def _module_file(place: Path) -> Path | None:
 
 
 def _imports(path: Path, package: str) -> Iterator[str]:
-    """Yields the names that a file imports: modules, and names in modules.
-
-    Args:
-        package: of the file, or the file's own, which relative imports start from.
-    """
+    """Yields the names that a file imports: modules, and names in modules. Relative imports start from `package`."""
     try:
         with warnings.catch_warnings(action="ignore"):  # importing the user's code shows them
             tree = ast.parse(path.read_bytes(), str(path))

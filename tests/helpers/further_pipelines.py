@@ -74,6 +74,9 @@ def convertible(
     return added
 
 
+# Configurations are written with many entries in a line.
+# fmt: off
+
 UNBINNED = {"call": {"use_resolution_binning": False}}
 TWO_PROMPTS = {"tokens": None, "prompts": ["a cat", "a dog"]}
 WAN, LTX = PIPELINES["wan"][1], PIPELINES["ltx"][1]
@@ -83,14 +86,8 @@ WAN, LTX = PIPELINES["wan"][1], PIPELINES["ltx"][1]
 def dit() -> Any:
     """Draws classes, with one more label for no class."""
     transformer = model(
-        diffusers.DiTTransformer2DModel,
-        **HEADS,
-        sample_size=8,
-        num_layers=2,
-        patch_size=2,
-        in_channels=4,
-        out_channels=8,
-        num_embeds_ada_norm=1000,
+        diffusers.DiTTransformer2DModel, **HEADS, sample_size=8, num_layers=2, patch_size=2, in_channels=4,
+        out_channels=8, num_embeds_ada_norm=1000,
     )
     scheduler = diffusers.DDIMScheduler(clip_sample=False)
     return pipeline(diffusers.DiTPipeline, transformer=transformer, vae=vae(4), scheduler=scheduler)
@@ -98,15 +95,9 @@ def dit() -> Any:
 
 def image_unet(**config: Any) -> Any:
     return model(
-        diffusers.UNet2DModel,
-        sample_size=16,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=32,
-        norm_num_groups=8,
-        **config,
+        diffusers.UNet2DModel, sample_size=16, block_out_channels=(32, 64), layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=32, norm_num_groups=8, **config,
     )
 
 
@@ -129,13 +120,8 @@ def consistency() -> Any:
 @convertible("what it was trained on")
 def ldm() -> Any:
     vqvae = model(
-        diffusers.VQModel,
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=3,
-        norm_num_groups=4,
-        num_vq_embeddings=16,
+        diffusers.VQModel, block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=3, norm_num_groups=4, num_vq_embeddings=16,
     )
     return pipeline(diffusers.LDMPipeline, vqvae=vqvae, unet=image_unet(), scheduler=diffusers.DDIMScheduler())
 
@@ -143,51 +129,29 @@ def ldm() -> Any:
 @convertible("a prompt, in pixels", {"height": 16, "width": 24})
 def deepfloyd() -> Any:
     return pipeline(
-        diffusers.IFPipeline,
-        unet=unet(in_channels=3, out_channels=6),
-        scheduler=diffusers.DDPMScheduler(variance_type="learned_range"),
-        requires_safety_checker=False,
+        diffusers.IFPipeline, unet=unet(in_channels=3, out_channels=6),
+        scheduler=diffusers.DDPMScheduler(variance_type="learned_range"), requires_safety_checker=False,
     )
 
 
 @convertible("a prompt", {"height": 64, "width": 64} | UNBINNED)
 def hunyuan_dit() -> Any:
     transformer = model(
-        diffusers.HunyuanDiT2DModel,
-        **HEADS,
-        sample_size=16,
-        num_layers=2,
-        patch_size=2,
-        in_channels=4,
-        cross_attention_dim=WIDTH,
-        cross_attention_dim_t5=WIDTH,
-        pooled_projection_dim=16,
-        hidden_size=64,
-        activation_fn="gelu-approximate",
-        text_len=8,
-        text_len_t5=8,
+        diffusers.HunyuanDiT2DModel, **HEADS, sample_size=16, num_layers=2, patch_size=2, in_channels=4,
+        cross_attention_dim=WIDTH, cross_attention_dim_t5=WIDTH, pooled_projection_dim=16, hidden_size=64,
+        activation_fn="gelu-approximate", text_len=8, text_len_t5=8,
     )
     return pipeline(
-        diffusers.HunyuanDiTPipeline,
-        transformer=transformer,
-        vae=vae(4, blocks=4),
-        scheduler=diffusers.DDPMScheduler(),
-        requires_safety_checker=False,
+        diffusers.HunyuanDiTPipeline, transformer=transformer, vae=vae(4, blocks=4),
+        scheduler=diffusers.DDPMScheduler(), requires_safety_checker=False,
     )
 
 
 @convertible("a prompt", SIZE)
 def chroma() -> Any:
     transformer = model(
-        diffusers.ChromaTransformer2DModel,
-        **HEADS,
-        in_channels=64,
-        num_layers=1,
-        num_single_layers=1,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(8, 12, 12),
-        approximator_hidden_dim=32,
-        approximator_layers=1,
+        diffusers.ChromaTransformer2DModel, **HEADS, in_channels=64, num_layers=1, num_single_layers=1,
+        joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12), approximator_hidden_dim=32, approximator_layers=1,
         approximator_num_channels=16,
     )
     return pipeline(diffusers.ChromaPipeline, transformer=transformer, vae=vae(16))
@@ -196,13 +160,9 @@ def chroma() -> Any:
 @convertible("a prompt and an image", images=("image",))
 def sdxl_refiner() -> Any:
     return pipeline(
-        diffusers.StableDiffusionXLImg2ImgPipeline,
-        unet=sdxl_unet(5),
-        vae=vae(4),
-        text_encoder_2=clip(projection=WIDTH),
-        tokenizer_2=clip_tokenizer(),
-        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"),
-        requires_aesthetics_score=True,
+        diffusers.StableDiffusionXLImg2ImgPipeline, unet=sdxl_unet(5), vae=vae(4),
+        text_encoder_2=clip(projection=WIDTH), tokenizer_2=clip_tokenizer(),
+        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"), requires_aesthetics_score=True,
         add_watermarker=False,
     )
 
@@ -210,16 +170,9 @@ def sdxl_refiner() -> Any:
 @convertible("an image", images=("image",))
 def marigold() -> Any:
     return pipeline(
-        diffusers.MarigoldDepthPipeline,
-        unet=unet(in_channels=8, out_channels=4),
-        vae=vae(4),
-        scheduler=diffusers.DDIMScheduler(clip_sample=False),
-        text_encoder=clip(),
-        tokenizer=clip_tokenizer(),
-        prediction_type="depth",
-        scale_invariant=True,
-        shift_invariant=True,
-        default_denoising_steps=2,
+        diffusers.MarigoldDepthPipeline, unet=unet(in_channels=8, out_channels=4), vae=vae(4),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False), text_encoder=clip(), tokenizer=clip_tokenizer(),
+        prediction_type="depth", scale_invariant=True, shift_invariant=True, default_denoising_steps=2,
         default_processing_resolution=32,
     )
 
@@ -257,33 +210,16 @@ def sana_parts(**config: Any) -> dict[str, Any]:
     """Linear attention within images, softmax attention to the prompt, and a VAE with other names of its blocks."""
     blocks = ("ResBlock", "EfficientViTBlock")
     autoencoder = model(
-        diffusers.AutoencoderDC,
-        latent_channels=4,
-        attention_head_dim=2,
-        encoder_block_types=blocks,
-        decoder_block_types=blocks,
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
+        diffusers.AutoencoderDC, latent_channels=4, attention_head_dim=2, encoder_block_types=blocks,
+        decoder_block_types=blocks, encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)), decoder_qkv_multiscales=((), (5,)), encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1), downsample_block_type="conv", upsample_block_type="interpolate",
         scaling_factor=0.41407,
     )
     transformer = model(
-        diffusers.SanaTransformer2DModel,
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_cross_attention_heads=2,
-        cross_attention_head_dim=32,
-        cross_attention_dim=64,
-        caption_channels=WIDTH,
-        sample_size=16,
-        **config,
+        diffusers.SanaTransformer2DModel, **HEADS, in_channels=4, out_channels=4, num_layers=1,
+        num_cross_attention_heads=2, cross_attention_head_dim=32, cross_attention_dim=64, caption_channels=WIDTH,
+        sample_size=16, **config,
     )
     return {"vae": autoencoder, "transformer": transformer}
 
@@ -306,29 +242,16 @@ def sana_sprint() -> Any:
 def llama(kind: str = "LlamaForCausalLM", vocabulary: int = 64) -> Any:
     """Makes a stand-in for language models that read prompts."""
     config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+        vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )
     return randomised(getattr(transformers, kind)(config))
 
 
 def flux2_vae() -> Any:
     return model(
-        diffusers.AutoencoderKLFlux2,
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
+        diffusers.AutoencoderKLFlux2, block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, layers_per_block=1, latent_channels=4, norm_num_groups=4,
     )
 
 
@@ -336,21 +259,11 @@ def flux2_vae() -> Any:
 def ernie_image() -> Any:
     """Pads prompts to the longest one of a call, and takes embeddings."""
     transformer = model(
-        diffusers.ErnieImageTransformer2DModel,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_layers=1,
-        ffn_hidden_size=64,
-        in_channels=16,
-        out_channels=16,
-        text_in_dim=WIDTH,
-        rope_axes_dim=(8, 12, 12),
+        diffusers.ErnieImageTransformer2DModel, hidden_size=64, num_attention_heads=2, num_layers=1, ffn_hidden_size=64,
+        in_channels=16, out_channels=16, text_in_dim=WIDTH, rope_axes_dim=(8, 12, 12),
     )
     return pipeline(
-        diffusers.ErnieImagePipeline,
-        transformer=transformer,
-        vae=flux2_vae(),
-        text_encoder=llama("LlamaModel"),
+        diffusers.ErnieImagePipeline, transformer=transformer, vae=flux2_vae(), text_encoder=llama("LlamaModel"),
         tokenizer=clip_tokenizer(),
     )
 
@@ -359,14 +272,8 @@ def ernie_image() -> Any:
 def bria_fibo() -> Any:
     """Takes the output of every layer of its text encoder, and pads prompts to the longest one of a call."""
     transformer = model(
-        diffusers.BriaFiboTransformer2DModel,
-        **HEADS,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        joint_attention_dim=2 * WIDTH,
-        text_encoder_dim=WIDTH,
-        axes_dims_rope=[8, 12, 12],
+        diffusers.BriaFiboTransformer2DModel, **HEADS, in_channels=16, num_layers=1, num_single_layers=1,
+        joint_attention_dim=2 * WIDTH, text_encoder_dim=WIDTH, axes_dims_rope=[8, 12, 12],
     )
     return pipeline(
         diffusers.BriaFiboPipeline,
@@ -386,15 +293,8 @@ def shifted_vae() -> Any:
 @convertible("a prompt", SIZE | {"batch": 1} | UNBINNED)
 def prx() -> Any:
     transformer = model(
-        diffusers.PRXTransformer2DModel,
-        patch_size=1,
-        in_channels=4,
-        context_in_dim=WIDTH,
-        hidden_size=64,
-        mlp_ratio=2.0,
-        num_heads=2,
-        depth=1,
-        axes_dim=[16, 16],
+        diffusers.PRXTransformer2DModel, patch_size=1, in_channels=4, context_in_dim=WIDTH, hidden_size=64,
+        mlp_ratio=2.0, num_heads=2, depth=1, axes_dim=[16, 16],
     )
     return pipeline(diffusers.PRXPipeline, transformer=transformer, vae=shifted_vae())
 
@@ -402,24 +302,12 @@ def prx() -> Any:
 @convertible("a prompt, a video", SIZE | {"frames": 7})
 def mochi() -> Any:
     transformer = model(
-        diffusers.MochiTransformer3DModel,
-        **HEADS,
-        patch_size=2,
-        num_layers=2,
-        pooled_projection_dim=16,
-        in_channels=12,
-        qk_norm="rms_norm",
-        text_embed_dim=WIDTH,
-        time_embed_dim=4,
-        max_sequence_length=16,
+        diffusers.MochiTransformer3DModel, **HEADS, patch_size=2, num_layers=2, pooled_projection_dim=16,
+        in_channels=12, qk_norm="rms_norm", text_embed_dim=WIDTH, time_embed_dim=4, max_sequence_length=16,
     )
     video = model(
-        diffusers.AutoencoderKLMochi,
-        latent_channels=12,
-        out_channels=3,
-        encoder_block_out_channels=(32, 32, 32, 32),
-        decoder_block_out_channels=(32, 32, 32, 32),
-        layers_per_block=(1, 1, 1, 1, 1),
+        diffusers.AutoencoderKLMochi, latent_channels=12, out_channels=3, encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32), layers_per_block=(1, 1, 1, 1, 1),
     )
     return pipeline(diffusers.MochiPipeline, transformer=transformer, vae=video)
 
@@ -427,34 +315,17 @@ def mochi() -> Any:
 @convertible("an embedding of an image, from the prior", SIZE)
 def kandinsky22() -> Any:
     denoiser = model(
-        diffusers.UNet2DConditionModel,
-        in_channels=4,
-        out_channels=8,
-        addition_embed_type="image",
+        diffusers.UNet2DConditionModel, in_channels=4, out_channels=8, addition_embed_type="image",
         down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
         up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        encoder_hid_dim=WIDTH,
-        encoder_hid_dim_type="image_proj",
-        cross_attention_dim=WIDTH,
-        attention_head_dim=32,
-        resnet_time_scale_shift="scale_shift",
-        class_embed_type=None,
-        norm_num_groups=8,
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn", block_out_channels=(32, 64), layers_per_block=1,
+        encoder_hid_dim=WIDTH, encoder_hid_dim_type="image_proj", cross_attention_dim=WIDTH, attention_head_dim=32,
+        resnet_time_scale_shift="scale_shift", class_embed_type=None, norm_num_groups=8,
     )
     movq = model(
-        diffusers.VQModel,
-        block_out_channels=(32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=32,
-        norm_type="spatial",
-        num_vq_embeddings=12,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        vq_embed_dim=4,
+        diffusers.VQModel, block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2,
+        layers_per_block=1, latent_channels=4, norm_num_groups=32, norm_type="spatial", num_vq_embeddings=12,
+        up_block_types=("UpDecoderBlock2D",) * 2, vq_embed_dim=4,
     )
     scheduler = diffusers.DDIMScheduler(
         beta_schedule="linear", beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1
@@ -464,22 +335,11 @@ def kandinsky22() -> Any:
 
 def kandinsky_parts(kind: Any, model_dim: int = 64, **options: Any) -> dict[str, Any]:
     transformer = model(
-        kind,
-        in_text_dim=WIDTH,
-        in_text_dim2=WIDTH,
-        time_dim=32,
-        model_dim=model_dim,
-        ff_dim=128,
-        num_text_blocks=1,
-        num_visual_blocks=1,
-        axes_dims=(8, 12, 12),
-        **options,
+        kind, in_text_dim=WIDTH, in_text_dim2=WIDTH, time_dim=32, model_dim=model_dim, ff_dim=128, num_text_blocks=1,
+        num_visual_blocks=1, axes_dims=(8, 12, 12), **options,
     )
     video = model(
-        diffusers.AutoencoderKLHunyuanVideo,
-        latent_channels=16,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
+        diffusers.AutoencoderKLHunyuanVideo, latent_channels=16, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
         norm_num_groups=4,
     )
     return {"transformer": transformer, "vae": video}
@@ -527,20 +387,13 @@ def with_parts_of_wan(kind: Any, transformer: Any, scheduler: Any) -> Any:
 
 
 @convertible(
-    "a prompt, a video, with timesteps of frames",
-    WAN | {"batch": 1, "call": {"ar_step": 1, "base_num_frames": 9}},
+    "a prompt, a video, with timesteps of frames", WAN | {"batch": 1, "call": {"ar_step": 1, "base_num_frames": 9}},
 )
 def sky_reels() -> Any:
     """Frames have timesteps of their own, and later frames lag behind."""
     transformer = model(
-        diffusers.SkyReelsV2Transformer3DModel,
-        **HEADS,
-        patch_size=(1, 2, 2),
-        text_dim=WIDTH,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-        inject_sample_info=True,
+        diffusers.SkyReelsV2Transformer3DModel, **HEADS, patch_size=(1, 2, 2), text_dim=WIDTH, ffn_dim=32, num_layers=2,
+        rope_max_seq_len=32, inject_sample_info=True,
     )
     return with_parts_of_wan(diffusers.SkyReelsV2DiffusionForcingPipeline, transformer, wan_scheduler())
 
@@ -554,72 +407,31 @@ def ltx_2() -> Any:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
     transformer = model(
-        diffusers.LTX2VideoTransformer3DModel,
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        cross_attention_dim=64,
-        audio_in_channels=4,
-        audio_out_channels=4,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=32,
-        audio_cross_attention_dim=64,
-        num_layers=1,
-        caption_channels=WIDTH,
-        rope_double_precision=False,
+        diffusers.LTX2VideoTransformer3DModel, **HEADS, in_channels=4, out_channels=4, cross_attention_dim=64,
+        audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2, audio_attention_head_dim=32,
+        audio_cross_attention_dim=64, num_layers=1, caption_channels=WIDTH, rope_double_precision=False,
     )
     connectors = model(
-        LTX2TextConnectors,
-        caption_channels=WIDTH,
-        text_proj_in_factor=1,
-        video_connector_num_attention_heads=2,
-        video_connector_attention_head_dim=16,
-        video_connector_num_layers=1,
-        video_connector_num_learnable_registers=None,
-        audio_connector_num_attention_heads=2,
-        audio_connector_attention_head_dim=16,
-        audio_connector_num_layers=1,
-        audio_connector_num_learnable_registers=None,
-        connector_rope_base_seq_len=32,
-        rope_theta=10000.0,
-        rope_double_precision=False,
-        causal_temporal_positioning=False,
+        LTX2TextConnectors, caption_channels=WIDTH, text_proj_in_factor=1, video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=16, video_connector_num_layers=1,
+        video_connector_num_learnable_registers=None, audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=16, audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=None, connector_rope_base_seq_len=32, rope_theta=10000.0,
+        rope_double_precision=False, causal_temporal_positioning=False,
     )
     video = model(
-        diffusers.AutoencoderKLLTX2Video,
-        latent_channels=4,
-        block_out_channels=(8,),
-        decoder_block_out_channels=(8,),
-        layers_per_block=(1,),
-        decoder_layers_per_block=(1, 1),
-        spatio_temporal_scaling=(True,),
-        decoder_spatio_temporal_scaling=(True,),
-        decoder_inject_noise=(False, False),
-        downsample_type=("spatial",),
-        upsample_residual=(False,),
-        upsample_factor=(1,),
-        patch_size=1,
-        encoder_causal=True,
-        decoder_causal=False,
+        diffusers.AutoencoderKLLTX2Video, latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,),
+        layers_per_block=(1,), decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,), decoder_inject_noise=(False, False), downsample_type=("spatial",),
+        upsample_residual=(False,), upsample_factor=(1,), patch_size=1, encoder_causal=True, decoder_causal=False,
     )
     sound = model(
-        diffusers.AutoencoderKLLTX2Audio,
-        base_channels=4,
-        ch_mult=(1,),
-        num_res_blocks=1,
-        latent_channels=2,
+        diffusers.AutoencoderKLLTX2Audio, base_channels=4, ch_mult=(1,), num_res_blocks=1, latent_channels=2,
         mel_bins=8,
     )
     vocoder = model(
-        LTX2Vocoder,
-        in_channels=16,
-        hidden_channels=32,
-        out_channels=2,
-        upsample_kernel_sizes=[4, 4],
-        upsample_factors=[2, 2],
-        resnet_kernel_sizes=[3],
-        resnet_dilations=[[1, 3, 5]],
-        output_sampling_rate=16000,
+        LTX2Vocoder, in_channels=16, hidden_channels=32, out_channels=2, upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2], resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], output_sampling_rate=16000,
     )
     parts = {"transformer": transformer, "connectors": connectors, "vae": video, "audio_vae": sound, "vocoder": vocoder}
     return pipeline(diffusers.LTX2Pipeline, **parts)
@@ -627,8 +439,7 @@ def ltx_2() -> Any:
 
 @convertible(
     "a prompt and an image, a video and its sound, with timesteps of tokens",
-    SIZE | {"frames": 5, "call": LTX_2_CALL | {"image_crf": 0}},
-    images=("image",),
+    SIZE | {"frames": 5, "call": LTX_2_CALL | {"image_crf": 0}}, images=("image",),
 )
 def ltx_2_image_to_video() -> Any:
     parts = {name: part for name, part in ltx_2().components.items() if name != "processor"}
@@ -639,43 +450,20 @@ def ltx_2_image_to_video() -> Any:
 def stable_audio() -> Any:
     """Has a scheduler of the published one's kind that needs no further package."""
     transformer = model(
-        diffusers.StableAudioDiTModel,
-        **HEADS,
-        sample_size=4,
-        in_channels=3,
-        num_layers=2,
-        num_key_value_attention_heads=2,
-        out_channels=3,
-        cross_attention_dim=WIDTH,
-        time_proj_dim=8,
-        global_states_input_dim=2 * WIDTH,
-        cross_attention_input_dim=WIDTH,
+        diffusers.StableAudioDiTModel, **HEADS, sample_size=4, in_channels=3, num_layers=2,
+        num_key_value_attention_heads=2, out_channels=3, cross_attention_dim=WIDTH, time_proj_dim=8,
+        global_states_input_dim=2 * WIDTH, cross_attention_input_dim=WIDTH,
     )
     audio = model(
-        diffusers.AutoencoderOobleck,
-        encoder_hidden_size=6,
-        downsampling_ratios=[1, 2],
-        decoder_channels=3,
-        decoder_input_channels=3,
-        audio_channels=2,
-        channel_multiples=[2, 4],
-        sampling_rate=4,
+        diffusers.AutoencoderOobleck, encoder_hidden_size=6, downsampling_ratios=[1, 2], decoder_channels=3,
+        decoder_input_channels=3, audio_channels=2, channel_multiples=[2, 4], sampling_rate=4,
     )
     projection = model(
-        diffusers.StableAudioProjectionModel,
-        text_encoder_dim=WIDTH,
-        conditioning_dim=WIDTH,
-        min_value=0,
-        max_value=32,
+        diffusers.StableAudioProjectionModel, text_encoder_dim=WIDTH, conditioning_dim=WIDTH, min_value=0, max_value=32,
     )
     return pipeline(
-        diffusers.StableAudioPipeline,
-        transformer=transformer,
-        vae=audio,
-        projection_model=projection,
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
-        scheduler=diffusers.EDMDPMSolverMultistepScheduler(),
+        diffusers.StableAudioPipeline, transformer=transformer, vae=audio, projection_model=projection,
+        text_encoder=t5(), tokenizer=t5_tokenizer(), scheduler=diffusers.EDMDPMSolverMultistepScheduler(),
     )
 
 
@@ -688,27 +476,13 @@ def guider() -> Any:
 @convertible("a prompt, a video", SIZE | {"frames": 5, "batch": 1})
 def hunyuan_video_15() -> Any:
     transformer = model(
-        diffusers.HunyuanVideo15Transformer3DModel,
-        **HEADS,
-        in_channels=9,
-        out_channels=4,
-        num_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=WIDTH,
-        text_embed_2_dim=WIDTH,
-        image_embed_dim=WIDTH,
-        rope_axes_dim=(8, 12, 12),
-        target_size=16,
-        task_type="t2v",
+        diffusers.HunyuanVideo15Transformer3DModel, **HEADS, in_channels=9, out_channels=4, num_layers=1,
+        num_refiner_layers=1, text_embed_dim=WIDTH, text_embed_2_dim=WIDTH, image_embed_dim=WIDTH,
+        rope_axes_dim=(8, 12, 12), target_size=16, task_type="t2v",
     )
     video = model(
-        diffusers.AutoencoderKLHunyuanVideo15,
-        latent_channels=4,
-        block_out_channels=(16, 16),
-        layers_per_block=1,
-        spatial_compression_ratio=4,
-        temporal_compression_ratio=2,
-        downsample_match_channel=False,
+        diffusers.AutoencoderKLHunyuanVideo15, latent_channels=4, block_out_channels=(16, 16), layers_per_block=1,
+        spatial_compression_ratio=4, temporal_compression_ratio=2, downsample_match_channel=False,
         upsample_match_channel=False,
     )
     return pipeline(diffusers.HunyuanVideo15Pipeline, transformer=transformer, vae=video, guider=guider())
@@ -717,21 +491,13 @@ def hunyuan_video_15() -> Any:
 @convertible("a prompt", SIZE | TWO_PROMPTS)
 def omnigen() -> Any:
     transformer = model(
-        diffusers.OmniGenTransformer2DModel,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        num_layers=1,
-        in_channels=4,
-        time_step_dim=8,
+        diffusers.OmniGenTransformer2DModel, hidden_size=64, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=64, num_layers=1, in_channels=4, time_step_dim=8,
         rope_scaling={"long_factor": [1.0] * 16, "short_factor": [1.0] * 16},
     )
     return pipeline(
-        diffusers.OmniGenPipeline,
-        transformer=transformer,
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
-        vae=vae(4, blocks=4),
+        diffusers.OmniGenPipeline, transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True), vae=vae(4, blocks=4),
         tokenizer=clip_tokenizer(),
     )
 
@@ -739,16 +505,8 @@ def omnigen() -> Any:
 @convertible("a prompt", SIZE)
 def z_image() -> Any:
     transformer = model(
-        diffusers.ZImageTransformer2DModel,
-        in_channels=16,
-        dim=64,
-        n_layers=1,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=WIDTH,
-        axes_dims=[8, 12, 12],
-        axes_lens=[128, 64, 64],
+        diffusers.ZImageTransformer2DModel, in_channels=16, dim=64, n_layers=1, n_refiner_layers=1, n_heads=2,
+        n_kv_heads=2, cap_feat_dim=WIDTH, axes_dims=[8, 12, 12], axes_lens=[128, 64, 64],
     )
     return pipeline(diffusers.ZImagePipeline, transformer=transformer, vae=vae(16))
 
@@ -757,45 +515,21 @@ def z_image() -> Any:
 def hidream() -> Any:
     """Names its timestep `timesteps`, and sends each token to some of its experts."""
     transformer = model(
-        diffusers.HiDreamImageTransformer2DModel,
-        **HEADS,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        caption_channels=[WIDTH, WIDTH],
-        text_emb_dim=2 * WIDTH,
-        axes_dims_rope=(8, 12, 12),
-        max_resolution=(32, 32),
-        llama_layers=(0, 1),
+        diffusers.HiDreamImageTransformer2DModel, **HEADS, patch_size=2, in_channels=4, out_channels=4, num_layers=1,
+        num_single_layers=1, caption_channels=[WIDTH, WIDTH], text_emb_dim=2 * WIDTH, axes_dims_rope=(8, 12, 12),
+        max_resolution=(32, 32), llama_layers=(0, 1),
     )
     return pipeline(
-        diffusers.HiDreamImagePipeline,
-        transformer=transformer,
-        vae=shifted_vae(),
-        text_encoder=clip(projection=WIDTH),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=clip(projection=WIDTH),
-        tokenizer_2=clip_tokenizer(),
-        text_encoder_3=t5(),
-        tokenizer_3=t5_tokenizer(),
-        text_encoder_4=llama(),
-        tokenizer_4=clip_tokenizer(),
+        diffusers.HiDreamImagePipeline, transformer=transformer, vae=shifted_vae(), text_encoder=clip(projection=WIDTH),
+        tokenizer=clip_tokenizer(), text_encoder_2=clip(projection=WIDTH), tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5(), tokenizer_3=t5_tokenizer(), text_encoder_4=llama(), tokenizer_4=clip_tokenizer(),
     )
 
 
 def flux2_parts() -> dict[str, Any]:
     transformer = model(
-        diffusers.Flux2Transformer2DModel,
-        **HEADS,
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        joint_attention_dim=WIDTH,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(8, 8, 8, 8),
-        guidance_embeds=False,
+        diffusers.Flux2Transformer2DModel, **HEADS, in_channels=16, num_layers=1, num_single_layers=1,
+        joint_attention_dim=WIDTH, timestep_guidance_channels=32, axes_dims_rope=(8, 8, 8, 8), guidance_embeds=False,
     )
     return {"transformer": transformer, "vae": flux2_vae()}
 
@@ -815,12 +549,7 @@ def flux2_klein_kv() -> Any:
 def anyflow() -> Any:
     """Takes the noise levels at the begin and the end of a step, for each frame."""
     transformer = model(
-        diffusers.AnyFlowTransformer3DModel,
-        **HEADS,
-        text_dim=WIDTH,
-        freq_dim=32,
-        ffn_dim=32,
-        num_layers=2,
+        diffusers.AnyFlowTransformer3DModel, **HEADS, text_dim=WIDTH, freq_dim=32, ffn_dim=32, num_layers=2,
         rope_max_seq_len=32,
     )
     return with_parts_of_wan(diffusers.AnyFlowPipeline, transformer, diffusers.FlowMapEulerDiscreteScheduler())
@@ -829,13 +558,8 @@ def anyflow() -> Any:
 @convertible("a prompt, a video", WAN)
 def motif_video() -> Any:
     transformer = model(
-        diffusers.MotifVideoTransformer3DModel,
-        **HEADS,
-        num_layers=1,
-        num_single_layers=2,
-        num_decoder_layers=1,
-        text_embed_dim=WIDTH,
-        rope_axes_dim=(8, 12, 12),
+        diffusers.MotifVideoTransformer3DModel, **HEADS, num_layers=1, num_single_layers=2, num_decoder_layers=1,
+        text_embed_dim=WIDTH, rope_axes_dim=(8, 12, 12),
     )
     return pipeline(diffusers.MotifVideoPipeline, transformer=transformer, vae=wan().vae, guider=guider())
 
@@ -844,18 +568,9 @@ def motif_video() -> Any:
 def nucleus_moe() -> Any:
     """Each expert chooses some of the tokens."""
     transformer = model(
-        diffusers.NucleusMoEImageTransformer2DModel,
-        **HEADS,
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        num_key_value_heads=1,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(8, 12, 12),
-        dense_moe_strategy="leave_first_block_dense",
-        num_experts=4,
-        moe_intermediate_dim=32,
-        capacity_factors=2.0,
+        diffusers.NucleusMoEImageTransformer2DModel, **HEADS, in_channels=16, out_channels=4, num_layers=2,
+        num_key_value_heads=1, joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12),
+        dense_moe_strategy="leave_first_block_dense", num_experts=4, moe_intermediate_dim=32, capacity_factors=2.0,
     )
     return pipeline(diffusers.NucleusMoEImagePipeline, transformer=transformer, vae=qwen_vae())
 
@@ -871,14 +586,8 @@ def kandinsky6() -> Any:
 def z_image_control_net() -> Any:
     """The ControlNet computes additions to layers from the image and the prompt."""
     controlnet = model(
-        diffusers.ZImageControlNetModel,
-        control_layers_places=[0],
-        control_refiner_layers_places=[0],
-        control_in_dim=16,
-        dim=64,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
+        diffusers.ZImageControlNetModel, control_layers_places=[0], control_refiner_layers_places=[0],
+        control_in_dim=16, dim=64, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
     )
     return pipeline(diffusers.ZImageControlNetPipeline, **z_image().components, controlnet=controlnet)
 
@@ -886,20 +595,9 @@ def z_image_control_net() -> Any:
 @convertible("a prompt", SIZE)
 def lumina2() -> Any:
     transformer = model(
-        diffusers.Lumina2Transformer2DModel,
-        sample_size=16,
-        patch_size=2,
-        in_channels=16,
-        hidden_size=64,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        multiple_of=2,
-        ffn_dim_multiplier=1,
-        cap_feat_dim=WIDTH,
-        axes_dim_rope=(8, 12, 12),
-        axes_lens=(64, 64, 64),
+        diffusers.Lumina2Transformer2DModel, sample_size=16, patch_size=2, in_channels=16, hidden_size=64, num_layers=2,
+        num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1, multiple_of=2, ffn_dim_multiplier=1,
+        cap_feat_dim=WIDTH, axes_dim_rope=(8, 12, 12), axes_lens=(64, 64, 64),
     )
     return pipeline(diffusers.Lumina2Pipeline, transformer=transformer, vae=vae(16))
 
@@ -907,30 +605,14 @@ def lumina2() -> Any:
 @convertible("a prompt", SIZE)
 def hunyuan_image() -> Any:
     transformer = model(
-        diffusers.HunyuanImageTransformer2DModel,
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=(1, 1),
-        text_embed_dim=WIDTH,
-        text_embed_2_dim=WIDTH,
+        diffusers.HunyuanImageTransformer2DModel, **HEADS, in_channels=4, out_channels=4, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=(1, 1), text_embed_dim=WIDTH, text_embed_2_dim=WIDTH,
         rope_axes_dim=(16, 16),
     )
     autoencoder = model(
-        diffusers.AutoencoderKLHunyuanImage,
-        in_channels=3,
-        out_channels=3,
-        latent_channels=4,
-        block_out_channels=(32, 32),
-        layers_per_block=1,
-        spatial_compression_ratio=2,
-        sample_size=32,
-        scaling_factor=0.75,
-        downsample_match_channel=False,
-        upsample_match_channel=False,
+        diffusers.AutoencoderKLHunyuanImage, in_channels=3, out_channels=3, latent_channels=4,
+        block_out_channels=(32, 32), layers_per_block=1, spatial_compression_ratio=2, sample_size=32,
+        scaling_factor=0.75, downsample_match_channel=False, upsample_match_channel=False,
     )
     guiders = {"guider": guider(), "ocr_guider": guider()}
     return pipeline(diffusers.HunyuanImagePipeline, transformer=transformer, vae=autoencoder, **guiders)
@@ -940,27 +622,13 @@ def hunyuan_image() -> Any:
 def cosmos2(safety_checker: Any) -> Any:
     """Does not draw without its safety checker, which needs a package of its own, and is not in the table."""
     transformer = model(
-        diffusers.CosmosTransformer3DModel,
-        **HEADS,
-        in_channels=16,
-        out_channels=16,
-        num_layers=1,
-        mlp_ratio=2,
-        text_embed_dim=WIDTH,
-        adaln_lora_dim=4,
-        max_size=(4, 32, 32),
-        patch_size=(1, 2, 2),
-        rope_scale=(2.0, 1.0, 1.0),
-        concat_padding_mask=True,
-        extra_pos_embed_type=None,
+        diffusers.CosmosTransformer3DModel, **HEADS, in_channels=16, out_channels=16, num_layers=1, mlp_ratio=2,
+        text_embed_dim=WIDTH, adaln_lora_dim=4, max_size=(4, 32, 32), patch_size=(1, 2, 2), rope_scale=(2.0, 1.0, 1.0),
+        concat_padding_mask=True, extra_pos_embed_type=None,
     )
     return pipeline(
-        diffusers.Cosmos2TextToImagePipeline,
-        transformer=transformer,
-        vae=wan_vae(),
-        text_encoder=t5(),
-        tokenizer=t5_tokenizer(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        diffusers.Cosmos2TextToImagePipeline, transformer=transformer, vae=wan_vae(), text_encoder=t5(),
+        tokenizer=t5_tokenizer(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
         safety_checker=safety_checker,
     )
 
@@ -968,16 +636,12 @@ def cosmos2(safety_checker: Any) -> Any:
 def glm_image_transformer() -> Any:
     """Takes tokens that another model has drawn, some of them dropped."""
     return model(
-        diffusers.GlmImageTransformer2DModel,
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        text_embed_dim=WIDTH,
-        time_embed_dim=32,
-        condition_dim=8,
-        prior_vq_quantizer_codebook_size=16,
+        diffusers.GlmImageTransformer2DModel, **HEADS, in_channels=4, out_channels=4, num_layers=1,
+        text_embed_dim=WIDTH, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=16,
     )
+
+
+# fmt: on
 
 
 @dataclass(frozen=True)

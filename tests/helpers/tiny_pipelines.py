@@ -76,27 +76,22 @@ def pipeline(kind: Callable[..., Any], **parts: Any) -> Any:
     return kind(**dict.fromkeys(absent) | parts)
 
 
+# Configurations are written with many entries in a line.
+# fmt: off
+
+
 def vae(channels: int, blocks: int = 3) -> Any:
     """Makes a VAE whose latents are 2^(blocks - 1) times smaller."""
     return model(
-        diffusers.AutoencoderKL,
-        block_out_channels=(8,) * blocks,
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        layers_per_block=1,
-        latent_channels=channels,
-        norm_num_groups=4,
+        diffusers.AutoencoderKL, block_out_channels=(8,) * blocks, down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks, layers_per_block=1, latent_channels=channels, norm_num_groups=4,
         shift_factor=0.0 if channels == 16 else None,
     )
 
 
 def wan_vae(width: int = 3) -> Any:
     return model(
-        diffusers.AutoencoderKLWan,
-        base_dim=width,
-        z_dim=16,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
+        diffusers.AutoencoderKLWan, base_dim=width, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
         temperal_downsample=[False, True, True],
     )
 
@@ -109,35 +104,24 @@ def qwen_vae() -> Any:
 
 def unet(**config: Any) -> Any:
     return model(
-        diffusers.UNet2DConditionModel,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        sample_size=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=WIDTH,
-        attention_head_dim=1,
-        norm_num_groups=8,
-        **config,
+        diffusers.UNet2DConditionModel, block_out_channels=(32, 64), layers_per_block=1, sample_size=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=WIDTH, attention_head_dim=1, norm_num_groups=8, **config,
     )
 
 
 def sdxl_unet(numbers: int) -> Any:
     """Makes a UNet of SDXL with so many numbers beside the text, such as sizes and crops."""
     return unet(
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=WIDTH + numbers * 8,
-        use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=WIDTH + numbers * 8, use_linear_projection=True,
     )
 
 
 @seeded
 def stable_diffusion() -> Any:
     return pipeline(
-        diffusers.StableDiffusionPipeline,
-        vae=vae(4),
-        unet=unet(),
+        diffusers.StableDiffusionPipeline, vae=vae(4), unet=unet(),
         scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
         requires_safety_checker=False,
     )
@@ -146,27 +130,16 @@ def stable_diffusion() -> Any:
 @seeded
 def stable_diffusion_xl() -> Any:
     return pipeline(
-        diffusers.StableDiffusionXLPipeline,
-        unet=sdxl_unet(6),
-        vae=vae(4),
-        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"),
-        add_watermarker=False,
+        diffusers.StableDiffusionXLPipeline, unet=sdxl_unet(6), vae=vae(4),
+        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"), add_watermarker=False,
     )
 
 
 @seeded
 def stable_diffusion_3() -> Any:
     transformer = model(
-        diffusers.SD3Transformer2DModel,
-        **HEADS,
-        sample_size=8,
-        patch_size=2,
-        in_channels=16,
-        num_layers=2,
-        joint_attention_dim=WIDTH,
-        caption_projection_dim=64,
-        pooled_projection_dim=WIDTH,
-        out_channels=16,
+        diffusers.SD3Transformer2DModel, **HEADS, sample_size=8, patch_size=2, in_channels=16, num_layers=2,
+        joint_attention_dim=WIDTH, caption_projection_dim=64, pooled_projection_dim=WIDTH, out_channels=16,
         pos_embed_max_size=16,
     )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -176,15 +149,8 @@ def stable_diffusion_3() -> Any:
 @seeded
 def flux() -> Any:
     transformer = model(
-        diffusers.FluxTransformer2DModel,
-        **HEADS,
-        in_channels=64,
-        num_layers=1,
-        num_single_layers=1,
-        joint_attention_dim=WIDTH,
-        pooled_projection_dim=WIDTH,
-        guidance_embeds=True,
-        axes_dims_rope=(8, 12, 12),
+        diffusers.FluxTransformer2DModel, **HEADS, in_channels=64, num_layers=1, num_single_layers=1,
+        joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=True, axes_dims_rope=(8, 12, 12),
     )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     return pipeline(diffusers.FluxPipeline, transformer=transformer, vae=vae(16), scheduler=scheduler)
@@ -193,16 +159,8 @@ def flux() -> Any:
 @seeded
 def pixart() -> Any:
     transformer = model(
-        diffusers.PixArtTransformer2DModel,
-        **HEADS,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        cross_attention_dim=64,
-        sample_size=8,
-        patch_size=2,
-        caption_channels=WIDTH,
-        use_additional_conditions=False,
+        diffusers.PixArtTransformer2DModel, **HEADS, in_channels=4, out_channels=8, num_layers=2,
+        cross_attention_dim=64, sample_size=8, patch_size=2, caption_channels=WIDTH, use_additional_conditions=False,
     )
     scheduler = diffusers.DPMSolverMultistepScheduler()
     return pipeline(diffusers.PixArtAlphaPipeline, transformer=transformer, vae=vae(4), scheduler=scheduler)
@@ -211,30 +169,16 @@ def pixart() -> Any:
 @seeded
 def ltx() -> Any:
     transformer = model(
-        diffusers.LTXVideoTransformer3DModel,
-        **HEADS,
-        in_channels=8,
-        out_channels=8,
-        cross_attention_dim=64,
-        num_layers=2,
-        caption_channels=WIDTH,
+        diffusers.LTXVideoTransformer3DModel, **HEADS, in_channels=8, out_channels=8, cross_attention_dim=64,
+        num_layers=2, caption_channels=WIDTH,
     )
     video = model(
-        diffusers.AutoencoderKLLTXVideo,
-        latent_channels=8,
-        block_out_channels=(8, 8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, True, False, False),
+        diffusers.AutoencoderKLLTXVideo, latent_channels=8, block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8), layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1), spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
-        decoder_inject_noise=(False, False, False, False, False),
-        upsample_residual=(False, False, False, False),
-        upsample_factor=(1, 1, 1, 1),
-        timestep_conditioning=False,
-        patch_size=1,
-        patch_size_t=1,
-        encoder_causal=True,
+        decoder_inject_noise=(False, False, False, False, False), upsample_residual=(False, False, False, False),
+        upsample_factor=(1, 1, 1, 1), timestep_conditioning=False, patch_size=1, patch_size_t=1, encoder_causal=True,
         decoder_causal=False,
     )
     return pipeline(diffusers.LTXPipeline, transformer=transformer, vae=video)
@@ -247,15 +191,8 @@ def wan_scheduler() -> Any:
 @seeded
 def wan() -> Any:
     transformer = model(
-        diffusers.WanTransformer3DModel,
-        **HEADS,
-        patch_size=(1, 2, 2),
-        text_dim=WIDTH,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
+        diffusers.WanTransformer3DModel, **HEADS, patch_size=(1, 2, 2), text_dim=WIDTH, ffn_dim=32, num_layers=2,
+        cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     )
     return pipeline(diffusers.WanPipeline, transformer=transformer, vae=wan_vae(), scheduler=wan_scheduler())
 
@@ -263,27 +200,14 @@ def wan() -> Any:
 @seeded
 def cogvideox() -> Any:
     transformer = model(
-        diffusers.CogVideoXTransformer3DModel,
-        **HEADS,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=2,
-        text_embed_dim=WIDTH,
-        num_layers=2,
-        sample_width=8,
-        sample_height=8,
-        sample_frames=9,
-        max_text_seq_length=8,
+        diffusers.CogVideoXTransformer3DModel, **HEADS, in_channels=4, out_channels=4, time_embed_dim=2,
+        text_embed_dim=WIDTH, num_layers=2, sample_width=8, sample_height=8, sample_frames=9, max_text_seq_length=8,
         use_rotary_positional_embeddings=True,
     )
     video = model(
-        diffusers.AutoencoderKLCogVideoX,
-        down_block_types=("CogVideoXDownBlock3D",) * 4,
-        up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(8, 8, 8, 8),
-        latent_channels=4,
-        layers_per_block=1,
-        norm_num_groups=2,
+        diffusers.AutoencoderKLCogVideoX, down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4, block_out_channels=(8, 8, 8, 8), latent_channels=4,
+        layers_per_block=1, norm_num_groups=2,
     )
     scheduler = diffusers.CogVideoXDDIMScheduler()
     return pipeline(diffusers.CogVideoXPipeline, transformer=transformer, vae=video, scheduler=scheduler)
@@ -293,23 +217,13 @@ def cogvideox() -> Any:
 def animatediff() -> Any:
     """The VAE takes the frames of all videos as images, 16 at a time."""
     motion_unet = model(
-        diffusers.UNetMotionModel,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        sample_size=8,
+        diffusers.UNetMotionModel, block_out_channels=(32, 64), layers_per_block=1, sample_size=8,
         down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
-        cross_attention_dim=WIDTH,
-        num_attention_heads=1,
-        motion_num_attention_heads=1,
-        norm_num_groups=8,
+        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"), cross_attention_dim=WIDTH, num_attention_heads=1,
+        motion_num_attention_heads=1, norm_num_groups=8,
     )
     return pipeline(
-        diffusers.AnimateDiffPipeline,
-        unet=motion_unet,
-        vae=vae(4),
-        text_encoder=clip(),
-        tokenizer=clip_tokenizer(),
+        diffusers.AnimateDiffPipeline, unet=motion_unet, vae=vae(4), text_encoder=clip(), tokenizer=clip_tokenizer(),
         scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
     )
 
@@ -318,16 +232,13 @@ def animatediff() -> Any:
 def qwen_image() -> Any:
     """Takes one image at a time, as it passes the shape of each to its model."""
     transformer = model(
-        diffusers.QwenImageTransformer2DModel,
-        **HEADS,
-        in_channels=16,
-        out_channels=4,
-        num_layers=1,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(8, 12, 12),
+        diffusers.QwenImageTransformer2DModel, **HEADS, in_channels=16, out_channels=4, num_layers=1,
+        joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12),
     )
     return pipeline(diffusers.QwenImagePipeline, transformer=transformer, vae=qwen_vae())
 
+
+# fmt: on
 
 PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stable_diffusion": (stable_diffusion, SIZE),

@@ -329,7 +329,7 @@ def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
         ("stable_diffusion", {"guidance_rescale": 0.7}, "uses the prediction of one half, as for guidance_rescale"),
         ("stable_diffusion", {"guidance_scale": 1.0}, "draws without guidance"),
         ("dit", {}, "variances of a half"),
-        ("ltx_2", {}, "got: one that gives sample, audio_sample"),
+        ("ltx_2", {}, "got: one that returns sample, audio_sample"),
         ("ddpm", {}, r"inputs sample \['batch', 3, 16, 16\], timestep \['batch'\]"),
     ],
 )

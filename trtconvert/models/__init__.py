@@ -41,25 +41,19 @@ _FUNCTIONS = {DIFFUSERS: "trtconvert.models.diffusers:diffusers_model", ONNX: "t
 
 
 _ELSEWHERE = {
-    "DiffusionModel": "trtconvert.diffusion_model",
-    "ImageEncoder": "trtconvert.diffusion_model",
-    "InputSpec": "trtconvert.diffusion_model",
-    "Sampler": "trtconvert.diffusion_model",
-    "FlowSchedule": "trtconvert.attention.schedules",
-    "NoiseInput": "trtconvert.noise_input",
-    "NoiseSchedule": "trtconvert.attention.schedules",
-    "Parametrisation": "trtconvert.models.parametrisation",
-    "SigmaRange": "trtconvert.attention.schedules",
-    "ddpm_betas": "trtconvert.attention.schedules",
-    "initial_noise": "trtconvert.models.samplers",
-    "sample": "trtconvert.models.samplers",
+    "trtconvert.attention.schedules": ("FlowSchedule", "NoiseSchedule", "SigmaRange", "ddpm_betas"),
+    "trtconvert.diffusion_model": ("DiffusionModel", "ImageEncoder", "InputSpec", "Sampler"),
+    "trtconvert.models.parametrisation": ("Parametrisation",),
+    "trtconvert.models.samplers": ("initial_noise", "sample"),
+    "trtconvert.noise_input": ("NoiseInput",),
 }
+"""Names that are imported on demand, by module: they need torch, and a build whose stages are all cached does not."""
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand: these need torch, and a build whose stages are all cached does not.
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    for module, names in _ELSEWHERE.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -243,13 +237,11 @@ def _from_function(section: ModelSection) -> DiffusionModel:
                 got=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} are NaN or Inf",
                 remedy="get the weights again, or load them in a type that holds their range",
             )
-    return model if section.source in _FUNCTIONS.values() else _with_own_sampler(model, section.source)
-
-
-def _with_own_sampler(model: DiffusionModel, source: str) -> DiffusionModel:
+    if section.source in _FUNCTIONS.values():
+        return model
     from trtconvert.models.own_sampler import OwnSampler
 
-    return replace(model, sample=OwnSampler(source, model.sample))
+    return replace(model, sample=OwnSampler(section.source, model.sample))
 
 
 def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:

@@ -305,11 +305,7 @@ def _repeated_to_length(tensors: Mapping[str, Tensor], length: int) -> dict[str,
 
 
 def _latents_like(vae: nn.Module, x: Tensor) -> Tensor:
-    """Returns noise with the mean and the deviation of the VAE's latents, from the settings that pipelines scale latents with.
-
-    Args:
-        x: [B, C, …], has the shape of the latents.
-    """
+    """Returns noise like x [B, C, …] with the mean and the deviation by which pipelines scale the VAE's latents."""
     settings = {**_config(vae), **dict(vae.named_buffers(recurse=False))}
 
     def setting(name: str, otherwise: float) -> Tensor:
@@ -376,12 +372,8 @@ def _results_of_calls(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[
 def _results(
     name: str, per_call: Sequence[Mapping[str, Any]], inputs: Observed, used: set[str] | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int | str, ...]]]:
-    """Returns the structure of the results, and the symbolic shape of each tensor in them that is an output.
-
-    Args:
-        per_call: fields of the results of each call.
-        used: names of the tensors that the pipeline reads; None for all.
-    """
+    """Returns the structure of the results, and the symbolic shape of each tensor in them that is an output. used: names of the
+    tensors that the pipeline reads; None for all."""
     structure, _ = take_apart(per_call[0])
     tensors = [take_apart(fields)[1] for fields in per_call]
     kept: dict[str, tuple[int | str, ...]] = {}

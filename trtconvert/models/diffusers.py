@@ -88,12 +88,7 @@ def diffusers_model(
 
 
 def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Range]) -> DiffusionModel:
-    """Observes the denoiser's inputs and returns the model.
-
-    Args:
-        length: of prompts, see `tokens` of `diffusers_model`.
-        ranges: of the other sizes.
-    """
+    """Observes the denoiser's inputs and returns the model. length: of prompts, see `tokens` of `diffusers_model`."""
     pipe, component = caller.pipe, caller.component
     caller.refuse_unfit_sizes(ranges)
     sizes = {name: opt for name, (_, opt, _) in ranges.items()}
@@ -360,12 +355,7 @@ def _refuse_further_results(record: DiffusersRecord, output: Any) -> None:
 def _refuse_unfit_predictions(
     model: str, fields: Mapping[str, Tensor], rows: int, dims: Mapping[str, tuple[int, int, int]]
 ) -> None:
-    """
-    Args:
-        fields: of the model's result.
-        rows: of the denoiser's first input.
-        dims: (min, opt, max) of each symbolic dimension.
-    """
+    """Each field must have an entry for each row, and constant sizes: an engine joins all predictions of a row."""
     if unfit := [name for name, x in fields.items() if x.dim() < 2 or len(x) != rows]:
         raise UserError(
             f"the result of {model} cannot be used",

@@ -39,12 +39,7 @@ def _without_caches(kind: type) -> dict[str, Callable[..., Any]]:
 
 def _chroma_modulation_inputs(self: Any, timestep: Tensor) -> Tensor:
     """Replaces the forward of ChromaCombinedTimestepTextProjEmbeddings, which makes a list with an entry for each sample.
-
-    Args:
-        timestep: [B].
-    Returns:
-        [B, modulations, 4 · channels].
-    """
+    timestep [B] → [B, modulations, 4 · channels]."""
     steps, nothing = self.time_proj(timestep), self.guidance_proj(torch.zeros_like(timestep))
     of_samples = torch.cat([steps, nothing], dim=1)[:, None].to(timestep.dtype)
     of_places = self.mod_proj[None].to(of_samples)
@@ -53,14 +48,8 @@ def _chroma_modulation_inputs(self: Any, timestep: Tensor) -> Tensor:
 
 
 def _in_type_of_weights(self: Any, *features: Tensor | None, **named: Tensor | None) -> Tensor:
-    """Replaces the forward of projections, some of whose features come in the type of the timestep: FP32, whatever the model's
-    type.
-
-    Args:
-        features, named: [B, …], in any type.
-    Returns:
-        The projection, in the type of its weights.
-    """
+    """Replaces the forward of projections, some of whose features [B, …] come in the type of the timestep: FP32, whatever the
+    model's type. The result has the type of the weights."""
     dtype = self.linear_1.weight.dtype
 
     def cast(x: Tensor | None) -> Tensor | None:
@@ -178,13 +167,7 @@ def _hunyuan_video_refiner(
 def _all_experts(self: Any, x: Tensor) -> Tensor:
     """Replaces the forward of HiDream's MOEFeedForwardSwiGLU, which sorts tokens by expert, so that values decide the number of
     tokens of each expert. Here each expert computes all tokens, and the experts that a token was not sent to have weight 0: with
-    2 of 4 experts that is twice the work, in products of one size.
-
-    Args:
-        x: [B, N, C].
-    Returns:
-        [B, N, C].
-    """
+    2 of 4 experts that is twice the work, in products of one size. x [B, N, C] → [B, N, C]."""
     chosen, weights, _ = self.gate(x)  # [B · N, experts of a token]
     sent = chosen[..., None] == torch.arange(len(self.experts), device=x.device)
     shares = (sent * weights[..., None]).sum(1).unflatten(0, x.shape[:2]).to(x.dtype)
@@ -196,11 +179,7 @@ def _all_experts(self: Any, x: Tensor) -> Tensor:
 
 def _experts_of_equal_shares(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """Replaces the forward of NucleusMoE's SwiGLUExperts, which reads the number of tokens of each expert. The experts choose
-    tokens, the same number each.
-
-    Args:
-        x: [experts · tokens of each, C], sorted by expert; num_tokens_per_expert: not read.
-    """
+    tokens, the same number each. x [experts · tokens of each, C] is sorted by expert; num_tokens_per_expert is not read."""
     of_experts = x.unflatten(0, (self.num_experts, -1))
     gate, up = torch.matmul(of_experts, self.gate_up_proj).chunk(2, dim=-1)
     return torch.matmul(F.silu(gate) * up, self.down_proj).flatten(0, 1)
@@ -251,25 +230,14 @@ def _glm_image(
 
 def _hidream_patches(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, tuple[Any, Any], Tensor]:
     """Replaces HiDream's patchify, which writes the number of patches of an image into a tensor; here it is a number.
-
-    Args:
-        hidden_states: [B, C, H, W].
-    Returns:
-        Tokens, their mask where H and W differ, rows and columns of patches, positions.
-    """
+    Takes [B, C, H, W]; returns tokens, their mask if H and W differ, rows and columns of patches, positions."""
     tokens, masks, _, positions = type(self).patchify(self, hidden_states)
     rows, columns = (size // self.config.patch_size for size in hidden_states.shape[2:])
     return tokens, masks, (rows, columns), positions
 
 
 def _hidream_image(self: Any, x: Tensor, img_sizes: tuple[Any, Any], is_training: bool) -> Tensor:
-    """Replaces HiDream's unpatchify, for images of one size.
-
-    Args:
-        x: [B, N, patch · patch · C]; img_sizes: rows and columns of patches, see `_hidream_patches`; is_training: not read.
-    Returns:
-        [B, C, H, W].
-    """
+    """Replaces HiDream's unpatchify, for images of one size. x [B, N, patch · patch · C], rows and columns → [B, C, H, W]."""
     rows, columns = img_sizes
     patch = self.config.patch_size
     x = x[:, : rows * columns].reshape(x.shape[0], rows, columns, patch, patch, -1)

@@ -245,12 +245,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _checkpointed(
     block: nn.Module, own: Callable[..., Any], module: nn.Module, forward: Interception, *args: Any, **named: Any
 ) -> Any:
-    """Runs a block's forward without keeping its activations.
-
-    Args:
-        own: the block's forward, with the hooks of the offloading.
-        module: the block's model.
-    """
+    """Runs a block's own forward, which has the hooks of the offloading, without keeping its activations."""
 
     def compute(*args: Any, **named: Any) -> Any:
         before, block.forward = block.forward, own

@@ -187,11 +187,6 @@ class PipelineCaller:
             )
 
     def _refuse_unknown(self, given: Mapping[str, Any], where: str, remedy: str) -> None:
-        """
-        Args:
-            given: arguments of the call.
-            where: the field of the recipe that has them.
-        """
         if unknown := sorted(given.keys() - self.parameters):
             raise UserError(
                 f"{where} has {unknown[0]}, which {self.kind} does not take",

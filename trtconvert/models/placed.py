@@ -104,11 +104,7 @@ def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtyp
 
 
 def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) -> nn.Module:
-    """Returns a copy on a device, in a type.
-
-    Args:
-        pinned: in pinned host memory, from which a GPU copies at full speed.
-    """
+    """Returns a copy on a device, in a type; a GPU copies from pinned host memory at full speed."""
     import torch
 
     from trtconvert.diffusion_model import copied_with

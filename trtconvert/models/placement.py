@@ -98,11 +98,7 @@ def _gpu_problem() -> str:
 
 
 def _memory_problem(size: int, what: str) -> str:
-    """Returns the reason why so many bytes of weights do not fit the GPU; "" if they do.
-
-    Args:
-        what: subject and verb.
-    """
+    """Returns the reason why so many bytes of weights do not fit the GPU; "" if they do. what: subject and verb."""
     import torch
 
     free, _ = torch.cuda.mem_get_info()

@@ -71,11 +71,7 @@ def settled_lengths(caller: PipelineCaller, given: Range | None, sizes: Mapping[
 def _follows(
     caller: PipelineCaller, sizes: Mapping[str, int], *lengths: int, captions: Sequence[str] | None = None
 ) -> bool:
-    """Whether the shapes of the denoiser's inputs follow the number of tokens.
-
-    Args:
-        captions: see `PipelineCaller`.
-    """
+    """Whether the shapes of the denoiser's inputs follow the number of tokens."""
     calls = [caller.denoiser_arguments({**sizes, TOKENS: length}, captions) for length in lengths]
     refuse_numbers(TOKENS, calls[0][0], calls[1][0])
     return len({_shapes(tensors) for _, tensors in calls}) > 1

@@ -300,12 +300,8 @@ def _filled_up(rows: Tensor, by: Tensor) -> Tensor:
 
 
 def _at_the_end(rows: Tensor, lengths: Tensor, space: Any) -> tuple[Tensor, Tensor]:
-    """Puts the first rows of each sample at the end of a space.
+    """Puts the first rows [B, N, D] of each sample, as many as lengths [B] has, at the end of a space.
 
-    Args:
-        rows: [B, N, D].
-        lengths: [B], the number of rows of each sample that end with the space.
-        space: number of rows of the result.
     Returns:
         [B, space, D], and the index of each of its rows among the sample's rows, [B, space], negative before the first. Rows of a
         negative index hold any other row.
@@ -352,13 +348,7 @@ def _as_complex(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _refuse_beyond(model: nn.Module, tables: Sequence[Tensor], largest: Sequence[Any]) -> None:
     """Checks positions against the tables: an engine would read beyond a table, where torch raises an error. Sizes that are
-    symbols in torch.export pass.
-
-    Args:
-        largest: positions, by axis.
-    Raises:
-        UserError: a table is shorter.
-    """
+    symbols in torch.export pass."""
     if any(isinstance(place, int) and place >= len(table) for place, table in zip(largest, tables, strict=True)):
         raise UserError(
             f"{type(model).__name__} has no positions for so many tokens",

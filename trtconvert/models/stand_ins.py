@@ -100,11 +100,8 @@ def _is_list(caller: PipelineCaller, name: str) -> bool:
 
 
 def _embedding_shape(caller: PipelineCaller, name: str, number: int) -> tuple[int, ...]:
-    """Returns the shape of one sample's embeddings, (tokens, width) or (width,); () where the model takes none of this name.
-
-    Args:
-        number: of tokens, where the model's configuration has none.
-    """
+    """Returns the shape of one sample's embeddings, (tokens, width) or (width,); () if the model takes none of this name. number:
+    of tokens, unless the model's configuration has it."""
     config = caller.denoiser.config
     widths, tokens = EMBEDDINGS[name]
     width = next((config[key] for key in widths if isinstance(config.get(key), int)), None)

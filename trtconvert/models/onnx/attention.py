@@ -242,11 +242,7 @@ class _Finder:
 
 
 class _Logits:
-    """The steps that compute the logits before a softmax.
-
-    Args:
-        axis: of the softmax, counted from the first.
-    """
+    """The steps that compute the logits before a softmax over an axis, counted from the first."""
 
     def __init__(self, finder: _Finder, softmax: Step, axis: int) -> None:
         self._finder, self._softmax, self._axis = finder, softmax, axis
@@ -408,11 +404,7 @@ class _Logits:
         return value if order == _same(len(order)) else self._step("Transpose", [value], {"perm": [*order]})
 
     def _mask(self, heads: int) -> str:
-        """Returns all masks as one; "" for none.
-
-        Args:
-            heads: number of heads that the logits have no axis for; 0 if they have one.
-        """
+        """Returns all masks as one; "" for none. heads: of logits without an axis for them; 0 if they have one."""
         if not self._masks:
             return ""
         if len(self._masks) == 1 and self._masks[0][0] != "added":

@@ -103,14 +103,6 @@ def _cast(call: Call, x: Value) -> Value:
         raise call.refused(f"a cast to ONNX's type {call.get('to')}", "types that torch computes with") from error
 
 
-def _cast_like(call: Call, x: Value, like: Value) -> Tensor:
-    return call.tensor(x).to(call.tensor(like).dtype)
-
-
-def _gelu(call: Call, x: Tensor) -> Tensor:
-    return F.gelu(x, approximate=call.get("approximate", "none"))
-
-
 def _biased_gelu(call: Call, x: Tensor, bias: Value | None = None) -> Tensor:
     given = x if bias is None else _operator(lambda a, b: a + b)(call, x, bias)
     return F.gelu(given, approximate="tanh" if call.step.op.endswith("FastGelu") else "none")
@@ -118,10 +110,6 @@ def _biased_gelu(call: Call, x: Tensor, bias: Value | None = None) -> Tensor:
 
 def _sloped(call: Call, x: Tensor, slope: Value) -> Tensor:
     return torch.where(x < 0, x * call.tensor(slope).to(x.dtype), x)
-
-
-def _rounded_shift(call: Call, x: Tensor) -> Tensor:
-    return torch.clamp(x * call.get("alpha", 0.2) + call.get("beta", 0.5), 0, 1)
 
 
 ELEMENTWISE: Table = {
@@ -132,7 +120,7 @@ ELEMENTWISE: Table = {
     "Asin": _unary(torch.asin),
     "Atan": _unary(torch.atan),
     "Cast": _cast,
-    "CastLike": _cast_like,
+    "CastLike": lambda call, x, like: call.tensor(x).to(call.tensor(like).dtype),
     "Ceil": _unary(torch.ceil),
     "Clip": _clip,
     "Cos": _unary(torch.cos),
@@ -144,10 +132,10 @@ ELEMENTWISE: Table = {
     "Erf": _unary(torch.erf),
     "Exp": _unary(torch.exp),
     "Floor": _unary(torch.floor),
-    "Gelu": _gelu,
+    "Gelu": _of_tensor(lambda call, x: F.gelu(x, approximate=call.get("approximate", "none"))),
     "Greater": _each(torch.gt),
     "GreaterOrEqual": _each(torch.ge),
-    "HardSigmoid": _rounded_shift,
+    "HardSigmoid": _of_tensor(lambda call, x: (x * call.get("alpha", 0.2) + call.get("beta", 0.5)).clamp(0, 1)),
     "HardSwish": _unary(F.hardswish),
     "Identity": lambda call, x: x,
     "IsInf": _unary(torch.isinf),

@@ -13,12 +13,7 @@ from trtconvert.models.onnx.sizes import listed
 
 
 def _attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *factors: Value) -> Tensor:
-    """Computes `trtconvert::attention`, which `attention` makes of several steps.
-
-    Args:
-        q, k, v: [B, H, N, D], or [B, N, D].
-        factors: of the logits; those marked in `divided` divide.
-    """
+    """Computes `trtconvert::attention`, made by `attention`, of [B, H, N, D] or [B, N, D]. Factors marked in `divided` divide."""
     scale = float(call.get("scale", 1.0))
     for value, divides in zip(factors, call.get("divided", []), strict=True):
         number = float(value.item() if isinstance(value, Tensor) else listed(value)[0])
