@@ -380,7 +380,7 @@ def require_one_size(
     """
     Args:
         dims: (min, opt, max) of each symbolic dimension of an engine.
-        problem: what needs one size of everything but the batch.
+        problem: of a feature that needs one size of everything but the batch.
         otherwise: the remedy without it.
     Raises:
         UserError: a dimension other than that of the samples may vary.

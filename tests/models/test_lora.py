@@ -283,7 +283,7 @@ def test_a_lora_of_another_architecture_is_told_as_such(tmp_path, kind):
 def test_a_lora_that_takes_weights_out_of_range_is_refused(tmp_path):
     file = written(tmp_path, lambda tensors: tensors[f"{QUERY}.lora_up.weight"].fill_(3e38))
     with pytest.raises(
-        UserError, match=r"(?s)is no number.*attn1\.to_q.*remedy: take a smaller scale|attn1\.to_q.*is no number"
+        UserError, match=r"(?s)is no number.*attn1\.to_q.*remedy: give a smaller scale|attn1\.to_q.*is no number"
     ):
         merged(fresh("stable_diffusion"), {"file": file, "scale": 1e6})
 

@@ -1,4 +1,4 @@
-"""What a recipe's `model.options` say about a pipeline's calls, and the names that pipelines use for it."""
+"""Options of a recipe for a pipeline's calls, and the names of pipelines' arguments."""
 
 from __future__ import annotations
 

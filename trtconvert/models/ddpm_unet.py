@@ -47,7 +47,7 @@ class DDPMUNet(nn.Module):
     Args:
         channels: of the first level, a multiple of 32. multipliers: of these, for each level; each level but the last halves the
             image. blocks: residual blocks of a level. attention: levels whose blocks are followed by attention, 0 the first one.
-        image_channels: of what is denoised. dropout: in training, in residual blocks.
+        image_channels: of the images. dropout: in training, in residual blocks.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ FAILURES = (
     RuntimeError,  # of transformers, where a weight has another size
     SafetensorError,
 )
-"""Exceptions of the libraries for a folder that is not theirs, or damaged; the TypeError is that of a list as index."""
+"""Exceptions of the libraries for a folder that is not theirs, or damaged; a list as index raises a TypeError."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a denoiser was trained with: its noise levels, its timestep input, and its prediction."""
+"""The parametrisation of a denoiser: its noise levels, its timestep input, and its prediction."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class PipelineSampler:
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Returns images [N, C, H, W] in [0, 1]. Without a decoder these show the channels of latents one below the other; the
-        frames of a video are one below the other too. Where a pipeline's strength leaves no step of so few, it takes one step.
+        frames of a video are one below the other too. If a pipeline's strength leaves none of so few steps, it takes one.
 
         Raises:
             UserError: the solver is not "ddim", which stands for the pipeline's own scheduler; or the pipeline has several

@@ -19,7 +19,7 @@ ROOM = 1.3
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model computes.
+    """The place of a model's computation.
 
     Attributes:
         device: "cpu" or "cuda".

@@ -17,9 +17,9 @@ from trtconvert.models.call_options import LENGTH, TOKENS
 from trtconvert.models.observation import Observed, refuse_numbers
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_step
+from trtconvert.models.size_steps import Range
 from trtconvert.runtime.arguments import take_apart
 
-Range = tuple[int, int, int]
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -250,7 +250,7 @@ def _hunyuan_video_15(
         video, text = block(video, text, steps, kept, rotations)
     predicted = self.proj_out(self.norm_out(video, steps))
     channels = self.config.out_channels
-    # The patches of this model are channels-first, as those of HunyuanImage.
+    # The patches of this model are channels-first, as in HunyuanImage.
     predicted = predicted.unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
     return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
 

@@ -31,7 +31,7 @@ def is_saved_pipeline(folder: Path) -> bool:
 
 def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
     """Returns the folder that describes a pipeline: the weights' folder; for a file of weights, `config`, or the file's folder,
-    as published files lie in one. None where there is no such folder."""
+    which may be a published pipeline's. None if there is no such folder."""
     near = weights if weights.is_dir() else config or weights.parent
     return near if is_saved_pipeline(near) else None
 

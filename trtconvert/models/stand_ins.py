@@ -1,4 +1,4 @@
-"""What a pipeline's call gets instead of prompts: classes, and embeddings of noise where text encoders are absent."""
+"""Arguments of a pipeline's call instead of prompts: classes, and embeddings of noise if text encoders are absent."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _embeddings(caller: PipelineCaller, seeds: Sequence[int], tokens: int) -> di
                 made[f"negative_{name}"] = torch.zeros_like(made[name])
             made |= _masks(caller, name, len(seeds), shape[0])
     if "negative_prompt" in caller.parameters:
-        made["negative_prompt"] = None  # its default, where there is one, excludes negative embeddings
+        made["negative_prompt"] = None  # a default prompt would exclude negative embeddings
     if "prompt" in caller.parameters and caller.signature["prompt"].default is inspect.Parameter.empty:
         made["prompt"] = None
     on_device = {name: x if x is None else x.to(caller.pipe.device) for name, x in made.items()}
