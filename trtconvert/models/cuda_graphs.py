@@ -95,7 +95,7 @@ class Graphed:
 
     def _waits_for_nothing(self, given: _Inputs) -> bool:
         """Whether the model's denoiser can be recorded, by one watched call for each module and set of inputs."""
-        if not all(x.is_cuda for x in given.values()):
+        if not _on_gpu(given):
             return False
         known, inputs = _watched.setdefault(self._module, {}), self._of_model(given)
         key = _key(inputs)
@@ -129,6 +129,10 @@ _Key = tuple[Any, ...]
 
 _watched: WeakKeyDictionary[nn.Module, dict[_Key, bool]] = WeakKeyDictionary()
 """Whether a watched call did not wait, by module and inputs."""
+
+
+def _on_gpu(given: Mapping[str, Tensor]) -> bool:
+    return all(x.is_cuda for x in given.values())
 
 
 def _key(given: Mapping[str, Tensor]) -> _Key:
