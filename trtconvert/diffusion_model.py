@@ -1,4 +1,4 @@
-"""What a conversion needs to know of a diffusion model, whatever library it comes from."""
+"""The description of a diffusion model for a conversion, whatever library the model comes from."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trtconvert.noise_input import NoiseInput, at_place, place_of
 from trtconvert.reuse.schedule import reuse_of
 
 OF_NOISE = re.compile(r"(\w+_)?(timestep|sigma)s?(_\w+)?")
-"""What pipelines call what tells their denoisers the noise: beside the timestep, that of a video's sound, and the one that a flow
-map ends at."""
+"""The pipelines' names of inputs that tell a denoiser the noise level: the timestep, that of a video's sound, and the end of a
+flow map."""
 
 _PRECISE = re.compile(rf"{OF_NOISE.pattern}|(\w+_)?coords")
-"""What needs more than 16 bits: that, and coordinates of a video's tokens, in pixels and seconds."""
+"""Inputs that need more than 16 bits: these, and coordinates of a video's tokens, in pixels and seconds."""
 
 Denoiser = Callable[..., Tensor]
-"""denoiser(x, timestep, **conditions) gives the prediction: a torch module, an ONNX Runtime session, an engine."""
+"""denoiser(x, timestep, **conditions) returns the prediction: a torch module, an ONNX Runtime session, an engine."""
 
 
 class Sampler(Protocol):
-    """Draws samples with any denoiser that takes and gives what the model's own does."""
+    """Draws samples with any denoiser that has the inputs and the output of the model's own."""
 
     def __call__(
         self,
@@ -43,14 +43,14 @@ class Sampler(Protocol):
         solver: str,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Sample one image per seed.
+        """Draws one image per seed.
 
         Args:
             seeds: one per sample; a sample depends on its seed only, whatever the batch.
             steps: denoising steps.
             solver: "ddim", "heun" or "euler".
-            conditions: of the samples, from the model's `condition`, instead of those that the seeds stand for. Never passed
-                to the sampler of a model without one.
+            conditions: of the samples, from the model's `condition`, instead of those of the seeds. Never passed to the sampler
+                of a model without conditions.
         Returns:
             [len(seeds), C, H, W] in [0, 1].
         """
@@ -74,11 +74,11 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """How images become what a model denoises.
+    """Turns images into the clean input of a denoiser.
 
     Attributes:
-        shape: of an image that it takes, (C, H, W).
-        encode: [B, C, H, W] FP32 in [0, 1] to the denoiser's first input without noise: pixels, or a VAE's latents.
+        shape: of an image, (C, H, W).
+        encode: maps [B, C, H, W] FP32 in [0, 1] to the denoiser's first input without noise: pixels, or a VAE's latents.
     """
 
     shape: tuple[int, int, int]
@@ -87,18 +87,19 @@ class ImageEncoder:
 
 @dataclass(frozen=True)
 class ModelComponent:
-    """A further model of a pipeline: a text encoder, a half of its VAE.
+    """A further model of a pipeline: a text encoder, or a half of its VAE.
 
     Attributes:
-        name: among the bundle's components; title: for people.
-        module: takes tensors in the order of `inputs` and gives a tuple of them in the order of `outputs`; in evaluation mode,
-            full precision.
-        inputs, outputs: in the terms of `DiffusionModel`; a dimension of an output may be a line through one of an input,
+        name: among the bundle's components.
+        title: for people.
+        module: takes tensors in the order of `inputs` and returns a tuple of tensors in the order of `outputs`; in evaluation
+            mode, full precision.
+        inputs, outputs: as in `DiffusionModel`; a dimension of an output may be a linear function of an input's dimension,
             "8*height".
-        dims: symbolic dimension: (min, opt, max).
+        dims: (min, opt, max) of each symbolic dimension.
         example: tensors by input, at the opt sizes, as the pipeline passes them; integers and truth values as int64.
-        high_precision: FP32 unless the recipe says otherwise.
-        overflows: its values leave the range of FP16.
+        high_precision: whether it is FP32 unless the recipe has another type.
+        overflows: whether its values leave the range of FP16.
         diffusers: how the pipeline calls it.
     """
 
@@ -115,10 +116,11 @@ class ModelComponent:
 
 
 class Components(Protocol):
-    """A pipeline's models beside the denoiser.
+    """A pipeline's models other than the denoiser.
 
     Attributes:
-        names: of all; used: of those that turn prompts into images.
+        names: of all of them.
+        used: names of those that the way from prompts to images uses.
     """
 
     @property
@@ -128,50 +130,50 @@ class Components(Protocol):
     def used(self) -> tuple[str, ...]: ...
 
     def module(self, name: str) -> nn.Module:
-        """One of them as the pipeline has it."""
+        """Returns one of the pipeline's models."""
         ...
 
     def __call__(self, name: str) -> ModelComponent:
-        """One of them. Raises UserError where there is no such one, or an engine cannot take it."""
+        """Returns a component. Raises UserError if there is none of this name, or an engine cannot take it."""
         ...
 
 
 @dataclass(frozen=True)
 class DiffusionModel:
-    """A denoiser with its schedule and a way to sample from it.
+    """A denoiser, its schedule and its sampler.
 
     Attributes:
         name: of the model, for people.
-        denoiser: the module, in evaluation mode, full precision. Its attention goes through
+        denoiser: the module, in evaluation mode, full precision. Its attention calls
             `torch.nn.functional.scaled_dot_product_attention`.
-        inputs: forward's inputs, in order; the first is what is denoised.
-        output: what forward returns, in the same terms.
-        timestep_input: which input is the timestep.
-        timestep_max: timesteps lie in [0, timestep_max), from low noise up, or down where they stand for the share of the image.
-            With a `noise_input`, its places stand for timesteps here and below.
+        inputs: forward's inputs, in order; the first is the noisy sample.
+        output: of forward.
+        timestep_input: name of the timestep among the inputs.
+        timestep_max: timesteps lie in [0, timestep_max), and rise with the noise, or fall where they are the share of the image.
+            With a `noise_input`, its places count as timesteps here and below.
         sigmas: [timestep_max] noise-to-signal ratio of each timestep, rising, or falling.
-        dims: symbolic dimension: (min, opt, max) that the model supports.
+        dims: (min, opt, max) that the model supports, of each symbolic dimension.
         sample: see `Sampler`.
         encoder: for calibration on images.
-        condition: captions to the denoiser's inputs but the first and the timestep, by name; the empty caption stands for no
-            condition. Raises ValueError, saying what it takes, for a caption that it cannot take. For calibration on
-            prompts and captions.
-        diffusers: how pipelines of diffusers call it, for a denoiser of one.
+        condition: maps captions to the denoiser's inputs other than the first and the timestep, by name; the empty caption stands
+            for no condition. Raises ValueError, with the valid captions, for another one. For calibration on prompts and
+            captions.
+        diffusers: how pipelines of diffusers call the denoiser, for one of diffusers.
         components: the other models of its pipeline.
-        signal: [timestep_max] what the denoiser sees x₀ + σ·n multiplied by; 1/√(1+σ²), which preserves variance, by default.
-        as_passed: what inputs hold that are no noise, of any sizes, by name: masks, labels, positions that are looked up in
-            tables, rotations that all samples share.
-        steps: symbolic dimension: the step from its opt in which it may vary, where that is not 1.
-        left_sites: attention that is no call of `scaled_dot_product_attention` and stays as it is, listed with the reason.
-        notices: what the recipe's author should know of it before anything is made of it.
-        guidance: that it applies inside, see `with_guidance`; what is denoised, the timestep and the batch
+        signal: [timestep_max] factor of x₀ + σ·n in the denoiser's input; by default 1/√(1+σ²), which preserves variance.
+        as_passed: values of inputs that noise must not replace, of any sizes, by name: masks, labels, positions that are looked
+            up in tables, rotations that all samples share.
+        steps: the step from its opt in which a symbolic dimension may vary, where this is not 1.
+        left_sites: attention that does not call `scaled_dot_product_attention` and is not converted, with the reason.
+        notices: for the recipe's author, before anything is built.
+        guidance: the guidance that the denoiser applies itself, see `with_guidance`. The first input, the timestep and the batch
             are then of samples, and the denoiser is called with twice as many rows.
-        noise_input: what the timestep input holds, where that is no timestep but σ, its logarithm, or a share of noise.
-        onload: the device that the denoiser's weights come to while they are needed, where they lie in host memory, see
-            `trtconvert.models.offloading`; None where they stay where they are.
+        noise_input: contents of a timestep input that holds no timestep but σ, its logarithm, or a share of noise.
+        onload: the device that weights in host memory come to while they are needed, see `trtconvert.models.offloading`; None for
+            weights that stay in place.
     Raises:
         UserError: `timestep_max` and `noise_input` do not fit together, or an input of whole numbers holds no timesteps; a σ is
-            NaN, infinite or less than 0.
+            NaN, infinite or negative.
     """
 
     name: str
@@ -209,15 +211,15 @@ class DiffusionModel:
         whole = any(spec.name == self.timestep_input and spec.dtype == "int64" for spec in self.inputs)
         if whole or told.timestep_max != self.timestep_max:
             raise UserError(
-                f"what {self.name} says of its input '{self.timestep_input}' does not fit together",
-                expected=f"an input of float32 and timestep_max={told.timestep_max:g}, as its noise_input has",
+                f"the descriptions of the input '{self.timestep_input}' of {self.name} do not fit together",
+                expected=f"an input of float32 and timestep_max={told.timestep_max:g}, as in its noise_input",
                 got="an input of int64" if whole else f"timestep_max={self.timestep_max:g}",
-                remedy="leave noise_input out, where the input holds timesteps" if whole else "give both the same",
+                remedy="leave noise_input out, if the input holds timesteps" if whole else "give both the same",
             )
 
     @property
     def device(self) -> torch.device:
-        """Where the denoiser computes."""
+        """The device that the denoiser computes on."""
         return self.onload or next(self.denoiser.parameters()).device
 
     @property
@@ -227,23 +229,23 @@ class DiffusionModel:
 
     @property
     def always_float32(self) -> frozenset[str]:
-        """Inputs that are FP32 whatever the type of the engine: timesteps and coordinates, whose fractions 16 bits do not hold,
+        """Inputs that are FP32 in engines of every type: timesteps and coordinates, whose fractions need more than 16 bits,
         shares of timesteps, and the scale of guidance."""
         shares = self.diffusers.timestep_shares if self.diffusers else []
         told = {spec.name for spec in self.inputs if self.diffusers and _PRECISE.fullmatch(spec.name)}
         return frozenset({self.timestep_input, *shares, *told} | ({self.guidance.scale} if self.guidance else set()))
 
     def named(self, inputs: Sequence[Tensor], by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of a call of the denoiser by their names, however it was given them."""
+        """Returns the inputs of a call of the denoiser by name, whether they were passed by position or by name."""
         return dict(zip((spec.name for spec in self.inputs), inputs, strict=False)) | dict(by_name)
 
     @property
     def timesteps_fall(self) -> bool:
-        """Whether timesteps fall while a sample is denoised; else they rise."""
+        """Whether timesteps fall while a sample is denoised; otherwise they rise."""
         return bool(self.sigmas[0] <= self.sigmas[-1])
 
     def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """The denoiser's first input at given timesteps: signal · (x₀ + σ·n).
+        """Returns the denoiser's first input at given timesteps: signal · (x₀ + σ·n).
 
         Args:
             clean, noise: [B, …].
@@ -257,43 +259,43 @@ class DiffusionModel:
         return x.to(clean.dtype)
 
     def timesteps_at(self, shares: Tensor) -> Tensor:
-        """Whole timesteps, FP32, that lie so far up the schedule, or the noise input at such places.
+        """Returns whole timesteps, FP32, at shares of the schedule; or the noise input there.
 
         Args:
-            shares: FP32 in [0, 1]; what is drawn below 1, next to the end of the last of several strata, FP32 rounds up to it.
+            shares: FP32 in [0, 1]. FP32 rounds a share that is drawn below 1 up to 1 near the end.
         """
         return at_place(self.noise_input, (shares * self.timestep_max).floor().clamp_max(self.timestep_max - 1))
 
     def bin_of(self, timestep: Tensor, bins: int) -> Tensor:
-        """The timestep bin of each timestep input, of any shape."""
+        """Returns the timestep bin of each timestep input, of any shape."""
         return timestep_bin(place_of(self.noise_input, timestep), self.timestep_max, bins)
 
     def covers(self, timestep: Tensor) -> Tensor:
-        """Whether each timestep input lies in the schedule."""
+        """Whether each timestep input is in the schedule."""
         if self.noise_input is not None:
             return self.noise_input.covers(timestep)
         return (timestep >= 0) & (timestep < self.timestep_max)
 
     @property
     def covered(self) -> str:
-        """What `covers` takes, for messages."""
+        """The inputs that `covers` accepts, for messages."""
         if self.noise_input is not None:
             return f"numbers from {self.noise_input.low:g} to {self.noise_input.high:g}"
         return f"timesteps in [0, {self.timestep_max:g})"
 
     def example(self, seed: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Inputs of the given sizes: N(0, 1), timesteps spread over the schedule, `as_passed`, and 0 and 1 for integers that are
-        not in it. Where there is a noise input, what is denoised is N(0, 1) with as much noise as it says: σ spans decades.
+        """Returns inputs of the given sizes: N(0, 1), timesteps spread over the schedule, `as_passed`, and 0 and 1 for other
+        integers. With a noise input the first input is N(0, 1) with the input's noise, as σ spans decades.
 
         Args:
-            sizes: a size for every symbolic dimension.
+            sizes: of every symbolic dimension.
         """
         generator = torch.Generator().manual_seed(seed)
         inputs = {}
         for spec in self.inputs:
             shape = [sizes[n] if isinstance(n, str) else n for n in spec.shape]
             if spec.name == self.timestep_input:
-                # Stratified: whatever the batch, every part of the schedule is seen.
+                # Stratified, so that any batch covers the schedule.
                 count = max(1, int(torch.Size(shape).numel()))
                 drawn = torch.rand(count, dtype=torch.float32, generator=generator)
                 strata = (torch.arange(count) + drawn) / count
@@ -307,7 +309,7 @@ class DiffusionModel:
         if self.noise_input is not None and inputs[self.timestep_input].dim() == 1:
             first, timestep = self.inputs[0].name, inputs[self.timestep_input]
             clean = torch.randn(inputs[first].shape, dtype=torch.float32, generator=generator)
-            if self.signal is not None:  # which is one over the deviation of the data where there is next to no noise
+            if self.signal is not None:  # at next to no noise the signal is one over the deviation of the data
                 clean = clean / float(self.signal[self.sigmas.argmin()])
             inputs[first] = self.noised(clean, inputs[first], timestep)
         return inputs
@@ -316,16 +318,16 @@ class DiffusionModel:
 def with_guidance(
     model: DiffusionModel, record: GuidanceRecord, dims: Mapping[str, tuple[int, int, int]]
 ) -> DiffusionModel:
-    """A model as it is exported with guidance inside. Its denoiser is the model's own, which is called with twice the batch.
+    """Returns a model as it is exported with guidance inside. Its denoiser is the model's own, called with twice the batch.
 
     Args:
-        dims: symbolic dimension: (min, opt, max), with the batch that of samples.
+        dims: (min, opt, max) of each symbolic dimension; the batch counts samples.
     """
     specs = {spec.name: spec for spec in model.inputs}
     twins = [replace(specs[name], name=twin) for name, twin in record.negative.items()]
     scale = InputSpec(record.scale, "float32", model.inputs[0].shape[:1])
     passed = {twin: model.as_passed[name] for name, twin in record.negative.items() if name in model.as_passed}
-    # Both halves count, and none more than once: larger scales are the same sum, and multiply the errors of both.
+    # Scales up to 1: both halves count, and larger scales would multiply the errors of both.
     scales = torch.tensor([0.5, 1.0, 0.75])
     return replace(
         model,
@@ -338,11 +340,7 @@ def with_guidance(
 
 @dataclass(frozen=True)
 class _WholeTimesteps:
-    """A sampler whose denoisers are given whole timesteps, for those that look them up in a table.
-
-    Attributes:
-        place, name: of the timestep among the denoiser's inputs.
-    """
+    """A sampler whose denoisers get whole timesteps, for denoisers that look them up in a table."""
 
     sampler: Sampler
     place: int
@@ -356,16 +354,16 @@ class _WholeTimesteps:
                 inputs = (*inputs[: self.place], inputs[self.place].round().long(), *inputs[self.place + 1 :])
             return denoiser(*inputs, **by_name)
 
-        whole.guidance = guidance_of(denoiser)  # type: ignore[attr-defined]  # what samplers look at
+        whole.guidance = guidance_of(denoiser)  # type: ignore[attr-defined]  # attributes that samplers read
         whole.reuse = reuse_of(denoiser)  # type: ignore[attr-defined]
         return self.sampler(whole, seeds, **named)
 
 
 def copied_with(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A copy of a module with other parameters and buffers. They are made one by one: there is no second copy of the old ones.
+    """Returns a copy of a module with other parameters and buffers, which are made one by one: the old ones are not copied.
 
     Args:
-        change: (name, tensor) to the tensor of the copy; one that several modules have is changed once.
+        change: maps (name, tensor) to the tensor of the copy; it is called once for a tensor that several modules share.
     """
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     changed: dict[int, Tensor] = {}
@@ -381,8 +379,9 @@ def require_one_size(
 ) -> None:
     """
     Args:
-        dims: symbolic dimension: (min, opt, max), of an engine.
-        problem: what needs one size of everything but the batch; otherwise: how to do without it.
+        dims: (min, opt, max) of each symbolic dimension of an engine.
+        problem: of a feature that needs one size of everything but the batch.
+        otherwise: the remedy without it.
     Raises:
         UserError: a dimension other than that of the samples may vary.
     """
@@ -400,7 +399,7 @@ def require_one_size(
 
 
 def resized(x: Tensor, spec: InputSpec, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor with the sizes of its symbolic dimensions, its rows repeated or left out."""
+    """Returns a tensor with new sizes of its symbolic dimensions; rows are repeated or left out."""
     for axis, dim in enumerate(spec.shape):
         if isinstance(dim, str):
             x = x.index_select(axis, torch.arange(sizes[dim]) % x.shape[axis])

@@ -1,4 +1,4 @@
-"""Functions of the user's own that a recipe or an option names as `package.module:function`."""
+"""The user's functions that a recipe or an option names as `package.module:function`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtconvert.imports import names_of
 
 
 def look_in(folder: Path) -> None:
-    """Functions are looked for in a folder too, after all that Python knows by itself: that of a recipe, and the current one of
+    """Adds a folder to the places where functions are looked for, after Python's own: a recipe's folder, or the current folder of
     the command line."""
     place = str(folder.resolve())
     if place not in sys.path:
@@ -29,12 +29,12 @@ def look_in(folder: Path) -> None:
 
 
 def import_function(name: str, role: str) -> Any:
-    """The function that `package.module:function` names.
+    """Imports the function `package.module:function`.
 
     Args:
-        role: what it is for, for the message.
+        role: of the function, for the message.
     Raises:
-        UserError: it cannot be imported. What the user's own code raises, whatever it is, is no fault of this package.
+        UserError: the import fails, with any exception of the user's code.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -52,11 +52,11 @@ def import_function(name: str, role: str) -> Any:
 
 
 def source_identity(name: str) -> str:
-    """SHA-256 of the code that a function depends on: of the file that it is in, and of what that one imports, and so on, as far
-    as it is the user's own. Without running it, but for the packages that the file lies in; "" where there is no such file.
+    """Returns the SHA-256 of the code that a function depends on: its file, and the user's own files that it imports, directly or
+    not; "" without such a file. The code is not run, other than the packages around the file.
 
-    The user's own is what lies in the folder that holds the function's package or module; where packages are installed, that
-    one alone.
+    The user's own files are those in the folder that holds the function's package or module; if packages are installed there,
+    those of this package alone.
 
     Args:
         name: `package.module:function`.
@@ -67,7 +67,7 @@ def source_identity(name: str) -> str:
 
 
 def names_of_ours(name: str) -> set[str]:
-    """What the code that a function depends on, see `source_identity`, imports of this package: modules, and names in modules.
+    """Returns the modules of trtconvert, and the names in them, that the code of a function imports, see `source_identity`.
 
     Args:
         name: `package.module:function`.
@@ -77,13 +77,13 @@ def names_of_ours(name: str) -> set[str]:
 
 
 def _code_of(name: str) -> tuple[set[Path], set[str]]:
-    """The files of the user's own code that a function depends on, and the names of all that they import and are."""
+    """Returns the user's own files that a function depends on, and the names of these modules and of their imports."""
     module, colon, _ = name.partition(":")
     if not colon:
         return set(), set()
     try:
         spec = importlib.util.find_spec(module)
-    except Exception:  # of the user's own package, which is imported for it; importing the function reports it
+    except Exception:  # of the user's package, which `find_spec` imports; importing the function reports it
         return set(), set()
     if not spec or not spec.origin or not Path(spec.origin).is_file():
         return set(), set()
@@ -93,8 +93,8 @@ def _code_of(name: str) -> tuple[set[Path], set[str]]:
 
 
 def _imported_files(file: Path, module: str) -> tuple[set[Path], set[str]]:
-    """Files of a module, which lies in a file, and of all that it imports, each with the packages that it lies in, as far as
-    they are in the folder that holds the module's package; and the names of all that those files import and are."""
+    """Returns the files of a module and of everything that it imports, with the packages around them, as far as they are in the
+    folder that holds the module's package; and the names of these modules and of their imports."""
     depth = module.count(".") + (file.name == "__init__.py")
     folder, own = file.parents[depth], module.partition(".")[0]
     # A package may lie in a folder of another name.
@@ -107,7 +107,7 @@ def _imported_files(file: Path, module: str) -> tuple[set[Path], set[str]]:
         first, *inner = name.split(".")
         if name in found or (installed and first != own):
             continue
-        found[name] = path = _file_of((place if first == own else folder / first).joinpath(*inner))
+        found[name] = path = _module_file((place if first == own else folder / first).joinpath(*inner))
         package, dot, _ = name.rpartition(".")
         left += [package] if dot else []
         if path is not None:
@@ -117,34 +117,30 @@ def _imported_files(file: Path, module: str) -> tuple[set[Path], set[str]]:
     return {path for path in found.values() if path is not None}, names
 
 
-def _file_of(place: Path) -> Path | None:
-    """Of the module that would lie there."""
+def _module_file(place: Path) -> Path | None:
     return next((path for path in (place / "__init__.py", place.with_name(f"{place.name}.py")) if path.is_file()), None)
 
 
 def _imports(path: Path, package: str) -> Iterator[str]:
-    """Names that a file imports, which may be modules, and some that are none.
-
-    Args:
-        package: that the file lies in, or is, which relative imports begin at.
-    """
+    """Yields the names that a file imports: modules, and names in modules. Relative imports start from `package`."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the user's code, once it is imported
+        with warnings.catch_warnings(action="ignore"):  # importing the user's code shows them
             tree = ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError):  # importing the function reports it
+    except (SyntaxError, ValueError):  # importing the function raises it
         return
     for node in ast.walk(tree):
         yield from names_of(node, package)
 
 
 def function_identity(name: str, function: Any) -> str:
-    """SHA-256 of a function's name, of the code that it depends on, and of the file that it is written in.
+    """Returns the SHA-256 of a function's name, of the code that it depends on, and of the file that defines it.
 
     Args:
-        name: `package.module:function`; function: what it names, see `import_function`.
+        name: `package.module:function`.
+        function: the function itself, see `import_function`.
     """
     hashes = [source_identity(name)]
-    with contextlib.suppress(TypeError):  # what is built in has no file
+    with contextlib.suppress(TypeError):  # built-in functions have no file
         written = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
         if (file := Path(inspect.getsourcefile(written) or "")).is_file():
             hashes.append(sha256(file))

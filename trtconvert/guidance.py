@@ -1,7 +1,7 @@
-"""Classifier-free guidance inside a denoiser: of samples, conditions of both halves and scales it makes one prediction.
+"""Classifier-free guidance inside a denoiser, which gets samples, both halves of the conditions and scales.
 
-u + s · (c − u), classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598) with diffusers' weight: 1 is the conditional
-prediction alone.
+The prediction is u + s · (c − u) (Ho and Salimans 2022, arXiv 2207.12598) with diffusers' weight: 1 is the conditional prediction
+alone.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ SCALE = "guidance_scale"
 """The input of the scales."""
 
 NEGATIVE = "negative_"
-"""What the name of an input begins with that has what guidance leads away from."""
+"""Prefix of the inputs for the negative conditions."""
 
 
 @dataclass(frozen=True)
 class FusedGuidance:
-    """What somebody needs to know who calls a denoiser that applies guidance inside.
+    """The guidance that a denoiser applies, for its callers.
 
     Attributes:
-        record: its inputs; output: the symbolic shape of its prediction.
+        record: of the guidance's inputs.
+        output: symbolic shape of the prediction.
     """
 
     record: GuidanceRecord
@@ -35,7 +36,7 @@ class FusedGuidance:
 
     @staticmethod
     def of(component: ComponentRecord) -> FusedGuidance | None:
-        """Of a bundle's component; None where it does not apply guidance."""
+        """Returns the guidance of a bundle's component; None for none."""
         if component.guidance is None:
             return None
         return FusedGuidance(component.guidance, tuple(component.outputs[0].shape))
@@ -43,21 +44,22 @@ class FusedGuidance:
     def inputs(
         self, negative: Mapping[str, Tensor], conditions: Mapping[str, Tensor], scale: Tensor
     ) -> dict[str, Tensor]:
-        """The denoiser's inputs beside what is denoised and the timestep.
+        """Returns the denoiser's inputs other than the sample and the timestep.
 
         Args:
-            negative: what guidance leads away from, by the names of the conditions; scale: [B].
+            negative: negative conditions, by the names of the conditions.
+            scale: [B].
         """
         twins = {twin: negative[name] for name, twin in self.record.negative.items()}
         return {**conditions, **twins, self.record.scale: scale}
 
     def of_rows(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs with which the denoiser predicts rows of a call as the model without guidance predicts them.
+        """Returns inputs that give the predictions of a model without guidance for the rows of a call.
 
-        The scale is 1, so that what guidance leads away from cancels out; it is the condition of another row.
+        The scale is 1, so that the negative condition cancels out; the condition of another row serves as one.
 
         Args:
-            rows: inputs by name of a call of the model, with both halves of guidance among its rows or not.
+            rows: inputs of a call of the model by name, with or without both halves of guidance among the rows.
         """
         negative = {name: rows[name].roll(len(rows[name]) // 2, 0) for name in self.record.negative}
         count = len(next(iter(negative.values())))
@@ -65,8 +67,8 @@ class FusedGuidance:
 
 
 def guidance_of(denoiser: Any) -> FusedGuidance | None:
-    """The guidance that a denoiser applies inside; None for one that is called with both halves. What wraps a denoiser says it
-    in an attribute `guidance`."""
+    """Returns the guidance that a denoiser applies; None for a denoiser that is called with both halves. Wrappers of denoisers
+    have it as an attribute `guidance`."""
     signature = getattr(denoiser, "signature", None)
     component = getattr(signature, "component", None)
     if isinstance(component, ComponentRecord):
@@ -79,7 +81,8 @@ class GuidedDenoiser(nn.Module):
     """A denoiser of 2·B rows as one of B samples, with guidance inside.
 
     Args:
-        denoiser: takes its own inputs by name; names, timestep, record: see `guided_prediction`.
+        denoiser: takes its own inputs by name.
+        timestep, record: see `guided_prediction`.
     """
 
     def __init__(self, denoiser: nn.Module, timestep: str, record: GuidanceRecord) -> None:
@@ -94,13 +97,14 @@ class GuidedDenoiser(nn.Module):
 def guided_prediction(
     denoiser: Callable[..., Tensor], inputs: Mapping[str, Tensor], timestep: str, record: GuidanceRecord
 ) -> Tensor:
-    """u + s · (c − u) of a denoiser's predictions u and c with both halves of the conditions, computed in FP32.
+    """Computes u + s · (c − u) in FP32 from a denoiser's predictions u and c for both halves of the conditions.
 
     Args:
-        denoiser: takes inputs by name, with 2·B rows: first those with what guidance leads away from.
-        inputs: of B samples, those that guidance adds among them; what is denoised is the first but the timestep. What has no
-            twin beside these is for all samples.
-        timestep: which of them is the timestep; record: of guidance.
+        denoiser: takes inputs by name, with 2·B rows, the negative half first.
+        inputs: of B samples, with those that guidance adds; the first one other than the timestep is the sample. A condition
+            without a negative twin is passed as it is.
+        timestep: name of the timestep.
+        record: of guidance.
     Returns:
         [B, …], in the type of the denoiser's prediction.
     """
@@ -113,7 +117,7 @@ def guided_prediction(
         return torch.cat([inputs[record.negative[name]], x]) if name in record.negative else x
 
     prediction = denoiser(**{name: rows(name, x) for name, x in inputs.items() if name not in record.added})
-    # Not by chunk, of whose batch torch.export makes a constant.
+    # Slices, as torch.export makes a constant of chunk's batch.
     negative, conditional = prediction[:count].float(), prediction[count:].float()
     scales = inputs[record.scale].reshape(-1, *[1] * (prediction.dim() - 1))
     return (negative + scales * (conditional - negative)).to(prediction.dtype)

@@ -1,7 +1,8 @@
-"""What a model calls while it runs, whatever its classes are: a `TorchFunctionMode` around the forward sees every call.
+"""Hooks into the functions of torch that a model calls, whatever its classes: a `TorchFunctionMode` around the forward sees every
+call.
 
-Whoever is interested in some functions (attention, linear layers) says what happens at their calls. Each call has a name:
-the path of the module that makes it.
+A hook decides what happens at the calls of one function (attention, linear layers). The name of a call is the path of the module
+that makes it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from trtconvert.noise_input import NoiseInput, place_of
 from trtconvert.unfused import Unfused, UnfusedAttention, left_softmax, unfused_attention
 
 Hook = Callable[["Caller", tuple[Any, ...], dict[str, Any]], Any]
-"""What is done instead of a call: gets the caller, positional and named arguments, and returns what the function would."""
+"""Replaces a call: gets the caller, positional and named arguments, and returns the result."""
 
 Hooks = Mapping[Callable[..., Any], Hook]
-"""Function of torch, as `TorchFunctionMode` names it: its hook."""
+"""Hooks by function of torch, as `TorchFunctionMode` names it."""
 
 
 class Caller:
-    """Who makes a call, in one forward.
+    """The place of calls in one forward.
 
     Attributes:
-        timestep: [B] FP32, what the denoiser was given for each sample; its place, where that is no timestep.
-        tokens_first: samples of the call of torch's multi-head attention that is running, whose rows are those of the first token
-            of each sample, of the second, …; None outside of one.
+        timestep: [B] FP32 timestep of each sample, or its place if the denoiser's input is no timestep.
+        tokens_first: number of samples in the running call of torch's multi-head attention, whose rows are those of the first
+            token of each sample, then of the second, …; None outside of such a call.
     """
 
     def __init__(self, model: nn.Module, timestep: Tensor) -> None:
@@ -47,15 +48,15 @@ class Caller:
         self._calls: dict[str, Counter[str]] = {}
 
     def calls(self) -> dict[str, Counter[str]]:
-        """How many calls of each kind each module has made so far."""
+        """Returns the number of calls of each kind by module, so far."""
         return {kind: counts.copy() for kind, counts in self._calls.items()}
 
     def go_on_from(self, calls: Mapping[str, Counter[str]]) -> None:
-        """Name calls as after these ones."""
+        """Continues the counts of these calls."""
         self._calls = {kind: counts.copy() for kind, counts in calls.items()}
 
     def name(self, kind: str) -> str:
-        """The calling module's path, with `#2`, `#3`, … for its further calls of a kind in one forward."""
+        """Returns the calling module's path, with `#2`, `#3`, … for its further calls of a kind in one forward."""
         module = self.module()
         calls = self._calls.setdefault(kind, Counter())
         calls[module] += 1
@@ -63,13 +64,13 @@ class Caller:
         return name if calls[module] == 1 else f"{name}#{calls[module]}"
 
     def module(self) -> str:
-        """Path of the module whose forward is running; "" is the model itself.
+        """Returns the path of the module whose forward is running; "" for the model itself.
 
-        Read from the stack at each call. Hooks on all modules, which would keep the path up to date, cost a tenth of a small
+        The path is read from the stack at each call. Hooks on all modules that track the path would cost a tenth of a small
         model's time, and run for every thread that uses the model.
         """
         if not self._names:
-            # By their attributes: of models that have a module under two names torch.export calls stand-ins, which share them.
+            # By their attributes, as torch.export calls stand-ins of modules with two names, which share the attributes.
             for name, module in self._model.named_modules():
                 self._names.setdefault(id(vars(module)), name)
         frame = sys._getframe()
@@ -81,11 +82,11 @@ class Caller:
 
 
 _MODULE_CALL = nn.Module._call_impl.__code__
-"""The function that every call of a module goes through."""
+"""The function that every call of a module runs."""
 
 
 def module_of(model: nn.Module, error: BaseException) -> str:
-    """Path of the innermost module that was running when a forward failed; empty for the model itself."""
+    """Returns the path of the innermost module that was running when a forward failed; "" for the model itself."""
     names = {id(vars(module)): name for name, module in model.named_modules()}
     found, trace = "", error.__traceback__
     while trace is not None:
@@ -96,10 +97,10 @@ def module_of(model: nn.Module, error: BaseException) -> str:
 
 
 class Interception(TorchFunctionMode):
-    """One forward, on one thread: leaves nothing on the model, so that forwards may run side by side and may fail.
+    """One forward, on one thread. It leaves nothing on the model, so that forwards may run side by side and may fail.
 
-    With a hook of `unfused_attention` attention is seen that the model writes out, see `trtconvert.unfused`. The hook gets the
-    `UnfusedAttention` at its product with the values.
+    With a hook of `unfused_attention`, attention that the model writes out is seen too, see `trtconvert.unfused`. The hook gets
+    the `UnfusedAttention` at its product with the values.
     """
 
     def __init__(self, model: nn.Module, hooks: Hooks, timestep: Tensor) -> None:
@@ -115,13 +116,14 @@ class Interception(TorchFunctionMode):
         return self._unfused(func, args, kwargs or {}, self._call)
 
     def end(self) -> None:
-        """The forward has ended: what it left of attention that it writes out goes to the hook of `left_softmax`."""
+        """Ends the forward: passes each softmax without a converted attention to the hook of `left_softmax`."""
         if self._unfused is not None and (hook := self._hooks.get(left_softmax)) is not None:
             for softmax in self._unfused.left():
                 hook(self._caller, (softmax,), {})
 
     def restart(self) -> Callable[[], Interception]:
-        """Gives interceptions for what follows now, each time that it is computed again: its calls have the same names."""
+        """Returns a function that makes interceptions for repetitions of the rest of the forward, whose calls have the same
+        names."""
         calls = self._caller.calls()
 
         def again() -> Interception:
@@ -141,8 +143,8 @@ class Interception(TorchFunctionMode):
         return self._hooks[unfused_attention](self._caller, (attention,), {})
 
     def _see_through(self, func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """What torch's multi-head attention does, so that its own calls are seen. Where it gives its weights it calls no
-        attention: then it is asked for its output alone, and for the weights by themselves, which most models throw away."""
+        """Runs torch's multi-head attention so that hooks see its calls. When asked for its weights it does not call attention:
+        then it is called once for the weights and once for the output. Most models discard the weights."""
         bound = _signature_of(func).bind(*args, **named)
         bound.apply_defaults()
         query = bound.arguments["query"]
@@ -152,7 +154,7 @@ class Interception(TorchFunctionMode):
             bound.arguments["need_weights"] = False
         self._caller.tokens_first = query.shape[1] if query.dim() == 3 else 1
         try:
-            with self:  # while a mode handles a call it sees none of those within
+            with self:  # a mode that handles a call does not see the calls inside
                 output, own = _COMPOSITE[func](*bound.args, **bound.kwargs)
         finally:
             self._caller.tokens_first = None
@@ -165,7 +167,7 @@ def _signature_of(func: Callable[..., Any]) -> inspect.Signature:
 
 
 def _transparent(function: FunctionType) -> FunctionType:
-    """A function of torch that is written in Python, without the question at its start who handles it instead."""
+    """Returns a copy of a Python function of torch that does not dispatch to modes at its start."""
     unasked = function.__globals__ | {"has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, unasked, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -175,22 +177,22 @@ def _transparent(function: FunctionType) -> FunctionType:
 _COMPOSITE = {
     nn.functional.multi_head_attention_forward: _transparent(nn.functional.multi_head_attention_forward),
 }
-"""Functions that call others which are of interest."""
+"""Functions whose inner calls may have hooks."""
 
 
 class InterceptedDenoiser(nn.Module):
-    """A denoiser some of whose calls of torch are hooked.
+    """A denoiser with hooks for its calls of torch.
 
-    Takes the denoiser's inputs by position, in the order of `input_names`, or by name, and returns its first output
-    tensor, so that it can be exported as it is and driven by a sampler.
+    Takes the denoiser's inputs by position, in the order of `input_names`, or by name, and returns its first output tensor, so
+    that samplers can call it and exporters can export it.
 
     Args:
         denoiser: any module.
-        input_names: names of forward's parameters.
-        timestep_input: which of them is the timestep; a scalar or [B].
-        hooks: what happens at calls of torch's functions.
-        noise_input: what the timestep input holds, where it is no timestep: callers see its places.
-        around: what surrounds each forward, within its interception.
+        input_names: of forward's parameters.
+        timestep_input: name of the timestep, a scalar or [B].
+        hooks: of torch's functions.
+        noise_input: contents of a timestep input that holds no timestep: hooks see its places.
+        around: makes a context for each forward, inside its interception.
     """
 
     def __init__(
@@ -222,12 +224,12 @@ class InterceptedDenoiser(nn.Module):
 
 
 def samples_of(inputs: Mapping[str, Tensor], timestep_input: str) -> int:
-    """How many samples a call of a denoiser is for: as many as its first input has, but the timestep."""
+    """Returns the number of samples in a call of a denoiser: the rows of its first input other than the timestep."""
     return next(x for name, x in inputs.items() if name != timestep_input).shape[0]
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The tensor in what a denoiser returns: itself, the first of a tuple, or diffusers' `.sample`."""
+    """Returns the tensor of a denoiser's result: the result itself, the first of a tuple, or diffusers' `.sample`."""
     if isinstance(output, Tensor):
         return output
     return output[0] if isinstance(output, (tuple, list)) else output.sample

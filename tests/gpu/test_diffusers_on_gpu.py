@@ -24,7 +24,7 @@ from trtconvert.recipe import load_recipe
 pytest.importorskip("diffusers", reason="needs diffusers")
 import tiny_pipelines
 
-from trtconvert.models.diffusers import load_pipeline
+from trtconvert.models.loading import load_pipeline
 
 #: The convolutions of a U-Net take minutes where TensorRT times every way to compute each of them.
 ENGINE = {"backend": "tensorrt", "attention": "plugin", "optimization_level": 1}

@@ -96,7 +96,7 @@ def test_a_pipeline_draws_with_guidance_inside(tmp_path, name):
     pytest.importorskip("diffusers", reason="needs diffusers")
     import tiny_pipelines
 
-    from trtconvert.models.diffusers import load_pipeline
+    from trtconvert.models.loading import load_pipeline
 
     make, options = tiny_pipelines.PIPELINES[name]
     make().save_pretrained(tmp_path / "pipeline")

@@ -17,7 +17,7 @@ from tiny_pipelines import PIPELINES, SMALL_BUILD, TOKENS
 from trtconvert.bundle import ComponentRecord
 from trtconvert.cache import Cache, Stage
 from trtconvert.evaluate.component_example import ComponentExample
-from trtconvert.models.diffusers import as_images
+from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.models.placed import Place
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
@@ -32,19 +32,19 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
 @dataclass(frozen=True)
 class Whole:
-    """A saved pipeline, and the bundle of all its models."""
+    """A saved pipeline, and a bundle of all its models."""
 
     pipeline: Path
     bundle: Path
 
 
 def save(folder: Path, name: str) -> None:
-    """A pipeline with its text encoders."""
+    """Saves a pipeline with its text encoders."""
     tiny_pipelines.with_text(name).save_pretrained(folder)
 
 
 def options(name: str, **own: Any) -> dict[str, Any]:
-    """Of `diffusers_model`, with prompts as short as the tokenizers want them."""
+    """Returns options of `diffusers_model` with prompts of the tokenizers' length."""
     kind = {
         "stable_diffusion_3": "StableDiffusion3Pipeline",
         "flux": "FluxPipeline",
@@ -74,7 +74,7 @@ def recipe_of(
 
 
 def convert(folder: Path, name: str, components: dict[str, Any], **sections: Any) -> Path:
-    """The bundle of a pipeline in `folder`."""
+    """Builds a bundle of a pipeline in `folder`."""
     if not (folder / "pipeline").is_dir():
         save(folder / "pipeline", name)
     recipe = recipe_of(folder, name, components, **sections)
@@ -83,7 +83,7 @@ def convert(folder: Path, name: str, components: dict[str, Any], **sections: Any
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """Of a pipeline's call with a prompt that no calibration saw."""
+    """Returns arguments of a pipeline's call with a prompt that is not in the calibration."""
     chosen = options(name)
     sizes = {"height": "height", "width": "width", "frames": "num_frames"}
     given = {parameter: chosen[option] for option, parameter in sizes.items() if option in chosen}
@@ -97,7 +97,7 @@ def draw(pipe: Any, name: str) -> torch.Tensor:
 
 
 def component_records(folder: Path, recipe: Recipe) -> dict[str, tuple[Stage, ComponentRecord]]:
-    """What the stages of a recipe's components leave, by their names."""
+    """Runs the stages of a recipe's components; returns each stage and its record by name."""
     place = Place("cpu", "float32", "")
     stages = component_stages(Build(recipe, "weights", place, Cache(folder / "cache"), Reporter(Console(quiet=True))))
     return {
@@ -107,7 +107,7 @@ def component_records(folder: Path, recipe: Recipe) -> dict[str, tuple[Stage, Co
 
 
 def component_error(stage: Stage, record: ComponentRecord) -> float:
-    """The largest relative error of an output of a stage's exported model on ONNX Runtime."""
+    """Returns the largest relative error of a stage's exported model on ONNX Runtime."""
     example = ComponentExample.load(stage.folder / EXAMPLE, record)
     return max(example.errors(OnnxRuntimeComponent(stage.folder / record.onnx, record)).values())
 
@@ -116,7 +116,7 @@ FP32_ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
 
 
 def halves_of(folder: Path, **options: Any) -> dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]:
-    """The halves of the VAE of a saved pipeline on ONNX Runtime, by method."""
+    """Returns the halves of the VAE of a saved pipeline on ONNX Runtime, by method."""
     model = {"source": "diffusers", "weights": ".", "options": options, "dtype": "float32"}
     (folder / "recipe.yaml").write_text(
         json.dumps({"model": model, "components": {"vae_decoder": {}, "vae_encoder": {}}})

@@ -1,4 +1,4 @@
-"""docs/models.md: what the tests convert, from their own lists. `python tests/helpers/models_page.py` writes it."""
+"""Writes docs/models.md from the lists of pipelines that the tests convert: `python tests/helpers/models_page.py`."""
 
 from __future__ import annotations
 
@@ -15,76 +15,75 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = """# Pipelines
 
 `tests/models` builds each pipeline of the first table: its own class of diffusers, with random weights of a few layers, is
-converted, and draws with the bundle's denoiser in the place of its own. Others are tried in the same way when they are built: no
-pipeline is known by its name. This page is made of the tests' lists, and a test holds it to them.
+converted, and draws with the bundle's denoiser in place of its own. A build tries every other pipeline in the same way: no
+pipeline is known by its name. This page is generated from the tests' lists, and a test compares them.
 
-| pipeline | denoiser | samples are of | tested with, beside sizes |
+| pipeline | denoiser | subject of samples | options in tests, beside sizes |
 | --- | --- | --- | --- |
 """
 
 _BETWEEN = """
-Labels of classes are drawn by the seed of each sample, or are those of `model.options.call.class_labels` by turns. Pipelines
-that are saved without text encoders get embeddings that are noise, seeded by the sample. Images come from the recipe's
-`model.images`.
+The seed of each sample draws its class, or samples take `model.options.call.class_labels` by turns. Pipelines without text
+encoders get embeddings of noise, seeded by the sample. Images come from the recipe's `model.images`.
 
 ## Prompts of any length
 
-`model.options.tokens: [min, opt, max]` gives the denoiser, and text encoders that are converted, a range of tokens:
+`model.options.tokens: [min, opt, max]` gives the denoiser, and converted text encoders, a range of tokens:
 
-- Pipelines with an argument `max_sequence_length` that pad prompts to it (Flux, SD 3, PixArt, Wan, LTX) are called with any
-  length in the range, also with embeddings of one.
-- Those that pad to a length of their own (77 of CLIP) draw prompts as they are, and take embeddings (`prompt_embeds`) of any
-  length in the range, as tools for long prompts make them: `tokens: [77, 77, 231]`.
-- Those that do not pad (Qwen-Image) need a range. Its prompts are checked against it before anything is calibrated.
-- Those that pass a list with each prompt's own tokens (Z-Image) need a number or a range: the bundle's denoiser pads shorter
-  prompts and masks what it has added.
+- Pipelines that pad prompts to an argument `max_sequence_length` (Flux, SD 3, PixArt, Wan, LTX) take any length in the range,
+  for prompts and for embeddings.
+- Pipelines that pad to a fixed length (77 for CLIP) draw prompts as before, and take embeddings (`prompt_embeds`) of any length
+  in the range, which tools for long prompts make: `tokens: [77, 77, 231]`.
+- Pipelines that do not pad (Qwen-Image) need a range. The recipe's prompts are checked against it before the calibration.
+- Pipelines that pass a list with each prompt's own tokens (Z-Image) need a number or a range: the bundle's denoiser pads shorter
+  prompts and masks the padding.
 
-A number instead of a range is the length that prompts are padded to. A prompt or embeddings outside of the range are refused,
-with what to change.
+A number instead of a range is the length that prompts are padded to. Prompts and embeddings outside of the range are refused,
+with a remedy.
 
 ## Timesteps of tokens and frames, sound, experts
 
-- Where tokens or frames of a sample have timesteps of their own (Wan 2.2 5B, LTX, SkyReels V2, AnyFlow), the noisiest decides the
-  timestep bin. The others are an input of the engine, as shares of that timestep.
-- Several predictions of one call (LTX-2: video and sound) lie side by side in one output of the engine. Sizes are one number each
-  then. The quality gate of predictions weighs all numbers alike; PSNR is that of the video.
-- LTX-2's guidance by skipped attention and by separate modalities makes calls of other kinds, which the engine refuses:
+- If tokens or frames of a sample have timesteps of their own (Wan 2.2 5B, LTX, SkyReels V2, AnyFlow), the noisiest one decides
+  the timestep bin. The others are an input of the engine, as shares of this timestep.
+- One output of the engine joins several predictions of a call (LTX-2: video and sound). Sizes must be one number each then. The
+  quality gate of predictions weighs all numbers alike; PSNR is that of the video.
+- LTX-2's guidance by skipped attention and by separate modalities needs other calls, which the engine refuses; turn it off:
   `call: {stg_scale: 0, audio_stg_scale: 0, modality_scale: 1, audio_modality_scale: 1}`.
-- PSNR of sound is that of its amplitudes at full scale.
-- Of mixtures of experts that send tokens by their values (HiDream) each expert computes all tokens: twice the work for 2 of 4.
-- The engine of a model with a ControlNet takes what the ControlNet gives; the ControlNet stays in the pipeline.
+- PSNR of sound compares amplitudes at full scale.
+- In mixtures of experts that route tokens by their values (HiDream) each expert computes all tokens: twice the work for 2 of 4.
+- The engine of a model with a ControlNet takes the ControlNet's results; the ControlNet stays in the pipeline.
 - HunyuanVideo 1.5 needs `batch: 1`: the VAE of diffusers decodes one video at a time.
 
 ## Sizes
 
-Where a pipeline rounds sizes, or draws at the nearest of its own (`use_resolution_binning`), a build says so before it
-calibrates: "draws height 1000 as 992". Ranges of height and width need `call: {use_resolution_binning: false}`.
+If a pipeline rounds sizes, or draws at the nearest of its own sizes (`use_resolution_binning`), a build reports it before the
+calibration: "draws height 1000 as 992". Ranges of height and width need `call: {use_resolution_binning: false}`.
 
 ## Refused
 
-Before anything is calibrated, with what stands in the way:
+These are refused before the calibration:
 
-| pipeline | why |
+| pipeline | reason |
 | --- | --- |
 """
 
 
 _OF_TESTS = ("base_num_frames", "max_area", "max_sequence_length", "decode_timestep", "intermediate_timesteps")
-"""Arguments that fit the sizes of tiny models."""
+"""Arguments that are needed for the sizes of tiny models alone."""
 
-_AFTER = """| AnyFlowFARPipeline | its model gives a cache of keys and values, which the next chunk's calls take |
-| Cosmos3OmniPipeline | what is denoised is a list in a packed sequence with the prompt, and has no timestep for each sample |
-| QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, values of a mask decide |
+_AFTER = """| AnyFlowFARPipeline | its model returns a cache of keys and values for the next chunk's calls |
+| Cosmos3OmniPipeline | its samples are a list in a packed sequence with the prompt, without a timestep for each sample |
+| QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, shapes depend on a mask's values |
 
-These three are tried without being saved, with stand-ins for their tokenizers. Not tried, since diffusers makes their prompts by
-large models of transformers alone: Ideogram4Pipeline, whose second network would be `denoiser: unconditional_transformer`, and
-GlmImagePipeline with its own tokens. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6 is tried
-without sound, and its upscaler is not. Cosmos 2 needs the package cosmos_guardrail; it is tried with a stand-in.
+These three were tried without saving, with stand-ins for their tokenizers. Ideogram4Pipeline, whose second network would be
+`denoiser: unconditional_transformer`, and GlmImagePipeline with its own tokens are not tested, as diffusers needs large models
+of transformers for their prompts. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6 is tested
+without sound and without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a stand-in.
 """
 
 
 def page() -> str:
-    """What docs/models.md holds."""
+    """Returns the text of docs/models.md."""
     rows = []
     for make, options in PIPELINES.values():
         of = "a prompt, a video" if "frames" in options else "a prompt"
@@ -96,7 +95,7 @@ def page() -> str:
 
 def _row(pipe: Any, of: str, options: Any, exclude: Sequence[str] = ()) -> str:
     denoiser = getattr(pipe, "transformer", None) or pipe.unet
-    # The sizes are those of tiny models; the rest is what the pipeline wants.
+    # The sizes are those of tiny models; other options are needed by the pipeline.
     others = {name: value for name, value in options.items() if name not in ("height", "width", "frames")}
     call = others.pop("call", {})
     told = [f"`{name}: {value}`" for name, value in others.items()]

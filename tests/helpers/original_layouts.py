@@ -1,5 +1,4 @@
-"""Weights of diffusers' models in the layouts of who trained them, as single files are published: what diffusers' own rules
-for reading them are undone by."""
+"""Weights of diffusers' models in the layouts of published single files: the inverse of diffusers' rules for reading them."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _AROUND = {
 
 
 def ldm_unet(unet: Any) -> dict[str, Tensor]:
-    """A `UNet2DConditionModel` as Stable Diffusion and SDXL have it."""
+    """Returns a `UNet2DConditionModel` in the layout of Stable Diffusion and SDXL."""
     state, layers = unet.state_dict(), unet.config.layers_per_block
     with_attention = {match[0] for name in state if (match := re.match(r"up_blocks\.\d+(?=\.attentions)", name))}
 
@@ -60,7 +59,7 @@ def ldm_unet(unet: Any) -> dict[str, Tensor]:
 
 
 def ldm_vae(vae: nn.Module) -> dict[str, Tensor]:
-    """An `AutoencoderKL` as Stable Diffusion and SDXL have it: its attention's layers are convolutions of one pixel."""
+    """Returns an `AutoencoderKL` in the layout of Stable Diffusion and SDXL, whose attention's layers are 1 × 1 convolutions."""
     state = vae.state_dict()
     last = max(int(name.split(".")[2]) for name in state if name.startswith("decoder.up_blocks"))
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
@@ -81,12 +80,12 @@ def ldm_vae(vae: nn.Module) -> dict[str, Tensor]:
 
 
 def clip(encoder: nn.Module) -> dict[str, Tensor]:
-    """A CLIP text model as transformers saved it before 5.6."""
+    """Returns a CLIP text model in the layout of transformers before 5.6."""
     return {name if name.startswith("text_") else f"text_model.{name}": x for name, x in encoder.state_dict().items()}
 
 
 def open_clip(encoder: nn.Module) -> dict[str, Tensor]:
-    """A `CLIPTextModel`, with its projection where it has one, as OpenCLIP has it."""
+    """Returns a `CLIPTextModel`, with its projection if it has one, in OpenCLIP's layout."""
     state = {name.removeprefix("text_model."): x for name, x in encoder.state_dict().items()}
     found = {
         "positional_embedding": state.pop("embeddings.position_embedding.weight"),
@@ -125,18 +124,18 @@ def _renamed(state: Mapping[str, Tensor], renames: Mapping[str, str]) -> dict[st
 
 
 def _joined(state: dict[str, Tensor], parts: Sequence[str], whole: str) -> None:
-    """Rows of several layers one below the other, in every block that has them."""
+    """Joins the rows of several layers, in every block that has them."""
     for name in [name for name in state if parts[0] in name]:
         state[name.replace(parts[0], whole)] = torch.cat([state.pop(name.replace(parts[0], part)) for part in parts])
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """Shift and scale of a last modulation, which diffusers has the other way round."""
+    """Swaps the shift and the scale of the last modulation, whose order is the reverse in diffusers."""
     return torch.cat(x.chunk(2)[::-1])
 
 
 def sd3(transformer: Any) -> dict[str, Tensor]:
-    """An `SD3Transformer2DModel` as Stability published it."""
+    """Returns an `SD3Transformer2DModel` in Stability's layout."""
     last = transformer.config.num_layers - 1
     state = transformer.state_dict()
     for name in state:
@@ -170,7 +169,7 @@ def sd3(transformer: Any) -> dict[str, Tensor]:
 
 
 def flux(transformer: nn.Module) -> dict[str, Tensor]:
-    """A `FluxTransformer2DModel` as Black Forest Labs published it."""
+    """Returns a `FluxTransformer2DModel` in Black Forest Labs' layout."""
     state = transformer.state_dict()
     for name in state:
         if name.startswith("norm_out.linear"):
@@ -217,7 +216,7 @@ def flux(transformer: nn.Module) -> dict[str, Tensor]:
 
 
 def wan(transformer: nn.Module) -> dict[str, Tensor]:
-    """A `WanTransformer3DModel` as Wan was published."""
+    """Returns a `WanTransformer3DModel` in Wan's published layout."""
     return _renamed(
         transformer.state_dict(),
         {

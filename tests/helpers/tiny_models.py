@@ -1,4 +1,4 @@
-"""Model sources for recipes of tests: `source: tiny_models:build` with this folder on the path."""
+"""Models for tests' recipes: `source: tiny_models:build` with this folder on the path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tiny(nn.Module):
     """One attention over 16 pixels: the smallest thing that can be converted.
 
     Args:
-        attention: "fused", "unfused", or "none", as softmax is another function.
+        attention: "fused", "unfused", or "none", with another function than softmax.
     """
 
     def __init__(self, attention: str = "fused") -> None:
@@ -58,7 +58,7 @@ class Tiny(nn.Module):
 
 
 def build(attention: str = "fused", weights: Path | None = None) -> DiffusionModel:
-    """A model that knows nothing, which is enough: its INT8 samples are compared with its own."""
+    """Makes an untrained model: its INT8 samples are compared with its own."""
     denoiser = Tiny(attention).eval().requires_grad_(False)
     if weights is not None:
         denoiser.load_state_dict(load_file(weights))
@@ -77,7 +77,7 @@ def build(attention: str = "fused", weights: Path | None = None) -> DiffusionMod
 
 
 class Projected(nn.Module):
-    """Attention of 2 heads of 32 channels over 16 tokens, its projections made in one way or another."""
+    """Attention of 2 heads of 32 channels over 16 tokens, with projections of a kind."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Projected(nn.Module):
         return x - self.out(attended.flatten(2)).transpose(1, 2).reshape(x.shape)
 
     def joined(self, text: Tensor, image: Tensor) -> list[Tensor]:
-        """q, k and v of all tokens, those of text and image projected and normed with weights of their own."""
+        """Returns q, k and v of all tokens; text and image have separate projections and norms."""
         runs = []
         for tokens, layers, norms in (
             (text, (self.q, self.k, self.v), self.norms),
@@ -133,7 +133,7 @@ class Projected(nn.Module):
 
 
 def rotated(x: Tensor, angles: Tensor | None = None) -> Tensor:
-    """[B, H, N, D] with rotary embeddings of its tokens, written as Flux does; angles [..., N, D / 2]."""
+    """Applies rotary embeddings to [B, H, N, D] in Flux' form; angles [..., N, D / 2]."""
     if angles is None:
         tokens, channels = x.shape[-2:]
         angles = torch.arange(tokens)[:, None] * 100.0 ** -torch.linspace(0, 1, channels // 2)
@@ -144,12 +144,12 @@ def rotated(x: Tensor, angles: Tensor | None = None) -> Tensor:
 
 
 def traced_projections(kind: str, dtype: torch.dtype = torch.float32) -> ir.Model:
-    """`Projected`, traced."""
+    """Traces `Projected`."""
     return traced(replace(build(), denoiser=Projected(kind).eval().requires_grad_(False)), dtype)
 
 
 class Joint(nn.Module):
-    """Text and image that attend to each other, with projections of their own, and how their result is read."""
+    """Text and image that attend to each other, with separate projections, and several ways to read the result."""
 
     def __init__(self, read: str, text_first: bool) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Joint(nn.Module):
             nn.init.normal_(parameter, std=0.2, generator=generator)
 
     def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """x [B, N, 64], timestep [B], text [B, T, 64] → [B, N or so, 64]."""
+        """x [B, N, 64], timestep [B], text [B, T, 64] → [B, about N, 64]."""
         runs = [(text, self.of_text), (x, self.of_image)]
         runs = runs if self.text_first else runs[::-1]
         if self.read == "three runs":
@@ -199,7 +199,7 @@ JOINT = {"x": ("batch", 20, 64), "timestep": ("batch",), "text": ("batch", 128, 
 def traced_joint(
     read: str, text_first: bool = True, dtype: torch.dtype = torch.float32, **changed: tuple[int | str, ...]
 ) -> ir.Model:
-    """`Joint`, traced. Of a text of 128 tokens and an image of 20, or of the other way round where the image comes first."""
+    """Traces `Joint` with a text of 128 tokens and an image of 20, or the other way round if the image comes first."""
     shapes = dict(JOINT) if text_first else JOINT | {"x": JOINT["text"], "text": JOINT["x"]}
     shapes |= changed
     dims = {"batch": (1, 2, 4), "tokens": (20, 40, 128)}
@@ -228,7 +228,7 @@ class Attention(nn.Module):
 
 
 class Blocks(nn.Module):
-    """As Stable Diffusion has them: attention to itself, attention to a text, an MLP; each normed before and added after."""
+    """Blocks of Stable Diffusion: self-attention, attention to a text, an MLP; each with a norm before and a residual after."""
 
     def __init__(self, width: int = 64, bias: bool = True, epsilon: float = 1e-5) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Blocks(nn.Module):
             nn.init.normal_(parameter, std=0.2, generator=generator)
 
     def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """x [B, 16, C], timestep [B], text [B, 7, 32] → as x."""
+        """x [B, 16, C], timestep [B], text [B, 7, 32] → [B, 16, C]."""
         for block in range(2):
             norms = self.norms[3 * block : 3 * block + 3]
             normed = norms[0](x)
@@ -254,7 +254,7 @@ class Blocks(nn.Module):
 
 
 class Geglu(nn.Module):
-    """As diffusers has it, or with other operators in its place."""
+    """diffusers' gated projection, or a variant with other operators."""
 
     def __init__(self, width: int, gate: nn.Module, first: int = 1) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Geglu(nn.Module):
 
 
 class GatedBlocks(Blocks):
-    """With gated MLPs."""
+    """Blocks with gated MLPs."""
 
     def __init__(self, gate: Callable[[], nn.Module] = nn.GELU, first: int = 1, width: int = 64) -> None:
         super().__init__(width)
@@ -277,7 +277,7 @@ class GatedBlocks(Blocks):
 
 
 def traced_blocks(module: nn.Module, width: int = 64, dtype: torch.dtype = torch.float32) -> ir.Model:
-    """A module that is called as `Blocks`, traced."""
+    """Traces a module with the inputs of `Blocks`."""
     shapes = {"x": ("batch", 16, width), "timestep": ("batch",), "text": ("batch", 7, TEXT_WIDTH)}
     model = replace(
         build(), denoiser=module.eval().requires_grad_(False),
@@ -288,7 +288,7 @@ def traced_blocks(module: nn.Module, width: int = 64, dtype: torch.dtype = torch
 
 
 def traced(model: DiffusionModel, dtype: torch.dtype = torch.float32, like: DiffusionModel | None = None) -> ir.Model:
-    """A model with an INT8 node at every site, with tables of its own data, or of those of another model like it."""
+    """Traces a model with an INT8 node at every site, with tables from its own data, or from those of a similar model."""
     from trtconvert.attention.modes import Mode
     from trtconvert.attention.reference import tables_from_data
     from trtconvert.export.trace import SiteOptions, trace
@@ -312,7 +312,7 @@ def draw(denoiser, seeds, *, steps, solver):
 
 
 def another_build() -> DiffusionModel:
-    """The same model under another name, which makes it another one to a hash of its source."""
+    """Makes the same model under another name, which the hash of its source distinguishes."""
     return build()
 
 

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers with random weights, some with text encoders: real classes, small enough to convert in seconds."""
+"""Pipelines of diffusers with random weights, some with text encoders: the real classes, small enough to convert in seconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.models.diffusers import as_images
+from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 WIDTH = 32
-"""Of prompt embeddings."""
+"""Channels of prompt embeddings."""
+
+HEADS = {"attention_head_dim": 32, "num_attention_heads": 2}
+
+SIZE = {"height": 32, "width": 32}
 
 SMALL_BUILD = {
     "layers": {"modes": "off"},
@@ -32,12 +36,12 @@ SMALL_BUILD = {
     "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
     "output": {"grid": 2},
 }
-"""Sections of a recipe that converts one of these soon."""
+"""Sections of a recipe that converts one of these in little time."""
 
 
 def seeded(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Biases are what their classes draw, so with a seed whatever was drawn before. One draw in some hundred lets the three
-    channels that Wan's decoder norms be nearly zero, and roundings of FP32 become errors of a hundredth."""
+    """Seeds what a function draws. Classes draw their biases, and one draw in some hundred makes the three channels that Wan's
+    decoder normalises nearly zero, so that roundings of FP32 become errors of a hundredth."""
 
     @functools.wraps(make)
     def made(*arguments: Any) -> Any:
@@ -49,7 +53,7 @@ def seeded(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def randomised(model: nn.Module) -> Any:
-    """The model with weights that pass signals on: what is initialised with zeros would hide the attention behind it."""
+    """Gives a model weights that pass signals on: weights initialised with zeros would hide the attention before them."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -58,307 +62,199 @@ def randomised(model: nn.Module) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def vae(channels: int) -> Any:
-    """Four times smaller latents."""
-    return randomised(
-        diffusers.AutoencoderKL(
-            block_out_channels=(8, 8, 8),
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            layers_per_block=1,
-            latent_channels=channels,
-            norm_num_groups=4,
-            shift_factor=0.0 if channels == 16 else None,
-        )
+def model(kind: Callable[..., nn.Module], **config: Any) -> Any:
+    """Makes a model of a class of diffusers with random weights."""
+    return randomised(kind(**config))
+
+
+def pipeline(kind: Callable[..., Any], **parts: Any) -> Any:
+    """Makes a pipeline of a class of diffusers. Parts that are not given are None; the scheduler is that of flow matching."""
+    named = inspect.signature(kind).parameters
+    absent = [name for name, x in named.items() if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]
+    if "scheduler" not in parts:
+        parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+    return kind(**dict.fromkeys(absent) | parts)
+
+
+# Configurations are written with many entries in a line.
+# fmt: off
+
+
+def vae(channels: int, blocks: int = 3) -> Any:
+    """Makes a VAE whose latents are 2^(blocks - 1) times smaller."""
+    return model(
+        diffusers.AutoencoderKL, block_out_channels=(8,) * blocks, down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks, layers_per_block=1, latent_channels=channels, norm_num_groups=4,
+        shift_factor=0.0 if channels == 16 else None,
+    )
+
+
+def wan_vae(width: int = 3) -> Any:
+    return model(
+        diffusers.AutoencoderKLWan, base_dim=width, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+
+
+def qwen_vae() -> Any:
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
 
 
 def unet(**config: Any) -> Any:
-    return randomised(
-        diffusers.UNet2DConditionModel(
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-            sample_size=8,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            cross_attention_dim=WIDTH,
-            attention_head_dim=1,
-            norm_num_groups=8,
-            **config,
-        )
+    return model(
+        diffusers.UNet2DConditionModel, block_out_channels=(32, 64), layers_per_block=1, sample_size=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=WIDTH, attention_head_dim=1, norm_num_groups=8, **config,
+    )
+
+
+def sdxl_unet(numbers: int) -> Any:
+    """Makes a UNet of SDXL with so many numbers beside the text, such as sizes and crops."""
+    return unet(
+        addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=WIDTH + numbers * 8, use_linear_projection=True,
     )
 
 
 @seeded
 def stable_diffusion() -> Any:
-    return diffusers.StableDiffusionPipeline(
-        vae=vae(4),
-        text_encoder=None,  # type: ignore[arg-type]
-        tokenizer=None,  # type: ignore[arg-type]
-        unet=unet(),
+    return pipeline(
+        diffusers.StableDiffusionPipeline, vae=vae(4), unet=unet(),
         scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, steps_offset=1),
-        safety_checker=None,  # type: ignore[arg-type]
-        feature_extractor=None,  # type: ignore[arg-type]
         requires_safety_checker=False,
     )
 
 
 @seeded
 def stable_diffusion_xl() -> Any:
-    time_ids = 6 * 8
-    model = unet(
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=WIDTH + time_ids,
-        use_linear_projection=True,
-    )
-    return diffusers.StableDiffusionXLPipeline(
-        vae=vae(4),
-        text_encoder=None,  # type: ignore[arg-type]
-        text_encoder_2=None,  # type: ignore[arg-type]
-        tokenizer=None,  # type: ignore[arg-type]
-        tokenizer_2=None,  # type: ignore[arg-type]
-        unet=model,
-        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"),
-        add_watermarker=False,
+    return pipeline(
+        diffusers.StableDiffusionXLPipeline, unet=sdxl_unet(6), vae=vae(4),
+        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"), add_watermarker=False,
     )
 
 
 @seeded
 def stable_diffusion_3() -> Any:
-    transformer = diffusers.SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=16,
-        num_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=WIDTH,
-        caption_projection_dim=64,
-        pooled_projection_dim=WIDTH,
-        out_channels=16,
+    transformer = model(
+        diffusers.SD3Transformer2DModel, **HEADS, sample_size=8, patch_size=2, in_channels=16, num_layers=2,
+        joint_attention_dim=WIDTH, caption_projection_dim=64, pooled_projection_dim=WIDTH, out_channels=16,
         pos_embed_max_size=16,
     )
-    return diffusers.StableDiffusion3Pipeline(
-        transformer=randomised(transformer),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae(16),
-        text_encoder=None,  # type: ignore[arg-type]
-        tokenizer=None,  # type: ignore[arg-type]
-        text_encoder_2=None,  # type: ignore[arg-type]
-        tokenizer_2=None,  # type: ignore[arg-type]
-        text_encoder_3=None,  # type: ignore[arg-type]
-        tokenizer_3=None,  # type: ignore[arg-type]
-    )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return pipeline(diffusers.StableDiffusion3Pipeline, transformer=transformer, vae=vae(16), scheduler=scheduler)
 
 
 @seeded
 def flux() -> Any:
-    transformer = diffusers.FluxTransformer2DModel(
-        in_channels=64,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=WIDTH,
-        pooled_projection_dim=WIDTH,
-        guidance_embeds=True,
-        axes_dims_rope=(8, 12, 12),
+    transformer = model(
+        diffusers.FluxTransformer2DModel, **HEADS, in_channels=64, num_layers=1, num_single_layers=1,
+        joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=True, axes_dims_rope=(8, 12, 12),
     )
-    return diffusers.FluxPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae(16),
-        text_encoder=None,  # type: ignore[arg-type]
-        tokenizer=None,  # type: ignore[arg-type]
-        text_encoder_2=None,  # type: ignore[arg-type]
-        tokenizer_2=None,  # type: ignore[arg-type]
-        transformer=randomised(transformer),
-    )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return pipeline(diffusers.FluxPipeline, transformer=transformer, vae=vae(16), scheduler=scheduler)
 
 
 @seeded
 def pixart() -> Any:
-    transformer = diffusers.PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        cross_attention_dim=64,
-        sample_size=8,
-        patch_size=2,
-        caption_channels=WIDTH,
-        use_additional_conditions=False,
+    transformer = model(
+        diffusers.PixArtTransformer2DModel, **HEADS, in_channels=4, out_channels=8, num_layers=2,
+        cross_attention_dim=64, sample_size=8, patch_size=2, caption_channels=WIDTH, use_additional_conditions=False,
     )
-    return diffusers.PixArtAlphaPipeline(
-        tokenizer=None,  # type: ignore[arg-type]
-        text_encoder=None,  # type: ignore[arg-type]
-        vae=vae(4),
-        transformer=randomised(transformer),
-        scheduler=diffusers.DPMSolverMultistepScheduler(),
-    )
+    scheduler = diffusers.DPMSolverMultistepScheduler()
+    return pipeline(diffusers.PixArtAlphaPipeline, transformer=transformer, vae=vae(4), scheduler=scheduler)
 
 
 @seeded
 def ltx() -> Any:
-    transformer = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=2,
-        attention_head_dim=32,
-        cross_attention_dim=64,
-        num_layers=2,
-        caption_channels=WIDTH,
+    transformer = model(
+        diffusers.LTXVideoTransformer3DModel, **HEADS, in_channels=8, out_channels=8, cross_attention_dim=64,
+        num_layers=2, caption_channels=WIDTH,
     )
-    video_vae = diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8,
-        block_out_channels=(8, 8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, True, False, False),
+    video = model(
+        diffusers.AutoencoderKLLTXVideo, latent_channels=8, block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8), layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1), spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
-        decoder_inject_noise=(False, False, False, False, False),
-        upsample_residual=(False, False, False, False),
-        upsample_factor=(1, 1, 1, 1),
-        timestep_conditioning=False,
-        patch_size=1,
-        patch_size_t=1,
-        encoder_causal=True,
+        decoder_inject_noise=(False, False, False, False, False), upsample_residual=(False, False, False, False),
+        upsample_factor=(1, 1, 1, 1), timestep_conditioning=False, patch_size=1, patch_size_t=1, encoder_causal=True,
         decoder_causal=False,
     )
-    return diffusers.LTXPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=randomised(video_vae),
-        text_encoder=None,  # type: ignore[arg-type]
-        tokenizer=None,  # type: ignore[arg-type]
-        transformer=randomised(transformer),
-    )
+    return pipeline(diffusers.LTXPipeline, transformer=transformer, vae=video)
+
+
+def wan_scheduler() -> Any:
+    return diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
 @seeded
 def wan() -> Any:
-    transformer = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=32,
-        text_dim=WIDTH,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
+    transformer = model(
+        diffusers.WanTransformer3DModel, **HEADS, patch_size=(1, 2, 2), text_dim=WIDTH, ffn_dim=32, num_layers=2,
+        cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     )
-    video_vae = diffusers.AutoencoderKLWan(
-        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    )
-    return diffusers.WanPipeline(
-        tokenizer=None,  # type: ignore[arg-type]
-        text_encoder=None,  # type: ignore[arg-type]
-        vae=randomised(video_vae),
-        scheduler=diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-        transformer=randomised(transformer),
-    )
+    return pipeline(diffusers.WanPipeline, transformer=transformer, vae=wan_vae(), scheduler=wan_scheduler())
 
 
 @seeded
 def cogvideox() -> Any:
-    transformer = diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=32,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=2,
-        text_embed_dim=WIDTH,
-        num_layers=2,
-        sample_width=8,
-        sample_height=8,
-        sample_frames=9,
-        max_text_seq_length=8,
+    transformer = model(
+        diffusers.CogVideoXTransformer3DModel, **HEADS, in_channels=4, out_channels=4, time_embed_dim=2,
+        text_embed_dim=WIDTH, num_layers=2, sample_width=8, sample_height=8, sample_frames=9, max_text_seq_length=8,
         use_rotary_positional_embeddings=True,
     )
-    video_vae = diffusers.AutoencoderKLCogVideoX(
-        down_block_types=("CogVideoXDownBlock3D",) * 4,
-        up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(8, 8, 8, 8),
-        latent_channels=4,
-        layers_per_block=1,
-        norm_num_groups=2,
+    video = model(
+        diffusers.AutoencoderKLCogVideoX, down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4, block_out_channels=(8, 8, 8, 8), latent_channels=4,
+        layers_per_block=1, norm_num_groups=2,
     )
-    return diffusers.CogVideoXPipeline(
-        tokenizer=None,  # type: ignore[arg-type]
-        text_encoder=None,  # type: ignore[arg-type]
-        vae=randomised(video_vae),
-        transformer=randomised(transformer),
-        scheduler=diffusers.CogVideoXDDIMScheduler(),
-    )
+    scheduler = diffusers.CogVideoXDDIMScheduler()
+    return pipeline(diffusers.CogVideoXPipeline, transformer=transformer, vae=video, scheduler=scheduler)
 
 
 @seeded
 def animatediff() -> Any:
-    """Its VAE takes the frames of all videos as so many images, 16 of them at once."""
-    motion_unet = diffusers.UNetMotionModel(
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        sample_size=8,
+    """The VAE takes the frames of all videos as images, 16 at a time."""
+    motion_unet = model(
+        diffusers.UNetMotionModel, block_out_channels=(32, 64), layers_per_block=1, sample_size=8,
         down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
-        cross_attention_dim=WIDTH,
-        num_attention_heads=1,
-        motion_num_attention_heads=1,
-        norm_num_groups=8,
+        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"), cross_attention_dim=WIDTH, num_attention_heads=1,
+        motion_num_attention_heads=1, norm_num_groups=8,
     )
-    return diffusers.AnimateDiffPipeline(
-        vae=vae(4),
-        text_encoder=clip(),
-        tokenizer=clip_tokenizer(),
-        unet=randomised(motion_unet),
-        motion_adapter=None,  # type: ignore[arg-type]
+    return pipeline(
+        diffusers.AnimateDiffPipeline, unet=motion_unet, vae=vae(4), text_encoder=clip(), tokenizer=clip_tokenizer(),
         scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
     )
 
 
 @seeded
 def qwen_image() -> Any:
-    """Takes one image at a time: it tells its model the shape of each."""
-    transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=1,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(8, 12, 12),
+    """Takes one image at a time, as it passes the shape of each to its model."""
+    transformer = model(
+        diffusers.QwenImageTransformer2DModel, **HEADS, in_channels=16, out_channels=4, num_layers=1,
+        joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12),
     )
-    autoencoder = diffusers.AutoencoderKLQwenImage(
-        base_dim=24, z_dim=4, dim_mult=[1, 2, 4], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    )
-    return diffusers.QwenImagePipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=autoencoder,
-        text_encoder=None,  # type: ignore[arg-type]
-        tokenizer=None,  # type: ignore[arg-type]
-        transformer=randomised(transformer),
-    )
+    return pipeline(diffusers.QwenImagePipeline, transformer=transformer, vae=qwen_vae())
 
+
+# fmt: on
 
 PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "stable_diffusion": (stable_diffusion, {"height": 32, "width": 32}),
-    "stable_diffusion_xl": (stable_diffusion_xl, {"height": 32, "width": 32}),
-    "stable_diffusion_3": (stable_diffusion_3, {"height": 32, "width": 32}),
-    "flux": (flux, {"height": 32, "width": 32}),
-    "pixart": (pixart, {"height": 32, "width": 32, "call": {"use_resolution_binning": False}}),
-    "ltx": (ltx, {"height": 32, "width": 32, "frames": 9, "call": {"decode_timestep": 0.0}}),
-    "wan": (wan, {"height": 32, "width": 32, "frames": 9}),
+    "stable_diffusion": (stable_diffusion, SIZE),
+    "stable_diffusion_xl": (stable_diffusion_xl, SIZE),
+    "stable_diffusion_3": (stable_diffusion_3, SIZE),
+    "flux": (flux, SIZE),
+    "pixart": (pixart, SIZE | {"call": {"use_resolution_binning": False}}),
+    "ltx": (ltx, SIZE | {"frames": 9, "call": {"decode_timestep": 0.0}}),
+    "wan": (wan, SIZE | {"frames": 9}),
     "cogvideox": (cogvideox, {"height": 64, "width": 64, "frames": 9}),
-    "animatediff": (animatediff, {"height": 32, "width": 32, "frames": 4}),
+    "animatediff": (animatediff, SIZE | {"frames": 4}),
 }
-"""What makes each pipeline, and the options of `diffusers_model` for it."""
+"""A function that makes each pipeline, and its options of `diffusers_model`."""
 
 TOKENS = 8
-"""Of a prompt."""
+"""Length of a prompt."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -370,7 +266,7 @@ def clip_tokenizer() -> Any:
 
 
 def clip(*, width: int = WIDTH, projection: int | None = None) -> Any:
-    """A CLIP text model, with a projection of its pooled output to a width where wanted."""
+    """Makes a CLIP text model, with a projection of its pooled output to a width if one is given."""
     tokenizer = clip_tokenizer()
     config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -394,7 +290,7 @@ def t5_tokenizer() -> Any:
 
 
 def t5(kind: str = "T5") -> Any:
-    """The encoder of a T5 or UMT5 model."""
+    """Makes the encoder of a T5 or UMT5 model."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(t5_tokenizer()), d_model=WIDTH, d_kv=8, d_ff=WIDTH, num_layers=2, num_heads=4
     )
@@ -428,12 +324,12 @@ TEXT: dict[str, Callable[[], dict[str, Any]]] = {
     "wan": lambda: {"text_encoder": t5("UMT5"), "tokenizer": t5_tokenizer()},
     "cogvideox": lambda: {"text_encoder": t5(), "tokenizer": t5_tokenizer()},
 }
-"""The text encoders and tokenizers that each pipeline takes."""
+"""The text encoders and tokenizers of each pipeline."""
 
 
 @seeded
 def with_text(name: str) -> Any:
-    """A pipeline with its text encoders."""
+    """Makes a pipeline with its text encoders."""
     pipe = PIPELINES[name][0]()
     pipe.register_modules(**TEXT[name]())
     return pipe
@@ -443,10 +339,10 @@ STEPS = 20
 
 
 def arguments(pipe: Any, name: str, seed: int = 7, *, like: Tensor | None = None) -> dict[str, Any]:
-    """Of a call with prompt embeddings of its own, and images as tensors.
+    """Returns the arguments of a call with prompt embeddings, which returns images as tensors.
 
     Args:
-        like: of the type that embeddings have, and where they lie.
+        like: has the type and the device of the embeddings.
     """
     generator = torch.Generator().manual_seed(seed)
     options = PIPELINES[name][1]
@@ -470,28 +366,28 @@ def arguments(pipe: Any, name: str, seed: int = 7, *, like: Tensor | None = None
 
 
 def images(pipe: Any, name: str, **other: Any) -> Tensor:
-    """What a pipeline draws, as [B, 3, H, W], or latents.
+    """Draws with a pipeline: images [B, 3, H, W], or latents.
 
     Args:
         other: see `arguments`.
     """
     pipe.set_progress_bar_config(disable=True)
-    if name == "wan":  # its decoder computes each frame from the one before: a random one lets any difference grow
+    if name == "wan":  # its decoder computes each frame from the one before, and with random weights differences grow
         return as_images(pipe(**arguments(pipe, name, **other) | {"output_type": "latent"})[0], decoded=False)
     drawn = pipe(**arguments(pipe, name, **other))[0]
     return drawn.flatten(0, -4) if drawn.dim() == 5 else drawn
 
 
 def errors_beside(denoiser: DiffusersDenoiser, reference: Any) -> list[float]:
-    """Relative errors of a converted denoiser's calls from now on, each against a reference's on the same inputs.
+    """Compares the further calls of a converted denoiser with those of a reference on the same inputs.
 
-    Images of random models hardly tell whether the timestep and the text are heeded, and over many steps the first rounding
-    that falls the other way turns them into other images.
+    Images of random models hardly depend on the timestep and the text, and over many steps one rounding the other way gives
+    other images.
 
     Args:
-        reference: a model, or another converted one; inputs go to its device, and to its type where that holds more.
+        reference: a model, or another converted one; inputs go to its device, and to its type if that is wider.
     Returns:
-        A list that grows with each call.
+        The relative errors, a list that grows with each call.
     """
     forward, errors = denoiser.forward, []
 
@@ -514,12 +410,12 @@ def errors_beside(denoiser: DiffusersDenoiser, reference: Any) -> list[float]:
 
 
 def _joined(prediction: Tensor | list[Tensor]) -> Tensor:
-    """Predictions of models that give a list of them, as one tensor."""
+    """Returns a list of predictions as one tensor."""
     return torch.stack(prediction) if isinstance(prediction, list) else prediction
 
 
 def picture(path: Path, seed: int, size: int = 32) -> Path:
-    """A file of random pixels, 32 × 32 or size × size."""
+    """Writes a file of random pixels, size × size."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
     return path

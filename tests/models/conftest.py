@@ -1,4 +1,4 @@
-"""Fixtures that several tests of models share."""
+"""Fixtures for several tests of models."""
 
 from __future__ import annotations
 

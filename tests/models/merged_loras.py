@@ -21,30 +21,30 @@ from trtconvert.models.lora import merge_loras
 from trtconvert.recipe import LoraSection
 
 HALF = ALPHA / RANK
-"""What a file with an alpha multiplies by."""
+"""The factor of a file with an alpha."""
 
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
 ATTENTION = [f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn2.to_out.0"]
 UNET = [*ATTENTION, f"{BLOCK}.ff.net.0.proj", "mid_block.attentions.0.proj_in"]
 
 CONFIG = {"lora_alpha": 8, "r": RANK, "alpha_pattern": {"attn1.to_q": 2}}
-"""Of peft."""
+"""Prefix of peft."""
 
 
 def model_of(module: nn.Module, root: str = "") -> DiffusionModel:
-    """A model whose denoiser holds a module under a name, or is it."""
+    """Makes a model whose denoiser is a module, or holds it under a name."""
     return replace(tiny_models.build(), denoiser=nn.ModuleDict({root: module}) if root else module)
 
 
 @functools.cache
 def made(kind: str) -> Any:
-    """A pipeline's denoiser, which stays as it is."""
+    """Returns a pipeline's denoiser; tests do not change it."""
     pipe = getattr(tiny_pipelines, kind)()
     return getattr(pipe, "unet", None) or pipe.transformer
 
 
 def fresh(kind: str) -> Any:
-    """A denoiser with weights of its own."""
+    """Returns a copy of a denoiser."""
     module = made(kind)
     new = type(module).from_config(module.config)
     new.load_state_dict(module.state_dict())
@@ -52,7 +52,7 @@ def fresh(kind: str) -> Any:
 
 
 def merged(module: nn.Module, *sections: dict[str, Any], root: str = "") -> dict[str, Tensor]:
-    """The state dict of a module into which LoRAs were merged, by the fields of their sections."""
+    """Merges LoRAs, given by the fields of their sections, into a module; returns its state dict."""
     merge_loras(model_of(module, root), [LoraSection(**section) for section in sections])
     return module.state_dict()
 
@@ -66,12 +66,12 @@ def assert_close(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def copied(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file that will be written over."""
+    """Returns copies of the tensors of a file that will be overwritten."""
     return {name: tensor.clone() for name, tensor in load_file(file).items()}
 
 
 def written(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """A file of a U-Net's layers with its tensors changed."""
+    """Writes a file of a U-Net's layers with changed tensors."""
     layers = tiny_loras.layers_of(made("stable_diffusion"), UNET)
     file = tiny_loras.save(folder / "lora.safetensors", layers, tiny_loras.kohya())
     tensors = copied(file)

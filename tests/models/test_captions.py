@@ -1,4 +1,4 @@
-"""Captions, and images, as the denoisers of pipelines take them."""
+"""Captions and images become inputs of pipelines' denoisers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PROMPTS = ["a cat", "dogs and foxes"]
 
 
 def instruct_pix2pix(folder) -> dict[str, Any]:
-    """Its denoiser takes three rows for a sample: with text and image, with the image, with neither."""
+    """The denoiser takes three rows for a sample: with text and image, with the image, with neither."""
     parts = tiny_pipelines.with_text("stable_diffusion").components | {"unet": tiny_pipelines.unet(in_channels=8)}
     diffusers.StableDiffusionInstructPix2PixPipeline(**parts).save_pretrained(folder / "pipeline")
     return {"images": {"image": picture(folder / "image.png", 0)}}
 
 
 def wan(folder) -> dict[str, Any]:
-    """It calls its denoiser twice a step."""
+    """The pipeline calls its denoiser twice a step."""
     tiny_pipelines.with_text("wan").save_pretrained(folder / "pipeline")
     return PIPELINES["wan"][1] | {"call": {"max_sequence_length": TOKENS}}
 
@@ -66,7 +66,7 @@ def test_captions_of_which_there_are_rows_for_each_frame_are_refused(tmp_path):
 
 
 def test_images_become_the_latents_of_a_vae_that_draws_none(tmp_path):
-    """AutoencoderTiny gives latents, and no Gaussian of them."""
+    """AutoencoderTiny returns latents instead of their distribution."""
     parts = tiny_pipelines.with_text("stable_diffusion").components
     channels = (8, 8, 8)
     tiny = diffusers.AutoencoderTiny(

@@ -1,4 +1,4 @@
-"""INT8 layers of text encoders and VAEs: each component keeps its own error limit, by leaving the layers that suffer most."""
+"""INT8 layers of text encoders and VAEs: each component meets its error limit by excluding its most sensitive layers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 INT8 = {"text_encoder": {"layers": "int8"}}
 LIMIT = 0.08
-"""Of small random encoders, whose layers of 32 channels have few errors to average."""
+"""Limit for small random encoders: few errors average out in layers of 32 channels."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder with PixArt, whose text encoder is T5."""
+    """A saved PixArt pipeline, whose text encoder is T5."""
     folder = tmp_path_factory.mktemp("saved")
     save(folder / "pipeline", "pixart")
     return folder
@@ -52,7 +52,7 @@ def test_a_text_encoder_in_int8_keeps_its_limit_and_is_smaller(saved):
         sum(numpy_helper.to_array(x).nbytes for x in onnx.load(s.folder / r.onnx).graph.initializer)
         for s, r in ((exact, before), (stage, record))
     ]
-    assert sizes[0] - sizes[1] > 2 * weights  # of FP32's four bytes three are gone, but for scales
+    assert sizes[0] - sizes[1] > 2 * weights  # INT8 saves three of FP32's four bytes, up to the scales
 
 
 def test_engines_of_components_get_their_layers_between_q_and_dq(saved):
@@ -69,7 +69,7 @@ def test_engines_of_components_get_their_layers_between_q_and_dq(saved):
 
 
 def test_a_refittable_encoder_keeps_what_its_layers_were_quantised_from(saved):
-    """By the names of the encoder's own state dict, which LoRA files know."""
+    """Weights have the names of the encoder's state dict, which LoRA files use."""
     recipe = recipe_of(saved, "pixart", INT8, verify={"max_component_error": LIMIT}, engine={"refittable": True})
     stage, record = component_records(saved, recipe)["text_encoder"]
     kept = Unquantised(unquantised_file(stage.folder / record.onnx))

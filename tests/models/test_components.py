@@ -1,4 +1,4 @@
-"""Text encoders and VAEs of small random pipelines as components: each does what the model does."""
+"""Text encoders and VAEs of small random pipelines as components compute the same as the models."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ NAMES = [
     "stable_diffusion_3",
     *(pytest.param(name, marks=pytest.mark.soak) for name in ("stable_diffusion_xl", "ltx", "wan")),
 ]
-"""CLIP, T5, UMT5, results that are looked into in part, settings read off a VAE, and videos; Flux is below."""
+"""CLIP, T5, UMT5, results that are read in part, settings read off a VAE, and videos; Flux is below."""
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A saved pipeline, and all its models but the denoiser on ONNX Runtime: text encoders by name, and the VAE's halves."""
+    """A saved pipeline, and its models other than the denoiser on ONNX Runtime: text encoders by name, and the VAE's halves."""
 
     name: str
     pipeline: Path
@@ -79,7 +79,7 @@ def converted(request, tmp_path_factory) -> Converted:
 
 
 def test_components_do_what_the_models_do(converted):
-    """With the pipeline's own denoiser between them, text encoders and VAE give the pipeline's own images."""
+    """With the pipeline's denoiser between them, text encoders and VAE give the pipeline's images."""
     pipe = load_pipeline(converted.pipeline)
     expected = draw(pipe, converted.name)
     assert set(converted.halves) == {"decode", "encode"} and len(converted.text) == len(converted.errors) - 2
@@ -92,7 +92,7 @@ def test_components_do_what_the_models_do(converted):
 
 
 def text_in_place(converted: Converted) -> Any:
-    """The saved pipeline with its text encoders converted."""
+    """Loads the saved pipeline and replaces its text encoders by converted ones."""
     pipe = load_pipeline(converted.pipeline)
     pipe.set_progress_bar_config(disable=True)
     for name, (component, record) in converted.text.items():
@@ -101,12 +101,12 @@ def text_in_place(converted: Converted) -> Any:
 
 
 def test_a_pipeline_that_offloads_its_models_leaves_converted_ones_where_they_are(converted):
-    """accelerate reads the device off a model's first parameter. `to` and whatever saves weights finds none."""
+    """accelerate reads the device off a model's first parameter; `to`, and functions that save weights, find no parameter."""
     pipe = text_in_place(converted)
     pipe.vae = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
     expected = draw(pipe, converted.name)
     pipe.enable_model_cpu_offload(device="cpu")
-    # not bit for bit: offloading copies weights to other addresses, and how a product rounds follows its operands' alignment
+    # Not to the bit: offloading copies weights to other addresses, and the rounding of a product depends on their alignment.
     assert psnr(draw(pipe, converted.name), expected).min() >= SAME_IMAGES_PSNR
     for part in (pipe.text_encoder, pipe.vae):
         (only,) = part.parameters()
@@ -117,7 +117,7 @@ def test_a_pipeline_that_offloads_its_models_leaves_converted_ones_where_they_ar
 
 @pytest.mark.parametrize("converted", ["stable_diffusion_xl"], indirect=True, scope="module")
 def test_what_was_not_looked_into_says_so_when_it_is(converted):
-    """SDXL takes a text from another layer with clip_skip, which converts that layer when it is among the call's arguments."""
+    """With clip_skip SDXL reads another layer of its text encoder; the layer is converted if the recipe's call has clip_skip."""
     pipe = text_in_place(converted)
     with pytest.raises(UserError) as error:
         pipe(**arguments(converted.name) | {"clip_skip": 1})
@@ -156,7 +156,7 @@ def test_the_encoder_gives_the_models_latents(converted):
 @pytest.mark.first_case
 @pytest.mark.parametrize(("frames", "batch"), [(20, 1), (12, [1, 1, 2]), (16, [1, 2, 8])])
 def test_frames_are_decoded_in_pieces_of_any_length(tmp_path, frames, batch):
-    """AnimateDiff passes 16 frames of whatever video at once, and in the end what is left."""
+    """AnimateDiff decodes 16 frames of a video at a time, and the rest at the end."""
     tiny_pipelines.animatediff().save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, height=32, width=32, frames=frames, batch=batch, prompts=["a cat"])
     decoder = model.components("vae_decoder")
@@ -167,7 +167,7 @@ def test_frames_are_decoded_in_pieces_of_any_length(tmp_path, frames, batch):
 
 @pytest.mark.soak
 def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
-    """Krea 2 and PRX make truth values of the mask that their tokenizers give."""
+    """Krea 2 and PRX turn their tokenizers' masks into truth values."""
     pipe = tiny_pipelines.with_text("pixart")
     pipe.save_pretrained(tmp_path)
     tokenize = type(pipe.tokenizer).__call__
@@ -194,7 +194,7 @@ def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
 
 
 def test_one_tensor_may_be_several_results(tmp_path, monkeypatch):
-    """The last of all states is the last state: Krea 2 looks at the one, and the encoder gives both."""
+    """The last one of all states is the last state: Krea 2 reads the first, and the encoder returns both."""
     tiny_pipelines.with_text("pixart").save_pretrained(tmp_path)
     call = transformers.T5EncoderModel.__call__
 
@@ -212,7 +212,7 @@ def test_one_tensor_may_be_several_results(tmp_path, monkeypatch):
 
 @pytest.mark.soak
 def test_statistics_that_a_pipeline_reads_off_its_vae_are_there(tmp_path):
-    """FLUX.2 norms latents by those of a part of its VAE."""
+    """FLUX.2 normalises latents by the statistics of a submodule of its VAE."""
     transformer = diffusers.Flux2Transformer2DModel(
         patch_size=1,
         in_channels=16,
@@ -279,7 +279,7 @@ def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):
 
 @pytest.mark.soak
 def test_the_vae_of_a_denoiser_for_one_image_is_converted(tmp_path):
-    """QwenImage's denoiser is called for its batch alone: it has taken in the shape of each image."""
+    """QwenImage's denoiser is called for one batch alone, as it holds the shape of each image as a constant."""
     tiny_pipelines.qwen_image().save_pretrained(tmp_path)
     halves = halves_of(tmp_path, height=32, width=32, tokens=8, batch=1)
     assert all(record.dims == {"batch": (1, 1, 1)} for _, record in halves.values())
@@ -294,7 +294,7 @@ def test_the_vae_of_a_denoiser_for_one_image_is_converted(tmp_path):
 
 
 class Silent:
-    """A watcher of builds."""
+    """A reporter of builds without output."""
 
     def share(self, detail: str, done: float) -> None: ...
 
@@ -304,7 +304,7 @@ class Silent:
 @pytest.mark.first_case
 @pytest.mark.skipif(not tensorrt_rtx.status().available, reason=tensorrt_rtx.status().detail)
 def test_nvidias_parser_and_builder_take_the_components(converted):
-    """TensorRT-RTX, which builds without a GPU, stands for TensorRT; both have the same parser."""
+    """Builds with TensorRT-RTX, which needs no GPU and has TensorRT's parser."""
     records = {record.onnx: record for _, record in (*converted.text.values(), *converted.halves.values())}
     for name, onnx in converted.onnx.items():
         engine = tensorrt_rtx.build_engine(name, records[onnx.name], onnx, EngineSection(), "sm86", Silent())

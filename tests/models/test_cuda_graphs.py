@@ -1,4 +1,4 @@
-"""What is recorded in CUDA graphs computes what eager calls do.
+"""Functions recorded in CUDA graphs compute the same as eager calls.
 
 On a CPU a recording of torch.fx stands for the graph: like a graph, the recording repeats operations and runs no Python. Real
 graphs are in tests/gpu/test_cuda_graphs_on_gpu.py.
@@ -51,7 +51,7 @@ class Recording:
         copies = {name: x.clone() for name, x in given.items()}
         self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
         for node in self._graph.graph.nodes:
-            # Counters on the device are not moved while CUDA records; torch.fx moves them.
+            # CUDA does not run operations while it records; torch.fx does.
             if node.target is torch.ops.aten.add_.Tensor and node.args[0].op == "get_attr":
                 getattr(self._graph, node.args[0].target).sub_(node.args[1])
 

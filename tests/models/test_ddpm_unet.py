@@ -1,4 +1,4 @@
-"""The U-Net of DDPM: the published model's names and sizes, what it computes, and which checkpoints it loads."""
+"""The U-Net of DDPM: names and sizes of the published model, its computation, and the checkpoints that it loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tiny(seed: int = 0) -> DDPMUNet:
 
 
 def published_names() -> dict[str, list[int]]:
-    """Names and shapes of the weights in the published CIFAR-10 checkpoint, written down level by level."""
+    """Returns names and shapes of the weights in the published CIFAR-10 checkpoint, level by level."""
     shapes: dict[str, list[int]] = {}
 
     def layer(name: str, *weight: int) -> None:

@@ -28,7 +28,8 @@ from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.torch_int8 import converted_layers
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted
-from trtconvert.models.diffusers import diffusers_model, load_pipeline
+from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.loading import load_pipeline
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.quant.forward import Int8Layers, Int8Sites
@@ -41,7 +42,7 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 QUICK = ("flux",)
 
 
-# Half a minute to a minute of each; their networks are of the kinds of Stable Diffusion, Flux and Wan.
+# Each takes half a minute to a minute, and has a network like those of Stable Diffusion, Flux and Wan.
 SOAKED = ("animatediff", "cogvideox", "ltx", "pixart", "stable_diffusion_3", "stable_diffusion_xl")
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.soak if name in SOAKED else pytest.mark.slow)
@@ -51,7 +52,7 @@ NAMES = [
 
 @dataclass(frozen=True)
 class Converted:
-    """A pipeline's folder, the model that was made of it, and its bundle."""
+    """A pipeline's folder, its model, and its bundle."""
 
     name: str
     pipeline: Path
@@ -59,12 +60,12 @@ class Converted:
     bundle: Path
 
     def torch_pipeline(self):
-        """The pipeline of the folder, anew."""
+        """Loads the pipeline again."""
         return load_pipeline(self.pipeline)
 
 
 def convert(folder: Path, name: str, dtype: str = "float32", *, layers: str = "off", **options) -> Converted:
-    """Save a tiny pipeline and run the whole build on it."""
+    """Saves a tiny pipeline and builds a bundle of it."""
     make, own = PIPELINES[name]
     make().save_pretrained(folder / "pipeline")
     recipe = {
@@ -95,13 +96,13 @@ def converted(request, tmp_path_factory) -> Converted:
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory) -> Converted:
-    """With a range of sizes: its tokens follow height and width. Attention and layers in INT8."""
+    """Flux with a range of sizes, as its tokens follow height and width. Attention and layers are in INT8."""
     sizes = {"height": [32, 32, 64], "width": [32, 32, 64]}
     return convert(tmp_path_factory.mktemp("ranges"), "flux", layers="static", **sizes)
 
 
 def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
-    """The same INT8 arithmetic as the bundle's, by the reference in torch."""
+    """Computes the bundle's INT8 arithmetic by the reference in torch."""
     manifest = runtime.load(converted.bundle).manifest
     component = manifest.components["denoiser"]
     modes = {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in component.sites}
@@ -123,7 +124,7 @@ def int8_in_torch(converted: Converted) -> DiffusersDenoiser:
 
 
 def test_a_pipeline_draws_with_the_converted_denoiser(converted):
-    """Twenty steps with embeddings that no calibration saw: images close to full precision, and each call near exact."""
+    """Twenty steps with embeddings that were not in the calibration: images are close to full precision, and calls near exact."""
     pipe = converted.torch_pipeline()
     component = converted.model.diffusers.component
     full = images(pipe, converted.name)
@@ -133,7 +134,7 @@ def test_a_pipeline_draws_with_the_converted_denoiser(converted):
         errors = errors_beside(dropped_in, in_torch)
         setattr(pipe, component, dropped_in)
         drawn = images(pipe, converted.name)
-    assert len(errors) in (STEPS, 2 * STEPS)  # Wan calls once for each half of its guidance
+    assert len(errors) in (STEPS, 2 * STEPS)  # Wan calls its denoiser once for each half of guidance
     assert max(errors) <= FLIPPED_CALL and median(errors) <= WHOLE_DENOISER
     assert psnr(drawn, full).min() >= INT8_IMAGES_PSNR
     assert full.std() > 0.05  # images with something on them
@@ -142,7 +143,7 @@ def test_a_pipeline_draws_with_the_converted_denoiser(converted):
 @pytest.mark.parametrize("converted", QUICK, indirect=True, scope="module")
 @pytest.mark.parametrize("ignored", ["", "timestep", "encoder_hidden_states"])
 def test_a_call_shows_what_the_denoiser_ignores(converted, ignored):
-    """What the tests on GPUs hold engines to: each call against torch's without INT8."""
+    """Compares each call with torch's without INT8, as the tests of engines on GPUs do."""
     pipe = converted.torch_pipeline()
     component = converted.model.diffusers.component
     with runtime.load(converted.bundle) as bundle:
@@ -159,7 +160,7 @@ def test_a_call_shows_what_the_denoiser_ignores(converted, ignored):
 
 @pytest.mark.parametrize("converted", QUICK[:1], indirect=True, scope="module")
 def test_an_engine_goes_with_the_last_reference_to_its_pipeline(converted):
-    """Not when Python next looks for objects that refer to each other: the next engine needs the GPU's memory before."""
+    """The engine goes without a garbage collection of cycles, as the next engine needs the GPU's memory."""
     gc.collect()
     gc.disable()
     try:
@@ -189,7 +190,7 @@ def test_a_denoiser_in_half_precision_goes_into_the_pipeline_in_single(tmp_path,
 
 
 def test_it_stands_for_the_model(converted):
-    """Configuration, type, device, parameters of forward, and what it returns, with no weights at hand."""
+    """The drop-in has the configuration, type, device, parameters of forward and results of the model, without its weights."""
     pipe = converted.torch_pipeline()
     original = getattr(pipe, converted.model.diffusers.component)
     with runtime.load(converted.bundle) as bundle:
@@ -201,12 +202,12 @@ def test_it_stands_for_the_model(converted):
     assert dropped_in.dtype == original.dtype and dropped_in.device == original.device
     parameters = [list(inspect.signature(module.forward).parameters) for module in (dropped_in, original)]
     assert parameters[0] == parameters[1]
-    (only,) = dropped_in.parameters()  # pipelines look at the first
+    (only,) = dropped_in.parameters()  # pipelines read the first one
     assert (only.numel(), only.dtype, only.device) == (0, original.dtype, original.device)
 
 
 def test_forward_is_the_models(flux):
-    """By name and by position, as a dataclass and as a tuple, with one timestep for all or one each."""
+    """Arguments by name and by position, results as a dataclass and as a tuple, one timestep for all or one for each."""
     model, (sizes,) = flux.model, [{name: opt for name, (_, opt, _) in flux.model.dims.items()}]
     named = model.example(3, sizes)
     original = flux.torch_pipeline().transformer
@@ -215,7 +216,7 @@ def test_forward_is_the_models(flux):
     timestep.fill_(250)
     with runtime.load(flux.bundle) as bundle, torch.no_grad():
         ours = bundle.as_diffusers()
-        # Flux pipelines give the timestep in thousandths.
+        # Flux pipelines divide the timestep by 1000.
         expected = original(**named, timestep=timestep / 1000)
         got = ours(**named, timestep=timestep / 1000)
         assert type(got) is type(expected) and got.sample.shape == expected.sample.shape
@@ -225,11 +226,11 @@ def test_forward_is_the_models(flux):
         first = [named.pop(name) for name in ("hidden_states", "encoder_hidden_states", "pooled_projections")]
         assert torch.equal(ours(*first, timestep / 1000, **named).sample, got.sample)
         half = ours(first[0].half(), *first[1:], timestep / 1000, **named).sample
-        assert half.dtype == torch.float16  # the type of what is denoised
+        assert half.dtype == torch.float16  # the type of the latents
 
 
 def test_sizes_within_the_range_are_drawn_by_one_bundle(flux):
-    """Trained for 32 × 32 at best: 16 tokens; 64 × 48 are 48 of them."""
+    """The build is for 32 × 32 at opt, which are 16 tokens; 64 × 48 are 48 tokens."""
     pipe = flux.torch_pipeline()
     pipe.set_progress_bar_config(disable=True)
     other = arguments(pipe, "flux") | {"height": 64, "width": 48, "num_inference_steps": 4}
@@ -291,7 +292,7 @@ def test_a_model_that_is_not_of_diffusers_is_refused(tiny_build):
 
 
 def test_the_command_line_samples_with_the_pipeline(flux, tmp_path, monkeypatch):
-    """Bundles do not hold the pipeline: it is looked for in the current folder."""
+    """Bundles do not hold the pipeline; the command looks for it in the current folder."""
     refusal(
         run("run", flux.bundle, "-n", 1, "--steps", 2, "-o", tmp_path / "grid.png"), "pipeline in the current folder"
     )
@@ -301,7 +302,7 @@ def test_the_command_line_samples_with_the_pipeline(flux, tmp_path, monkeypatch)
 
 
 def test_what_is_given_for_all_samples_is_repeated(flux):
-    """As torch's operators do with embeddings of one prompt beside latents of two images."""
+    """Embeddings of one prompt broadcast to latents of two images, as in torch."""
     pipe = flux.torch_pipeline()
     given = arguments(pipe, "flux") | {"num_images_per_prompt": 2, "num_inference_steps": 2}
     expected = pipe(**given | {"generator": torch.Generator().manual_seed(1)})[0]
@@ -330,6 +331,6 @@ def test_noise_of_diffusion_and_of_flow_matching(saved, flux):
     assert torch.allclose(diffusion.sigmas, ((1 - alpha_bar) / alpha_bar).sqrt(), rtol=1e-4)
     flow = flux.model
     clean, noise = torch.ones(1, 4), torch.full((1, 4), 3.0)
-    mixed = flow.noised(clean, noise, torch.tensor([250.0]))  # a quarter of it noise: (1 - σ)·x₀ + σ·n
+    mixed = flow.noised(clean, noise, torch.tensor([250.0]))  # a quarter is noise: (1 - σ)·x₀ + σ·n
     assert torch.allclose(mixed, 0.75 * clean + 0.25 * noise)
     assert bool((flow.sigmas.diff() >= 0).all()) and bool(flow.sigmas.isfinite().all())

@@ -1,4 +1,4 @@
-"""What pipelines of diffusers pass to their denoisers, found out by calling them, and what cannot be converted."""
+"""The inputs that pipelines of diffusers pass to their denoisers, and refusals of those that cannot be converted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import psnr
 from trtconvert.images import read_picture
-from trtconvert.models.diffusers import as_images, diffusers_model
+from trtconvert.models.call_options import PROMPTS
+from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.identity import identity
-from trtconvert.models.pipelines import PROMPTS, PipelineCaller
+from trtconvert.models.pipeline_sampler import as_images
+from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.recipe import AttentionSection, ModelSection, load_recipe
 from trtconvert.runtime.arguments import put_together, take_apart, tensors_of
 from trtconvert.runtime.bundles import LoadedBundle
@@ -59,12 +61,14 @@ def test_latents_of_a_vae_that_centres_its_channels_are_those_that_its_decoder_t
     with torch.no_grad():
         latents = pipe.vae.encode(images * 2 - 1).latent_dist.mode()
     mean, std = (torch.tensor(numbers).view(1, 4, 1, 1) for numbers in (mean, std))
-    again = model.encoder.encode(images) * std / pipe.vae.config.scaling_factor + mean  # as the pipeline does to decode
+    again = (
+        model.encoder.encode(images) * std / pipe.vae.config.scaling_factor + mean
+    )  # as the pipeline does before it decodes
     torch.testing.assert_close(again, latents)
 
 
 def test_a_model_behind_a_link_counts_for_what_is_cached(tmp_path):
-    """A pipeline's folder, one of whose models is a link to another folder; and a link back, which leads in a circle."""
+    """One model of the pipeline's folder is a link to another folder, which has a link back."""
     pipeline, finetuned = tmp_path / "pipeline", tmp_path / "finetuned"
     for folder in (pipeline, finetuned):
         folder.mkdir()
@@ -94,13 +98,13 @@ def test_symbolic_dimensions_follow_the_sizes(tmp_path):
         "encoder_hidden_states": ("batch", 8, 32),
         "pooled_projections": ("batch", 32),
     }
-    # Guidance doubles the batch; without guidance the smallest is 1.
+    # Guidance doubles the batch; without guidance the smallest batch is 1.
     assert dict(model.dims) == {"batch": (1, 4, 8), "height": (8, 12, 16)}
     assert model.output.shape == ("batch", 16, "height", 8)
 
 
 def test_the_smallest_sizes_of_what_is_repeated_for_each_frame_go_together(tmp_path):
-    """AnimateDiff passes a prompt for each of the 4 frames, and guidance doubles both."""
+    """AnimateDiff passes a prompt for each of 4 frames, and guidance doubles prompts and frames."""
     tiny_pipelines.animatediff().save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, height=32, width=32, frames=4, tokens=8, batch=[1, 1, 2])
     assert [spec.shape[0] for spec in model.inputs] == ["batch", "batch", "batch_2"]
@@ -110,8 +114,8 @@ def test_the_smallest_sizes_of_what_is_repeated_for_each_frame_go_together(tmp_p
 
 
 def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path):
-    """QwenImage tells its model the shape of each image, and keeps rotations of one call for the next, which may be none that
-    was made to find out shapes alone."""
+    """QwenImage passes the shape of each image to its model, which keeps rotations for the next call; fake tensors must not be
+    kept."""
     tiny_pipelines.qwen_image().save_pretrained(tmp_path)
     sizes = {"tokens": 8, "height": 32, "width": 32}
     with pytest.raises(UserError, match=r"(?s)'img_shapes' as a number.*give model\.options\.batch as one number"):
@@ -122,7 +126,7 @@ def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path)
 
 
 def test_attention_of_frames_and_of_places_is_converted(tmp_path):
-    """AnimateDiff attends within each of the 4 frames, and at each place to the same place of all frames."""
+    """AnimateDiff attends within each of 4 frames, and between the same places of all frames."""
     tiny_pipelines.animatediff().save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, height=32, width=32, frames=4, tokens=8, batch=[1, 1, 2])
     sites, left = sites_to_convert(model, AttentionSection())
@@ -132,7 +136,7 @@ def test_attention_of_frames_and_of_places_is_converted(tmp_path):
 
 
 def test_each_of_two_denoisers_is_converted_by_its_name(tmp_path):
-    """As Wan 2.2 has them, the second for what little noise is left in the last steps: two steps do not come to it."""
+    """The second denoiser of Wan 2.2 is for the little noise of the last steps: two steps do not call it."""
     make, options = PIPELINES["wan"]
     second = make().transformer
     second.proj_out.weight.neg_()
@@ -160,7 +164,7 @@ def test_each_of_two_denoisers_is_converted_by_its_name(tmp_path):
 
 
 def test_bundles_of_two_denoisers_refuse_each_other_s_place(tmp_path):
-    """Both take and give the same, so that a swap draws noise."""
+    """Both have the same inputs and outputs, so that a swap would go unnoticed and draw noise."""
     make, options = PIPELINES["wan"]
     pipe = diffusers.WanPipeline(**make().components | {"transformer_2": make().transformer}, boundary_ratio=0.5)
     pipe.save_pretrained(tmp_path)
@@ -177,18 +181,18 @@ def test_bundles_of_two_denoisers_refuse_each_other_s_place(tmp_path):
     call = {"prompt_embeds": text, "negative_prompt_embeds": text, "height": 32, "width": 32, "num_frames": 9}
     pipe.transformer, pipe.transformer_2 = low, high
     told = r"(?s)has the converted transformer_2 as its transformer.*remedy: put it into the place of transformer_2"
-    for _ in range(2):  # again, not once alone
+    for _ in range(2):  # every time, not only at first
         with pytest.raises(UserError, match=told):
             pipe(**call, num_inference_steps=4, output_type="latent")
     with pytest.raises(UserError, match=told):
         LoadedBundle.pipeline(cast(LoadedBundle, None), transformer=low)
-    pipe.transformer, pipe.transformer_2 = high, low  # the remedy
+    pipe.transformer, pipe.transformer_2 = high, low  # as the remedy says
     assert pipe(**call, num_inference_steps=4, output_type="latent")[0].isfinite().all()
     low(**diffusers_model(tmp_path, denoiser="transformer_2", tokens=8, batch=1, **options).example(0, {"batch": 1}))
 
 
 def test_timesteps_of_tokens_are_shares_of_their_sample_s(tmp_path):
-    """Wan 2.2 of 5B has one for each, since it may be given a first frame without noise; where it is not, they are the same."""
+    """Wan 2.2 of 5B has a timestep for each token, as a given first frame has no noise; without one all are the same."""
     make, options = PIPELINES["wan"]
     diffusers.WanPipeline(**make().components, expand_timesteps=True).save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, tokens=8, **options)
@@ -215,7 +219,7 @@ def test_timesteps_of_tokens_are_shares_of_their_sample_s(tmp_path):
     assert noisiest.tolist() == [11.0, 23.0]
     torch.testing.assert_close(shares * noisiest[:, None], torch.arange(24.0).reshape(2, 12))
     dropped_in(**named | {"timestep": torch.zeros(2, 12)})
-    assert taken.pop()[1].tolist() == [[1.0] * 12] * 2  # nothing is divided by the timestep 0
+    assert taken.pop()[1].tolist() == [[1.0] * 12] * 2  # the timestep 0 divides nothing
     with pytest.raises(UserError, match=r"(?s)another 'timestep'.*expected: a tensor with a timestep for each token"):
         dropped_in(**named | {"timestep": torch.tensor([7.0, 7.0])})
     ranged = diffusers_model(tmp_path, tokens=8, **options | {"height": [32, 32, 64]})
@@ -224,7 +228,7 @@ def test_timesteps_of_tokens_are_shares_of_their_sample_s(tmp_path):
 
 
 def test_timesteps_of_tokens_that_rise_are_refused(tmp_path):
-    """The noisiest token of a sample would have the smallest."""
+    """The noisiest token of a sample would have the smallest timestep."""
     make, options = PIPELINES["wan"]
     rising = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
     parts = make().components | {"scheduler": rising}
@@ -247,7 +251,7 @@ def test_images_are_passed_to_a_pipeline_that_edits_them(tmp_path):
         torch.testing.assert_close(drawn[-1][1:], alone, atol=1e-4, rtol=0)
     assert (drawn[0] - drawn[1]).abs().max() > 0.01
     for given, expected in (
-        ({"picture": tmp_path / "0.png"}, r"(?s)FluxKontextPipeline takes no picture.*expected: .*image.*model.images"),
+        ({"picture": tmp_path / "0.png"}, r"(?s)model.images has picture.*expected: .*image"),
         ({"image": tmp_path / "2.png"}, r"(?s)cannot read the image .*2.png.*got: No such file.*model.images"),
     ):
         with pytest.raises(UserError, match=expected):
@@ -255,7 +259,7 @@ def test_images_are_passed_to_a_pipeline_that_edits_them(tmp_path):
 
 
 def test_each_sample_gets_an_image_where_a_pipeline_wants_that(tmp_path):
-    """LTX takes one image for one sample only, and a list of them for several."""
+    """LTX takes one image for one sample, and a list of images for several."""
     pipe, options = diffusers.LTXImageToVideoPipeline(**PIPELINES["ltx"][0]().components), PIPELINES["ltx"][1]
     image = read_picture(picture(tmp_path / "image.png", 0), "")
     caller = PipelineCaller(pipe, "transformer", 8, PROMPTS, options["call"], {"image": image})
@@ -283,7 +287,7 @@ def test_images_are_part_of_what_a_model_is(tmp_path):
 
 
 def test_a_pipeline_without_a_vae_denoises_images(tmp_path):
-    """As DeepFloyd IF does, whose latents are pixels."""
+    """The latents of DeepFloyd IF are pixels."""
     unet = tiny_pipelines.unet(in_channels=3, out_channels=6)
     scheduler = diffusers.DDPMScheduler(variance_type="learned_range")
     nothing = dict.fromkeys(("tokenizer", "text_encoder", "safety_checker", "feature_extractor", "watermarker"))
@@ -317,7 +321,7 @@ def test_a_pipeline_that_fails_by_itself_is_told_from_a_fault_of_ours(tmp_path, 
 
 
 def test_integers_of_an_example_are_what_the_pipeline_passes():
-    """Positions are looked up in tables, and masks say which tokens there are: what is drawn may be neither."""
+    """Random numbers must not replace positions, which are looked up in tables, and masks of tokens."""
     shapes = {"sample": ("batch", 4), "timestep": ("batch",), "positions": (1, "tokens"), "labels": ("batch",)}
     kinds = {"positions": "int64", "labels": "int64"}
     model = replace(
@@ -334,17 +338,17 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
     [
         ("ltx", {"height": [32, 32, 64]}, ["'height' as a number", "expected: one height", "a bundle for each"]),
         ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
-        ("flux", {"height": [64, 32, 32]}, ["model.options.height is no size", "got: [64, 32, 32]"]),
-        ("flux", {"height": 32.0}, ["model.options.height is no size", "got: 32.0"]),
-        ("flux", {"call": {"no_such": 1}}, ["options.call has no_such", "guidance_scale", "take it out of model.opt"]),
+        ("flux", {"height": [64, 32, 32]}, ["model.options.height is not a size", "got: [64, 32, 32]"]),
+        ("flux", {"height": 32.0}, ["model.options.height is not a size", "got: 32.0"]),
+        ("flux", {"call": {"no_such": 1}}, ["options.call has no_such", "guidance_scale", "remove it"]),
         (
             "flux",
             {"call": {"guidence_scale": 1}},
             ["options.call has guidence_scale", "did you mean 'guidance_scale'?"],
         ),
         ("flux", {"call": {"num_inference_steps": 4}}, ["options.call sets num_inference_steps", "verify.steps"]),
-        ("flux", {"prompts": "a cat"}, ["options.prompts is no list of prompts", "got: 'a cat'"]),
-        ("flux", {"prompts": []}, ["options.prompts is no list of prompts", "got: []"]),
+        ("flux", {"prompts": "a cat"}, ["options.prompts is not a list of prompts", "got: 'a cat'"]),
+        ("flux", {"prompts": []}, ["options.prompts is not a list of prompts", "got: []"]),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, name, options, expected):
@@ -378,7 +382,7 @@ def test_arguments_are_taken_apart_and_put_together():
     given = {"x": torch.ones(2), "more": {"ids": torch.zeros(2, 6), "size": None}, "pair": [mask, 3], "scale": 0.5}
     structure, tensors = take_apart(given)
     assert sorted(tensors) == ["more.ids", "pair.0", "x"]
-    assert json.loads(json.dumps(structure)) == structure  # it travels in the manifest
+    assert json.loads(json.dumps(structure)) == structure  # the manifest stores it
     again = put_together(structure, tensors | {"pair.0": mask.long()})
     assert again["more"]["ids"] is given["more"]["ids"] and again["scale"] == 0.5 and again["pair"][1] == 3
     assert again["pair"][0].dtype == torch.bool and torch.equal(again["pair"][0], mask)
@@ -386,7 +390,7 @@ def test_arguments_are_taken_apart_and_put_together():
 
 
 def test_constants_are_plain_numbers_and_text():
-    """Arrays compare element by element, and say neither yes nor no."""
+    """Arrays compare element by element, without one truth value."""
     structure, _ = take_apart({"scale": 0.5, "mode": "full"})
     assert not tensors_of(structure, {"scale": np.float32(0.5), "mode": "full"})
     for scale, got in ((np.full(3, 0.5), "an array of shape [3]"), (torch.tensor(0.5), "a tensor of shape []")):

@@ -1,4 +1,4 @@
-"""The demonstration model: what it computes, what its weights draw, and which weights it refuses."""
+"""The demonstration model: its computation, the images of its weights, and the weights that it refuses."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def draw(count: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_shipped_weights_draw_the_digits_asked_for():
     images, labels = draw(200, steps=25)
     assert accuracy(load_digits_classifier(CLASSIFIER), images, labels) >= 0.9
-    # One image per class would satisfy the classifier; digits of a class must differ, as real ones do.
+    # One image per class would satisfy the classifier; digits of a class must differ, like real digits.
     real, real_labels = digits_data("test")
     for digit in range(CLASSES):
         spread, real_spread = (

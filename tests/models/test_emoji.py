@@ -1,4 +1,4 @@
-"""The model in colour that ships: what it takes and gives, and what judges its samples."""
+"""The colour model that ships: its inputs and outputs, and the quality of its samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_file_is_small_enough_to_ship():
 
 
 def test_one_step_from_pure_noise_is_an_emoji_on_white(model):
-    # v_prediction at the last timestep is -x₀ but for a little noise: what one step draws is a mean of emoji.
+    # v at the last timestep is -x₀ up to a little noise: one step draws a mean of emoji.
     images = model.sample(model.denoiser, [0, 1], steps=1, solver="ddim")
     assert images.shape == (2, 3, 64, 64)
     corners = images[:, :, [0, 0, -1, -1], [0, -1, 0, -1]]
@@ -99,7 +99,7 @@ def test_accuracy_is_of_categories():
 
 
 def test_a_new_model_gives_zeros():
-    """adaLN-Zero: before training the output is 0, whatever comes in."""
+    """adaLN-Zero: before training the output is 0 for any input."""
     with torch.no_grad():
         out = EmojiDiT()(torch.randn(1, 3, 8, 8), torch.tensor([5.0]), torch.tensor([1]))
     assert torch.equal(out, torch.zeros_like(out))

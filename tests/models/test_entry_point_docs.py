@@ -1,4 +1,4 @@
-"""The entry point of docs/entry-points.md, as it stands there, converts."""
+"""The entry point that docs/entry-points.md prints converts."""
 
 from __future__ import annotations
 

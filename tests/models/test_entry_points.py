@@ -1,4 +1,4 @@
-"""Builds of models as users write them: modules with two names, timesteps that are looked up, types that stay set."""
+"""Builds of users' models: modules with two names, timesteps that are looked up, default types that stay set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.models.pipelines import shapes_of
+from trtconvert.models.observation import shapes_of
 
 
 class Block(nn.Module):
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two blocks whose activation is one module under several names, and a table of timesteps or features of them."""
+    """Two blocks whose activation is one module under several names, with a table of timesteps or features of timesteps."""
 
     def __init__(self, table: bool = False, again: bool = False) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Blocks(nn.Module):
 
 @pytest.fixture
 def built(tmp_path, monkeypatch):
-    """Builds what a function gives, and returns the bundle's folder."""
+    """Builds the model of a function, and returns the bundle's folder."""
 
     def build(make):
         module = ModuleType("an_entry_point")
@@ -71,7 +71,7 @@ def built(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("again", [False, True], ids=["an activation", "a whole block"])
 def test_modules_with_two_names_are_converted_under_the_first(built, again):
-    """torch.export then calls stand-ins of all modules."""
+    """torch.export calls stand-ins of all modules then."""
     folder = built(lambda: tiny_layers.build(lambda: Blocks(again=again)))
     sites = read_manifest(folder).components["denoiser"].sites
     assert [site.name for site in sites] == ["blocks.0", "blocks.1"] and all(site.in_int8 for site in sites)
@@ -113,7 +113,7 @@ def test_drawn_inputs_are_fp32_whatever_the_default():
 
 
 def test_a_sampler_with_weights_of_its_own_is_given_them(tmp_path, monkeypatch):
-    """Bundles hold the denoiser alone: what else a function loads of its weights is named anew, from any folder."""
+    """Bundles hold the denoiser alone: the weights of the user's sampler are named again, from any folder."""
     weights, other = tmp_path / "weights.safetensors", tmp_path / "other.safetensors"
     save_file(tiny_models.build().denoiser.state_dict(), weights)
     save_file({name: tensor + 1 for name, tensor in tiny_models.build().denoiser.state_dict().items()}, other)
@@ -124,18 +124,18 @@ def test_a_sampler_with_weights_of_its_own_is_given_them(tmp_path, monkeypatch):
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     drawn = ("run", tmp_path / "bundle", "-n", 1, "--steps", 2)
-    refusal(run(*drawn), "samples with its own weights", "trtconvert run --weights")
+    refusal(run(*drawn), "samples with its original weights", "trtconvert run --weights")
     refusal(run(*drawn, "--weights", other), "is not what the bundle was made from")
     outcome = run(*drawn, "--weights", weights)
     assert outcome.exit_code == 0 and (elsewhere / "samples.png").is_file(), outcome.output
 
 
 def test_a_forward_that_fails_is_told_without_the_traceback_of_torch(caplog, capfd):
-    """torch logs it before it raises the error that the message is made of."""
+    """torch logs the traceback before it raises the error of the message."""
     product = nn.Linear(4, 4)
     with pytest.raises(UserError, match="same reduction dim"):
         shapes_of(lambda tensors: product(tensors["x"]), {"x": torch.zeros(2, 5)}, "it", "mend it")
     assert "Traceback" not in caplog.text + capfd.readouterr().err
-    with FakeTensorMode() as mode, pytest.raises(RuntimeError):  # others hear of theirs, as before
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError):  # other code still sees its own
         torch.mm(mode.from_tensor(torch.zeros(2, 5)), mode.from_tensor(torch.zeros(4, 4)))
     assert "failed while attempting to run meta" in caplog.text + capfd.readouterr().err

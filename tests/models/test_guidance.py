@@ -1,4 +1,4 @@
-"""Classifier-free guidance inside a denoiser: which models can, and that samples are what both halves give."""
+"""Classifier-free guidance inside a denoiser: the models that support it, and samples that equal those of both halves."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ import diffusers
 import further_pipelines
 import tiny_pipelines
 
-from trtconvert.models.diffusers import PipelineSampler, diffusers_model, load_pipeline
+from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.loading import load_pipeline
+from trtconvert.models.pipeline_sampler import PipelineSampler
 
 SEEDS = [3, 4]
 
 
 class Engine:
-    """A model in torch with guidance inside, and what it was called with: scales, and rows."""
+    """A model in torch with guidance inside, which records the scales and rows of its calls."""
 
     def __init__(self, form: DiffusionModel) -> None:
         assert form.guidance is not None
@@ -69,7 +71,7 @@ def pipeline_of(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
-    """Makes a pipeline's denoiser a model."""
+    """Loads a pipeline's denoiser as a model."""
     folder = tmp_path_factory.mktemp("pipelines")
 
     def made(name: str, **call: Any) -> DiffusionModel:
@@ -90,15 +92,15 @@ def model_of(tmp_path_factory):
     [
         ("stable_diffusion", 1),
         ("stable_diffusion_3", 1),
-        ("pixart", 1),  # its output has the channels of a variance
-        ("cogvideox", 1),  # its scale changes from step to step
-        ("hunyuan_dit", 1),  # it takes the variance off before it adds up
+        ("pixart", 1),  # its output includes the channels of a variance
+        ("cogvideox", 1),  # the scale changes from step to step
+        ("hunyuan_dit", 1),  # it removes the variance before the sum
         ("wan", 2),  # a call for each half
         ("chroma", 2),
     ],
 )
 def test_pipelines_draw_the_same_with_one_prediction(model_of, name, calls):
-    """The pipeline finds the sum itself, with its own scale, whichever half comes first."""
+    """The pipeline computes the sum itself, with its own scale, in either order of the halves."""
     model = model_of(name, **({"use_dynamic_cfg": True} if name == "cogvideox" else {}))
     engine, plain = Engine(fused_form(model)), list[int]()
 
@@ -115,7 +117,7 @@ def test_pipelines_draw_the_same_with_one_prediction(model_of, name, calls):
 
 
 def with_pipeline(model: DiffusionModel, engine: Any, **arguments: Any) -> Tensor:
-    """What the model's pipeline draws with a denoiser, called with further arguments."""
+    """Draws with the model's pipeline and a denoiser; the call has further arguments."""
     sampler = model.sample
     assert isinstance(sampler, PipelineSampler)
     before = dict(sampler.caller.arguments)
@@ -128,7 +130,7 @@ def with_pipeline(model: DiffusionModel, engine: Any, **arguments: Any) -> Tenso
 
 @pytest.mark.parametrize("arguments", [{"guidance_rescale": 0.7}, {"guidance_scale": 1.0}])
 def test_pipelines_that_use_a_half_by_itself_draw_the_same(model_of, arguments):
-    """It costs calls, which is told, and nothing else."""
+    """This takes more calls, with a warning, and changes nothing else."""
     model = model_of("stable_diffusion")
     engine = Engine(fused_form(model))
     expected = with_pipeline(model, model.denoiser, **arguments)
@@ -137,12 +139,12 @@ def test_pipelines_that_use_a_half_by_itself_draw_the_same(model_of, arguments):
     ):
         drawn = with_pipeline(model, engine, **arguments)
     assert relative_error(drawn, expected) < SAME_ARITHMETIC
-    if "guidance_scale" in arguments:  # rows without guidance are samples
+    if "guidance_scale" in arguments:  # without guidance each row is a sample
         assert engine.rows == [len(SEEDS)] * 4 and engine.scales == [[1.0] * len(SEEDS)] * 4
 
 
 def test_the_second_of_two_denoisers_has_a_scale_of_its_own(tmp_path):
-    """As Wan 2.2 has them. Three steps do not come to it, and nobody wants to wait for the first one meanwhile."""
+    """Three steps do not call the second denoiser of Wan 2.2; the first one must cost nothing meanwhile."""
     make, options = tiny_pipelines.PIPELINES["wan"]
     parts = make().components | {"transformer_2": make().transformer}
     diffusers.WanPipeline(**parts, boundary_ratio=0.3).save_pretrained(tmp_path)
@@ -155,7 +157,7 @@ def test_the_second_of_two_denoisers_has_a_scale_of_its_own(tmp_path):
 
 
 def test_shares_of_timesteps_are_guided_beside_the_prompts(tmp_path):
-    """As Wan 2.2 of 5B has a timestep for each token, the same for both halves."""
+    """Wan 2.2 of 5B has a timestep for each token, the same for both halves."""
     make, options = tiny_pipelines.PIPELINES["wan"]
     diffusers.WanPipeline(**make().components, expand_timesteps=True).save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, **options)
@@ -168,7 +170,7 @@ def test_shares_of_timesteps_are_guided_beside_the_prompts(tmp_path):
 
 
 def test_inference_mode_changes_nothing(model_of):
-    """In it torch hands over operations as they are called, and not what they are made of."""
+    """In inference mode torch dispatches the operations that are called, and not those that they consist of."""
     model = model_of("hunyuan_dit")
     engine = Engine(fused_form(model))
     expected = model.sample(model.denoiser, SEEDS, steps=2, solver="ddim")
@@ -210,7 +212,7 @@ def test_own_samplers_hand_over_the_scale(source, digits):
 
 @pytest.fixture(scope="module")
 def fused_build(digits_build, tmp_path_factory) -> Path:
-    """The shipped model, calibrated and planned as `digits_build`, with guidance inside."""
+    """The shipped model with the calibration and the plan of `digits_build`, with guidance inside."""
     folder = tmp_path_factory.mktemp("fused")
     recipe = json.loads(digits_build.recipe.read_text())
     recipe["engine"] |= {"guidance": "fused"}
@@ -273,7 +275,7 @@ def test_samplers_draw_the_same_from_both_bundles(digits_build, fused_build):
             conditions={"label": labels}, null_conditions={"label": torch.full_like(labels, 10)},
         )  # fmt: skip
 
-    # Of four steps, each of which may round otherwise.
+    # Four steps, each of which may round differently.
     assert relative_error(drawn(fused_build), drawn(digits_build.bundle)) < FLIPPED_CALL
 
 
@@ -285,7 +287,7 @@ def test_commands_tell_of_guidance_and_draw(fused_build, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
 def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
-    """PixArt on ONNX Runtime: the drop-in draws what the bundle with both halves draws."""
+    """PixArt on ONNX Runtime: the drop-in draws the same as the bundle with both halves."""
     import converted_pipelines as converted
 
     given = list[type]()
@@ -307,7 +309,7 @@ def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
             "encoder_attention_mask": torch.ones(2, converted.TOKENS, dtype=torch.int64),
         }
         noise = torch.randn(2, 4, 8, 8)
-        for _ in range(2):  # a prediction is denoised again, as some samplers do
+        for _ in range(2):  # some samplers denoise a prediction again
             noise = pipe.transformer(noise, timestep=torch.ones(1), **prompt).sample[:, :4]
         noise.sum()
         return converted.draw(pipe, "pixart"), bundle.manifest.components["denoiser"].dims["batch"]
@@ -323,11 +325,11 @@ def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "call", "told"),
     [
-        ("flux", {}, "an input of the denoiser"),
-        ("stable_diffusion", {"guidance_rescale": 0.7}, "uses the prediction of one half, as guidance_rescale"),
+        ("flux", {}, "passes the scale of guidance to the denoiser"),
+        ("stable_diffusion", {"guidance_rescale": 0.7}, "uses the prediction of one half, as for guidance_rescale"),
         ("stable_diffusion", {"guidance_scale": 1.0}, "draws without guidance"),
         ("dit", {}, "variances of a half"),
-        ("ltx_2", {}, "got: one that gives sample, audio_sample"),
+        ("ltx_2", {}, "got: one that returns sample, audio_sample"),
         ("ddpm", {}, r"inputs sample \['batch', 3, 16, 16\], timestep \['batch'\]"),
     ],
 )
@@ -339,7 +341,7 @@ def test_pipelines_without_the_sum_alone_are_refused(model_of, name, call, told)
 
 
 def with_own_halves(denoiser, seeds, *, steps, solver, conditions=None):
-    """A user's sampler that doubles the batch, and adds up by itself."""
+    """A user's sampler that doubles the batch and computes the sum itself."""
     x, label = initial_noise(seeds, (1, 8, 8)), torch.tensor([seed % 10 for seed in seeds])
     negative, conditional = denoiser(
         torch.cat([x, x]), torch.full((2 * len(x),), 900.0), label=torch.cat([torch.full_like(label, 10), label])
@@ -348,7 +350,7 @@ def with_own_halves(denoiser, seeds, *, steps, solver, conditions=None):
 
 
 def of_the_label_alone(denoiser, seeds, *, steps, solver, conditions=None):
-    """A user's sampler without what stands for no label."""
+    """A user's sampler without a label for no class."""
     labels = {"label": torch.tensor([seed % 10 for seed in seeds])}
     noise = initial_noise(seeds, (1, 8, 8))
     return sample(denoiser, noise, _SCHEDULE, prediction="v_prediction", steps=steps, conditions=labels)
@@ -358,7 +360,7 @@ def of_the_label_alone(denoiser, seeds, *, steps, solver, conditions=None):
     ("sampler", "told"),
     [
         (with_own_halves, "calls trtconvert.models.sample with conditions and null_conditions"),
-        (of_the_label_alone, "that knows the condition of no class"),
+        (of_the_label_alone, "with a condition for no class"),
     ],
 )
 def test_own_samplers_that_keep_the_sum_to_themselves_are_refused(digits, sampler, told):

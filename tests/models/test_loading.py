@@ -1,4 +1,4 @@
-"""Saved pipelines as users have them: variants, shards, what is not there or too much, FP8; each is told before calibration."""
+"""Users' saved pipelines: variants, shards, missing and superfluous weights, FP8; each is reported before the calibration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNET = "diffusion_pytorch_model.safetensors"
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """Stable Diffusion with a text encoder, to change."""
+    """A copy of Stable Diffusion with a text encoder, which tests may change."""
     return Path(shutil.copytree(saved, tmp_path / "pipeline"))
 
 
@@ -46,7 +46,7 @@ def change(path: Path, **tensors: torch.Tensor) -> None:
 @pytest.mark.parametrize("shard", ["10GB", "60KB"], ids=["whole", "sharded"])
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_every_way_of_saving_is_loaded(saved, tmp_path, variant, shard, safetensors):
-    """The only variant that there is needs no name."""
+    """A single variant needs no name."""
     for name, part in load_pipeline(saved).components.items():
         if isinstance(part, torch.nn.Module):
             options = {"variant": variant, "max_shard_size": shard}
@@ -65,7 +65,7 @@ def test_every_way_of_saving_is_loaded(saved, tmp_path, variant, shard, safetens
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_text_encoder_in_files_of_torch_is_loaded(folder, sharded):
-    """As older ones are published."""
+    """Older pipelines are published so."""
     path = folder / "text_encoder" / "model.safetensors"
     state, wanted = load_file(path), load_pipeline(folder)
     path.unlink()
@@ -82,7 +82,7 @@ def test_a_text_encoder_in_files_of_torch_is_loaded(folder, sharded):
 
 
 def test_a_variant_is_taken_where_it_is_asked_for(folder):
-    """Models without that variant, as published pipelines have them, come without it."""
+    """Models without this variant, which published pipelines have, are loaded without a variant."""
     plain = load_pipeline(folder)
     state = load_file(folder / "unet" / UNET)
     save_file({name: x * 2 for name, x in state.items()}, folder / "unet" / UNET.replace(".", ".fp16.", 1))
@@ -126,7 +126,7 @@ def test_what_an_encoder_of_transformers_has_too_much_is_refused_but_for_its_hea
 @pytest.mark.parametrize("part", ["unet", "text_encoder"])
 @pytest.mark.parametrize("suffix", ["scale_weight", "weight_scale"])
 def test_fp8_is_multiplied_by_its_scales(folder, part, suffix):
-    """As ComfyUI and ModelOpt name them; of the layer's inputs as well, which stay in the model's type."""
+    """Scales have the names of ComfyUI and ModelOpt; scales of a layer's inputs, which stay in the model's type, pass."""
     path = next((folder / part).glob("*.safetensors"))
     plain, state = load_pipeline(folder), load_file(path)
     layers = [name.removesuffix(".weight") for name in state if name.endswith((".to_q.weight", ".fc1.weight"))][:2]
@@ -141,7 +141,7 @@ def test_fp8_is_multiplied_by_its_scales(folder, part, suffix):
     got, wanted = getattr(load_pipeline(folder), part).state_dict(), getattr(plain, part).state_dict()
     for name, x in wanted.items():
         if any(name == f"{layer}.weight" for layer in layers):
-            assert 0 < (got[name] - x).norm() / x.norm() < 0.04  # of E4M3, 3 bits behind the first
+            assert 0 < (got[name] - x).norm() / x.norm() < 0.04  # E4M3 has 3 bits after the first
         else:
             assert torch.equal(got[name], x)
 
@@ -182,7 +182,7 @@ def test_a_class_is_found_by_the_name_that_it_had(folder):
 def test_what_is_there_is_not_called_missing(folder, tmp_path):
     (folder / "unet" / UNET).rename(folder / "unet" / "my-unet.safetensors")
     with pytest.raises(
-        UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy: call my"
+        UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy: rename my"
     ):
         load_pipeline(folder)
     (tmp_path / "alone").mkdir()
@@ -200,7 +200,8 @@ def test_a_pointer_of_git_lfs_is_told(folder):
 
 
 def test_names_of_older_versions_are_known(folder):
-    """As Stable Diffusion 1.5 was published: the VAE's attention, CLIP's prefix, and a table that models now make themselves."""
+    """Stable Diffusion 1.5 was published with other names in the VAE's attention, a prefix of CLIP, and a table that models
+    compute."""
     pipe = load_pipeline(folder)
     path = folder / "vae" / UNET
     renames = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
@@ -220,7 +221,7 @@ def test_names_of_older_versions_are_known(folder):
 
 
 def test_an_encoder_in_fp8_by_its_configuration_is_scaled(tmp_path):
-    """T5 as transformers saves it in FP8, with the quantiser's settings, which would want a GPU; its embedding has two names."""
+    """T5 as transformers saves it in FP8, with settings of the quantiser, which needs a GPU; its embedding has two names."""
     pipe = tiny_pipelines.with_text("pixart")
     pipe.save_pretrained(tmp_path)
     path = tmp_path / "text_encoder" / "model.safetensors"
@@ -252,13 +253,13 @@ def test_code_in_a_file_of_torch_is_not_executed(folder):
     [({"ignore": "lora_*"}, "a list of patterns"), ({"variant": 16}, "a text"), ({"variant": ""}, "a text")],
 )
 def test_options_of_another_kind_are_refused(folder, options, told):
-    """A text is a list of letters, and * would stand for every name."""
+    """A text is a list of letters, and the letter * would match every name."""
     with pytest.raises(UserError, match=rf"(?s)model.options.{next(iter(options))} does not fit.*expected: {told}"):
         load_pipeline(folder, **options)
 
 
 def control_nets(folder: Path, count: int) -> Any:
-    """A saved pipeline that follows so many images."""
+    """Saves a pipeline with so many ControlNets."""
     base = tiny_pipelines.with_text("stable_diffusion")
     nets = [
         tiny_pipelines.randomised(
@@ -313,7 +314,7 @@ def test_a_pipeline_follows_two_images_through_two_control_nets(tmp_path):
 
 
 def test_a_list_of_two_numbers_in_an_index_is_a_setting(folder):
-    """As the layers of its text encoder that a small Krea 2 reads."""
+    """A small Krea 2 has a list of the text encoder's layers that it reads."""
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps(index | {"text_encoder_select_layers": [1, 2]}))
     assert load_pipeline(folder).unet is not None

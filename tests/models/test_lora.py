@@ -1,4 +1,4 @@
-"""LoRA files in every layout, merged into models, against merges by hand; and what is refused."""
+"""LoRA files in every layout, merged into models, against merges by hand; and refusals."""
 
 import json
 import re
@@ -54,12 +54,12 @@ SGM = {
     "output_blocks_3_1_transformer_blocks_0_ff_net_2": "up_blocks.1.attentions.1.transformer_blocks.0.ff.net.2",
     "out_2": "conv_out",
 }
-"""Stability's names of SDXL's modules, as kohya's scripts write them: this U-Net has two levels, of one layer each."""
+"""Stability's names of SDXL's modules, in the form of kohya's scripts: this U-Net has two levels of one layer each."""
 
 
 @pytest.mark.parametrize("mid", [False, True])
 def test_sdxl_of_kohya_is_merged_by_the_names_of_the_original_code(tmp_path, mid):
-    """Convolutions too, in two parts and in three."""
+    """Convolutions are merged too, in two parts and in three."""
     module = fresh("stable_diffusion_xl")
     layers = {
         theirs: tiny_loras.layer_of(
@@ -107,7 +107,7 @@ WAN = {
     ("kind", "names"), [("flux", FLUX), ("stable_diffusion_3", SD3), ("wan", WAN)], ids=["flux", "sd3", "wan"]
 )
 def test_transformers_of_kohya_are_merged_by_the_names_of_the_original_code(tmp_path, kind, names):
-    """One of their layers may be several of diffusers', whose rows follow each other."""
+    """One of their layers may hold the rows of several of diffusers' layers."""
     module = fresh(kind)
     layers, deltas = {}, {}
     for seed, (theirs, ours) in enumerate(names.items()):
@@ -151,7 +151,7 @@ PEFT_ROOT = "base_model.model."
 @pytest.mark.parametrize(("settings", "usual", "of_query"), [({}, 2.0, 0.5), ({"use_rslora": True}, 4.0, 1.0)])
 @pytest.mark.parametrize("place", ["beside", "within"])
 def test_alphas_of_peft_come_from_its_settings(tmp_path, settings, usual, of_query, place):
-    """alpha/rank, or alpha/√rank: the file of peft has them beside it, that of diffusers within."""
+    """alpha/rank, or alpha/√rank: peft stores the settings beside the file, diffusers in it."""
     module, config = fresh("stable_diffusion"), CONFIG | settings
     layers = tiny_loras.layers_of(module, ATTENTION)
     file = tmp_path / "adapter_model.safetensors"
@@ -176,7 +176,7 @@ def test_an_alpha_may_be_an_integer(tmp_path):
 
 
 def test_names_of_the_original_code_are_those_that_diffusers_has_for_them():
-    """SDXL in its published size, without numbers: every weight, against what diffusers' own loader calls them."""
+    """Every weight of SDXL in its published size, on meta tensors, against the names of diffusers' loader."""
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils")
     config = dict(
         block_out_channels=(320, 640, 1280),
@@ -222,7 +222,7 @@ def test_several_add_up_and_their_opposites_leave_nothing(tmp_path):
     assert_close(merged(module, *[{"file": file, "scale": -0.5} for file in files]), before)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 QUERY = "lora_unet_" + ATTENTION[0].replace(".", "_")
@@ -283,7 +283,7 @@ def test_a_lora_of_another_architecture_is_told_as_such(tmp_path, kind):
 def test_a_lora_that_takes_weights_out_of_range_is_refused(tmp_path):
     file = written(tmp_path, lambda tensors: tensors[f"{QUERY}.lora_up.weight"].fill_(3e38))
     with pytest.raises(
-        UserError, match=r"(?s)is no number.*attn1\.to_q.*remedy: take a smaller scale|attn1\.to_q.*is no number"
+        UserError, match=r"(?s)is no number.*attn1\.to_q.*remedy: give a smaller scale|attn1\.to_q.*is no number"
     ):
         merged(fresh("stable_diffusion"), {"file": file, "scale": 1e6})
 

@@ -1,4 +1,4 @@
-"""LoRAs through recipes: builds, their cache, text encoders, what is told and refused."""
+"""LoRAs in recipes: builds, their cache, text encoders, notices and refusals."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def built(folder, *loras):
 
 
 def test_builds_follow_the_files_and_scales(tmp_path, monkeypatch):
-    """Of a model of a user's own function, whose modules have the user's names."""
+    """The model comes from a user's function, and its modules have the user's names."""
     base = tiny_models.build().denoiser
     layers = tiny_loras.layers_of(base, ["qkv", "out"])
     for name in ("a", "b"):
@@ -49,7 +49,7 @@ def test_builds_follow_the_files_and_scales(tmp_path, monkeypatch):
     assert [(str(lora.file), lora.scale) for lora in manifest.recipe.loras] == [("a.safetensors", 0.5)]
     assert "LoRA" in run("inspect", tmp_path / "bundle").output
     again = built(tmp_path, {"file": "b.safetensors", "scale": 0.5})
-    assert all(reused(again).values())  # the same file by another name
+    assert all(reused(again).values())  # the same file under another name
 
     weights = onnx.load(tmp_path / "bundle" / "denoiser.onnx").graph.initializer
     found = next(numpy_helper.to_array(weight) for weight in weights if weight.name == "qkv.weight.T")
@@ -57,7 +57,7 @@ def test_builds_follow_the_files_and_scales(tmp_path, monkeypatch):
     expected = tiny_loras.with_deltas(base.state_dict(), deltas, 0.5 * HALF)
     torch.testing.assert_close(torch.tensor(found).T, expected["qkv.weight"])
 
-    # What a bundle is compared with has them too. They are looked for where the program runs.
+    # The model that a bundle is compared with has the LoRAs too. They are looked for in the current folder.
     loaded = runtime.load(tmp_path / "bundle")
     monkeypatch.chdir(tmp_path / "cache")
     assert full_precision(loaded, None) is None
@@ -111,7 +111,7 @@ TEXT = "encoder.layers.0.self_attn.q_proj"
 
 
 def test_text_encoders_get_their_parts(tmp_path, with_text):
-    """Those of kohya are called text_model.…, whatever transformers calls them now."""
+    """kohya's names begin with text_model, unlike those of newer transformers."""
     options = tiny_pipelines.PIPELINES["stable_diffusion_xl"][1]
     section = {"source": "diffusers", "weights": str(with_text), "options": options}
     recipe = recipe_with(tmp_path, model=section)
@@ -163,7 +163,7 @@ def test_older_names_of_text_encoders_are_known(tmp_path, with_text):
 
 
 def test_t5_is_the_second_text_encoder_of_flux_and_the_third_of_stable_diffusion_3(tmp_path):
-    """kohya's scripts call it the third of either, which a file for the second as well tells apart."""
+    """kohya's scripts name it the third in both; a file with parts for the second too tells them apart."""
     module = tiny_pipelines.t5()
     query = "encoder.block.0.layer.0.SelfAttention.q"
     layer = tiny_loras.layer_of(module.get_parameter(f"{query}.weight"), 0)
@@ -182,7 +182,7 @@ def test_t5_is_the_second_text_encoder_of_flux_and_the_third_of_stable_diffusion
 
 @pytest.mark.slow
 def test_a_pipeline_is_built_with_its_loras(tmp_path):
-    """Half precision: it is merged before it is rounded. On ONNX Runtime they stay as they are."""
+    """In half precision the LoRA is merged before weights are rounded. ONNX Runtime cannot change LoRAs later."""
     pipe = tiny_pipelines.stable_diffusion()
     pipe.save_pretrained(tmp_path / "pipeline")
     layers = tiny_loras.layers_of(pipe.unet, UNET)

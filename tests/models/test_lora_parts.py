@@ -20,7 +20,7 @@ WAN = ["blocks.0.attn1.to_q", "blocks.1.attn2.to_out.0"]
 
 
 def _of_two(folder: Path) -> tuple[Path, dict[str, dict]]:
-    """A file for both denoisers of Wan 2.2, and what each gets, by its name."""
+    """Returns a file for both denoisers of Wan 2.2, and the part of each by name."""
     module = made("wan")
     file, layers, tensors = folder / "both.safetensors", {}, {}
     for seed, name in enumerate(["transformer", "transformer_2"]):

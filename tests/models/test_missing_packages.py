@@ -1,4 +1,4 @@
-"""What pipelines miss, in their code and in the environment, and what converted models are asked for beside calls."""
+"""Packages and settings that pipelines lack, and attributes that pipelines read off converted models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
 
 def test_a_package_that_cleans_prompts_is_named(tmp_path, monkeypatch):
-    """diffusers leaves the name out where the package is not installed."""
+    """diffusers does not define the name if the package is not installed."""
     tiny_pipelines.with_text("wan").save_pretrained(tmp_path)
     monkeypatch.delattr("diffusers.pipelines.wan.pipeline_wan.ftfy", raising=False)
-    monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan.is_ftfy_available", lambda: True)  # others do not ask
+    monkeypatch.setattr(
+        "diffusers.pipelines.wan.pipeline_wan.is_ftfy_available", lambda: True
+    )  # the other pipelines do not ask
     with pytest.raises(
         BackendUnavailable, match=r"(?s)ftfy is not installed, which WanPipeline uses.*pip install ftfy"
     ):

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 that are marked as scaled, and lack a scale."""
+"""FP8 checkpoints that are marked as scaled and lack a scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def _in_fp8(state, mark="scaled_fp8", prefix="", scaled=True):
-    """Two layers in FP8 with their scales, and a mark; the layers."""
+    """Puts two layers into FP8 with scales and a mark; returns the layers' names."""
     layers = [name.removesuffix(".weight") for name in state if name.endswith(".to_q.weight")][:2]
     changed = {prefix + name: x.clone() for name, x in state.items()}
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Pipelines that are no text-to-image pipeline in the plainest form: each converts, or is refused with a reason of its own."""
+"""Pipelines other than plain text-to-image: each converts, or is refused with its reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUICK = ("dit",)
 
 
 def save(folder: Path, name: str, **sections: Any) -> Path:
-    """A recipe for a saved pipeline, with the batches of every recipe that says nothing of them."""
+    """Saves a pipeline and a recipe for it with the default batches."""
     tiny = CONVERTIBLE[name]
     tiny.make().save_pretrained(folder / "pipeline")
     recipe = {
@@ -55,7 +55,7 @@ def save(folder: Path, name: str, **sections: Any) -> Path:
 
 
 def model_of(folder: Path, name: str, **options):
-    """What is made of a pipeline that lies in the folder's `pipeline`."""
+    """Loads the model of a pipeline in the folder's `pipeline`, which is saved there first."""
     tiny = CONVERTIBLE[name]
     if not (folder / "pipeline").is_dir():
         tiny.make().save_pretrained(folder / "pipeline")
@@ -68,7 +68,7 @@ def model_of(folder: Path, name: str, **options):
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in CONVERTIBLE]
 )
 def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
-    """What no calibration saw, through the pipeline's own call: every prediction is close to that of the pipeline's model."""
+    """The pipeline's call gets new prompts and seeds: every prediction is close to that of the pipeline's model."""
     recipe = load_recipe(save(tmp_path, name))
     build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
     sampler = models.load(recipe.model).sample
@@ -93,12 +93,12 @@ def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
 
 @pytest.mark.parametrize("name", CONVERTIBLE)
 def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
-    """As many samples as seeds, whatever the pipeline counts them by."""
+    """There are as many samples as seeds, whatever argument of the pipeline counts samples."""
     model = model_of(tmp_path, name)
     both, alone = (model.sample(model.denoiser, seeds, steps=2, solver="ddim") for seeds in ([3, 4], [4]))
     assert len(both) == 2 and both.dim() == 4 and both.min() >= 0 and both.max() <= 1
-    # The first draws the latents of the one image once for all samples, with the first one's seed; the other brings the first
-    # frames to the mean and deviation of all samples' later ones.
+    # The first draws the image's latents once for all samples, with the first seed; the second scales the first frames to the
+    # mean and deviation of all samples' later frames.
     if name not in ("inpainting", "kandinsky5_i2v"):
         torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
     assert (both[0] - both[1]).abs().max() > 0.01
@@ -126,8 +126,8 @@ def test_classes_are_drawn_by_the_seed_or_taken_from_the_recipe_by_turns(tmp_pat
 
     model.sample(denoiser, [3, 4], steps=2, solver="ddim")
     model.sample(denoiser, [4, 5], steps=2, solver="ddim")
-    assert taken[0][1] == taken[2][0] and taken[0][0] != taken[0][1]  # of the seed
-    assert taken[0][2:] == [1000, 1000]  # no class, for guidance
+    assert taken[0][1] == taken[2][0] and taken[0][0] != taken[0][1]  # by the seed
+    assert taken[0][2:] == [1000, 1000]  # guidance's label for no class
     assert {label for labels in taken for label in labels[:2]} <= {*range(1000)}
     chosen = model_of(tmp_path, "dit", call={"class_labels": [207, 360, 387], "guidance_scale": 1.0})
     taken.clear()
@@ -139,7 +139,8 @@ def test_classes_are_drawn_by_the_seed_or_taken_from_the_recipe_by_turns(tmp_pat
 
 
 def test_what_all_samples_have_in_common_is_no_noise(tmp_path):
-    """Rotations beyond ±1 let queries leave their ranges, and engines would be timed and verified on what no pipeline passes."""
+    """Rotations beyond ±1 would take queries out of their ranges, and engines would be timed on inputs that no pipeline
+    passes."""
     model = model_of(tmp_path, "hunyuan_dit")
     example = model.example(0, {"batch": 3})
     assert example["image_rotary_emb.0"].abs().max() <= 1 and example["image_meta_size"][0, 0] == 1024
@@ -154,7 +155,7 @@ def test_a_pipeline_without_its_image_is_told_so(tmp_path):
 
 
 class Guardrail(torch.nn.Module):
-    """What judges prompts and videos for Cosmos; its package and its models are not here."""
+    """A stand-in for the package that judges prompts and videos for Cosmos, and for its models."""
 
     dtype, device = torch.float32, torch.device("cpu")
 
@@ -193,7 +194,7 @@ def test_a_pipeline_that_does_not_draw_without_its_safety_checker_keeps_it(tmp_p
     [("modality_scale", "modality_scale: 1 and audio_modality"), ("stg_scale", "stg_scale: 0 and audio_stg_scale: 0")],
 )
 def test_guidance_that_calls_otherwise_is_named_with_its_settings(tmp_path, scale, told):
-    """Its pipeline guides so by default."""
+    """The pipeline guides in this way by default."""
     ltx = CONVERTIBLE["ltx_2"]
     ltx.make().save_pretrained(tmp_path)
     call = {name: value for name, value in ltx.options["call"].items() if not name.endswith(scale)}
@@ -202,7 +203,7 @@ def test_guidance_that_calls_otherwise_is_named_with_its_settings(tmp_path, scal
 
 
 def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_path):
-    """BriaFibo takes no embeddings, and no length that it pads prompts to: neither remedy may send to the other."""
+    """BriaFibo takes no embeddings, and no length to pad prompts to: no remedy may recommend either."""
     options = {"prompts": ["a cat", "a dog on a hill"]}
     with pytest.raises(
         UserError, match=r"(?s)as many tokens as its longest prompt.*remedy: give model.options.prompts"
@@ -222,7 +223,7 @@ def test_an_argument_whose_default_does_not_fit_is_named(tmp_path):
 
 
 def test_a_pipeline_that_draws_one_image_at_a_time_is_not_asked_for_two(tmp_path, monkeypatch):
-    """As Qwen-Image-Edit-Plus, which refuses."""
+    """Qwen-Image-Edit-Plus refuses two images."""
     own = PipelineCaller.__call__
 
     def one_at_a_time(self, seeds, *arguments, **named):
@@ -264,7 +265,7 @@ def test_prompts_of_any_length_are_masked_where_mochi_leaves_out_what_pads_them(
         expected = transformer(*inputs, return_dict=False)[0]
         make_exportable(transformer)
         torch.testing.assert_close(transformer(*inputs, return_dict=False)[0], expected, atol=1e-5, rtol=1e-5)
-        inputs[1][0, 3:] = 7.0  # what pads a prompt changes nothing
+        inputs[1][0, 3:] = 7.0  # padding changes nothing
         torch.testing.assert_close(transformer(*inputs, return_dict=False)[0], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -272,7 +273,7 @@ def test_prompts_of_any_length_are_masked_where_mochi_leaves_out_what_pads_them(
 def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
     outcome = run("build", save(tmp_path, "dit", components={"all": {}}), "-o", tmp_path / "bundle")
     assert outcome.exit_code == 0, outcome.output
-    monkeypatch.chdir(tmp_path / "bundle")  # where there is no pipeline with weights
+    monkeypatch.chdir(tmp_path / "bundle")  # a folder without the pipeline's weights
     outcome = run("run", ".", "-n", 3, "--steps", 2, "-o", tmp_path / "grid.png")
     assert outcome.exit_code == 0 and (tmp_path / "grid.png").is_file(), outcome.output
     with runtime.load(tmp_path / "bundle") as bundle:
@@ -284,7 +285,7 @@ def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
 
 @pytest.mark.soak
 def test_a_bundle_of_marigold_looks_at_images_by_itself(tmp_path):
-    """It keeps what its text encoder made of an empty prompt, so that a second call would not come to it."""
+    """Marigold keeps the embeddings of an empty prompt, so that a second call would not run the text encoder."""
     recipe = load_recipe(save(tmp_path, "marigold", components={"all": {}, "vae_encoder": {}}))
     build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
     with runtime.load(tmp_path / "bundle") as bundle, torch.no_grad():
@@ -327,7 +328,7 @@ def test_kandinsky_in_int8_becomes_an_engine_with_the_same_integers(tmp_path, na
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.soak), "bfloat16"])
 def test_a_denoiser_behind_a_controlnet_takes_16_bits(tmp_path, dtype):
-    """What the ControlNet adds arrives in the pipeline's type, and is drawn with in it."""
+    """The ControlNet's additions arrive in the pipeline's type, and the engine takes this type."""
     name = next(name for name in CONVERTIBLE if "control" in name)
     document = json.loads(save(tmp_path, name).read_text())
     document["model"]["dtype"] = dtype

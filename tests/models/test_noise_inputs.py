@@ -1,4 +1,4 @@
-"""Denoisers that are told σ, its logarithm or a share of noise: places, samplers, and what the names of ONNX files say."""
+"""Denoisers whose timestep input is σ, its logarithm or a share of noise: places, samplers, and names in ONNX files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHAPE = (1, 6, 6)
 
 
 def sigma_told(way: Parametrisation, given: Tensor) -> Tensor:
-    """σ of a timestep input, by what it holds."""
+    """Returns σ from a timestep input, by the input's contents."""
     value = given.double() / way.factor
     match way.told:
         case "timestep":
@@ -101,7 +101,7 @@ def test_a_denoiser_that_knows_the_answer_gives_it(name, solver):
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_a_consistency_model_denoises_and_adds_noise_anew(steps):
-    """Of data N(0, 1/4) the mean of x₀ follows from x: what a step adds is seen in the next one."""
+    """For data N(0, 1/4) the mean of x₀ follows from x: the next step shows the noise that a step adds."""
     way, seen = Parametrisation(RANGE, "denoised", "sigma", consistency=True), []
 
     def denoiser(x: Tensor, sigma: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def test_a_consistency_model_has_one_sampler():
         (lambda: SigmaRange(2.0, 1.0), "no such range"),
         (lambda: NoiseInput(0.0, 80.0, logarithmic=True), "above 0"),
         (lambda: NoiseInput(1.0, math.inf), "finite"),
-        (lambda: sample(knows, initial_noise([0], SHAPE), WAYS["sigma"], prediction="epsilon"), "said twice"),
+        (lambda: sample(knows, initial_noise([0], SHAPE), WAYS["sigma"], prediction="epsilon"), "given twice"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(make, told):
@@ -160,7 +160,7 @@ def test_ends_are_in_the_range_in_float32():
 
 
 def test_extrapolation_is_linear_in_places():
-    """In σ the line through two levels misses what is linear in ln σ."""
+    """A function that is linear in ln σ is not linear in σ."""
     reuse = StatedSteps([True, True, False, False, True])
     reuse.noise_input = NoiseInput(0.002, 80.0, logarithmic=True)
 
@@ -225,9 +225,7 @@ def test_a_network_without_its_preconditioning_draws_as_with_it(folder):
     )
     assert (other.sample(other.denoiser, [3, 4], steps=3, solver="heun") - drawn[0]).abs().max() > 0.01
     spread = raw.example(3, {"batch": 64})["noisy"].std(dim=(1, 2, 3))
-    assert spread.tolist() == pytest.approx(
-        [1.0] * 64, rel=0.4
-    )  # images of a half, and the noise, as the network sees them
+    assert spread.tolist() == pytest.approx([1.0] * 64, rel=0.4)  # images of 0.5 and the noise in the network's scale
     refused("add `prediction: raw`", folder / "network.onnx", noise_input="c_noise")
     refused(
         "leave it out: a network", folder / "sigma.onnx", noise_input="sigma", prediction="denoised", sigma_data=0.5
@@ -252,7 +250,7 @@ def test_names_contradict_what_is_not_said(folder, tmp_path):
     refused("add `noise_input: c_noise`", folder / "c_noise.onnx", schedule="linear", prediction="epsilon")
     file = sigma_unet(tmp_path / "model.onnx", level="timestep")
     refused("the output 'denoised' of", file)
-    assert onnx_model(file, conditions="random", prediction="epsilon").noise_input is None  # what is said counts
+    assert onnx_model(file, conditions="random", prediction="epsilon").noise_input is None  # the recipe decides
     told = onnx_model(folder / "sigma.onnx", conditions="random", noise_input="timestep", prediction="sample")
     assert told.noise_input is None and told.timestep_max == 1000
 
@@ -282,7 +280,7 @@ def test_init_says_what_it_assumes(folder, monkeypatch, tmp_path):
         assert f" {line}" in text
     for told in ("schedule: edm", "sigma_min: 0.002", "sigma_max: 80.0", "conditions: random"):
         assert f"assumed: model.options.{told}" in made.output
-    assert "assumed: model.options.prediction" not in made.output  # the output's name says it
+    assert "assumed: model.options.prediction" not in made.output  # the output's name tells it
     sigma_unet(tmp_path / "plain.onnx", level="timestep", output="out")
     told = run("init", "plain.onnx", "-o", "plain.yaml").output
     assert (
@@ -337,7 +335,7 @@ def test_a_bundle_takes_sigma_as_the_file_does(built, folder):
 
 
 def test_exported_nodes_choose_the_bin_of_the_logarithm(built):
-    """At σ = 1, in bin 2 of ln σ, attention is exact; in the places of bins of σ itself it would be bin 0."""
+    """At σ = 1, bin 2 of ln σ, attention is exact; by σ itself it would be bin 0."""
     graph = onnx.load(built / read_manifest(built).components["denoiser"].onnx).graph
     made = {name: node for node in graph.node for name in node.output}
     (node,) = [node for node in graph.node if node.op_type == "Int8Attention"]
@@ -367,5 +365,5 @@ def test_timestep_max_is_that_of_the_noise_input(folder):
     named = {
         name: getattr(model, name) for name in ("name", "denoiser", "inputs", "output", "sigmas", "dims", "sample")
     }
-    with pytest.raises(UserError, match=r"(?s)does not fit together.*timestep_max=1000.*remedy: give both the same"):
+    with pytest.raises(UserError, match=r"(?s)do not fit together.*timestep_max=1000.*remedy: give both the same"):
         DiffusionModel(**named, timestep_input="sigma", timestep_max=500.0, noise_input=model.noise_input)

@@ -1,8 +1,8 @@
-"""Weights in host memory: what is computed by the hooks of diffusers' group offloading is what is computed without them, backward
-passes among it, and what lies on the device is said.
+"""Weights in host memory: forward and backward passes with the hooks of diffusers' group offloading compute the same as without
+them, and the device holds as few weights as expected.
 
-The device is the CPU here. Weights that the hooks offload become NaN, so that a stale read shows; where weights are read
-between calls, it stays.
+The CPU is the device here. Weights that the hooks offload become NaN, so that a stale read shows, unless weights are read
+between calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WEIGHTS = REPOSITORY / "recipes/digits-dit.safetensors"
 
 
 class Moves:
-    """What lies on the device now, at most, and how often groups came."""
+    """Counts the weights on the device, the largest count, and the moves of groups."""
 
     def __init__(self) -> None:
         self.nan = True
@@ -86,7 +86,7 @@ class Stream:
 
 @pytest.fixture(params=["alone", "prefetched"])
 def prefetching(request, monkeypatch):
-    """Blocks come by themselves, as without a stream, or while the block before computes, as they do on a GPU."""
+    """Blocks are brought one at a time, as without a stream, or prefetched during the block before, as on a GPU."""
 
     def apply(module, *, onload_device, offload_device, **_):
         group_offloading._apply_group_offloading(
@@ -131,7 +131,7 @@ def test_what_is_resident_is_what_lies_on_the_device_at_once(moves, prefetching)
 
 @pytest.fixture(scope="module")
 def beside():
-    """The digits model, its ranges found, as it is."""
+    """The digits model with the ranges of its calibration, without offloading."""
     return Digits.load()
 
 
@@ -158,8 +158,8 @@ def pipeline_model(folder, name):
 def test_gradients_of_pipelines_go_through_blocks_that_are_computed_again(
     moves, prefetching, tmp_path, monkeypatch, name, kept
 ):
-    """Double and single blocks; blocks with convolutions, whose weights autograd keeps as they are, and skips."""
-    monkeypatch.setattr(probes, "_KEPT_ON_CPU", 2**20 if kept else 0)  # of some sites, and of none
+    """Double and single blocks; blocks with skip connections and convolutions, whose weights autograd keeps."""
+    monkeypatch.setattr(probes, "_KEPT_ON_CPU", 2**20 if kept else 0)  # for some sites, and for none
     model = pipeline_model(tmp_path, name)
     there = in_host_memory(model)
     found = []
@@ -182,7 +182,7 @@ def test_gradients_of_pipelines_go_through_blocks_that_are_computed_again(
     assert torch.equal(output, same_output)
     assert torch.equal(errors, same_errors) and errors.isfinite().all() and (errors > 0).any()
     assert not moves.here
-    # As many blocks lie there in a backward pass as in a forward.
+    # A backward pass has as many blocks on the device as a forward.
     assert moves.most <= resident_bytes(there.denoiser)
 
 
@@ -247,9 +247,7 @@ def test_host_memory_that_is_short_is_said(monkeypatch):
     monkeypatch.setattr(offloading, "_host_memory_free", lambda: 2**30)
     assert pins([2**20, 2**20 + 1], "Flux", said.append) and not said
     assert not pins([2**29, 2**29 + 1], "Flux", said.append)
-    assert said[0].startswith(
-        "the weights of Flux are not pinned as a whole, for which 1.5 GiB of host memory would go"
-    )
+    assert said[0].startswith("the weights of Flux are not pinned as a whole: this needs 1.5 GiB of host memory")
 
 
 def test_host_memory_is_that_of_the_machine_or_less():
@@ -257,7 +255,7 @@ def test_host_memory_is_that_of_the_machine_or_less():
 
 
 def test_a_pipeline_with_text_encoders_is_built_as_without(moves, tmp_path, monkeypatch):
-    """From the calibration to the gates; the engine is an exported model, which is traced from the model as it was loaded."""
+    """The build runs from the calibration to the gates; the exported model is traced from the model as loaded."""
     moves.nan = False
     monkeypatch.setattr(offloading, "LARGE", 1000)
     tiny_pipelines.with_text("flux").save_pretrained(tmp_path / "pipeline")

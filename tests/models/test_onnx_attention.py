@@ -1,4 +1,4 @@
-"""Attention as ONNX graphs write it is found, whatever its form, and what is made of it computes what ONNX Runtime does."""
+"""Attention is found in every form that ONNX graphs write it in, and the module computes the same as ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_form_of_attention_is_one_site(form, tmp_path):
     assert (site.heads, site.head_dim, site.query_tokens, site.folds) == (2, 32, TOKENS, 1)
     assert site.scale == pytest.approx(SCALE, rel=1e-3)
     assert site.masked == ("mask" in form or "kept" in form or "dropped" in form)
-    # Of packed queries, keys and values there is one layer.
+    # Packed queries, keys and values have one layer.
     outputs = [layer.out_channels for layer in (*parts.layers, *parts.left_layers) if layer.rows > 1]
     assert sorted(outputs) == ([WIDTH, 3 * WIDTH] if "packed" in form else [WIDTH] * 4)
 
@@ -244,7 +244,7 @@ _LEFT = {
     "its probabilities are also read by": (
         "s = MatMul(q, kt)\np = Softmax<axis = -1>(s)\nshares = ReduceMax<axes = [-1]>(p)\nv2 = Mul(v, shares)"
     ),
-    # Two attentions of the same queries and keys, whose weights an exporter has merged.
+    # Two attentions of the same queries and keys, whose projections an exporter has merged.
     "its probabilities are also read by MatMul": "s = MatMul(q, kt)\np = Softmax<axis = -1>(s)\nv2 = MatMul(p, v)",
 }
 

@@ -1,4 +1,4 @@
-"""Attention that graphs write as Einsum, in any order of axes, is found, computes what ONNX Runtime does, and is exported."""
+"""Attention that graphs write as Einsum, in any order of axes, is found, computes the same as ONNX Runtime, and is exported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAT = "flat = Constant<value = int64[3] {0, 0, 64}> ()\njoined = Reshape(atten
 
 
 def _einsum(logits: str, output: str, softmax: str = "p = Softmax<axis = -1>(l)", end: str = FROM_HEADS) -> str:
-    """Of the products of q, k and v: "equation: factor factor"."""
+    """Writes the products of q, k and v, each given as "equation: factor factor"."""
     (of_logits, factors), (of_output, others) = (line.split(": ") for line in (logits, output))
     return f"""{TO_HEADS}
     s = Einsum<equation = "{of_logits}">({factors.replace(" ", ", ")})
@@ -39,7 +39,7 @@ def _einsum(logits: str, output: str, softmax: str = "p = Softmax<axis = -1>(l)"
 
 
 def _channels_first(before: str, after: str) -> str:
-    """As in guided diffusion (Dhariwal, Nichol 2021): heads among the samples, channels before tokens, both sides scaled."""
+    """The attention of guided diffusion (Dhariwal, Nichol 2021): heads among the samples, channels before tokens, both scaled."""
     return f"""
     q0 = MatMul(x, q_weight)
     k0 = MatMul(x, k_weight)
@@ -152,7 +152,7 @@ _FORMS: dict[str, tuple[str, dict]] = {
 
 
 def _against_runtime(model: DiffusionModel, path: Path, batch: int = 3) -> float:
-    """The module's relative distance from ONNX Runtime on the file, on numbers of its own."""
+    """Returns the module's relative distance from ONNX Runtime on random inputs."""
     generator = torch.Generator().manual_seed(7)
     sample = torch.randn(batch, TOKENS, 64, generator=generator)
     timestep = torch.rand(batch, generator=generator) * 900
@@ -253,7 +253,7 @@ def test_einsums_that_are_no_attention_are_computed_and_told(form, tmp_path):
 
 
 def test_an_einsum_of_positions_is_a_mask(tmp_path):
-    """What relative positions add to logits is no second product of queries and keys."""
+    """Additions of relative positions to logits are no second product of queries and keys."""
     body = _einsum(
         "bhid,bhjd->bhij: q k",
         "bhij,bhjd->bhid: p v",

@@ -1,4 +1,4 @@
-"""What torch's exporters make of models is found again under the models' own names, and converted as the models are."""
+"""Graphs of torch's exporters have the models' sites and names, and convert like the models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _dit() -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, dict[int, str]
 
 
 class _Renamed(nn.Module):
-    """The DiT with the names that diffusers has for inputs."""
+    """The DiT with diffusers' names of inputs."""
 
     def __init__(self, dit: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ _MODELS = {"dit": _dit, "unet": _unet}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Of a model and an exporter the file that it writes, once."""
+    """Returns the file that an exporter writes for a model, and writes it once."""
     folder, made = tmp_path_factory.mktemp("exported"), {}
 
     def file(model: str, exporter: str) -> Path:
@@ -87,7 +87,7 @@ def _parts(model: DiffusionModel) -> Parts:
 
 
 def _of_torch(name: str) -> Parts:
-    """What is found in the torch model itself."""
+    """Returns the sites of the torch model."""
     module, inputs, _ = _MODELS[name]()
     specs = tuple(
         InputSpec(n, "float32" if x.is_floating_point() else "int64", ("batch", *x.shape[1:]))
@@ -119,7 +119,7 @@ def test_sites_and_layers_have_the_names_that_they_have_in_torch(model, exporter
 
 @pytest.mark.parametrize("model", _MODELS)
 def test_a_model_in_float16_computes_waves_of_the_timestep_in_float32(model, files):
-    """As in the torch model: in float16 those of timestep 700 would be noise."""
+    """In float16 the waves of timestep 700 would be noise; the torch model computes them in float32."""
     made = onnx_model(files(model, "traced"), **_options(model))
     with fitting(made, "float16", made):
         _parts(made)
@@ -177,14 +177,14 @@ def test_an_exported_model_becomes_a_bundle_that_draws(model, exporter, dtype, f
     component = manifest.components["denoiser"]
     assert manifest.model == file.name and all(site.in_int8 for site in component.sites)
     assert sum(bool(layer.modes) for layer in component.layers) >= 3
-    # The bundle's denoiser against the file in torch, at other sizes than those that it was calibrated at.
+    # The bundle's denoiser against the file in torch, at other sizes than those of the calibration.
     made = onnx_model(file, **load_recipe(tmp_path / "recipe.yaml").model.options)
     sizes = {name: high for name, (_, _, high) in made.dims.items()}
     inputs = made.example(3, sizes)
     exact = made.denoiser(**inputs)
     found = runtime.load(tmp_path / "bundle")["denoiser"](**inputs)
     assert float((found.float() - exact).norm() / exact.norm()) < 0.2
-    (tmp_path / file.name).write_bytes(file.read_bytes())  # samples are drawn with the file's own inputs
+    (tmp_path / file.name).write_bytes(file.read_bytes())  # the sampler reads the file's inputs
     drawn = run("run", "bundle", "-o", "images.png", "-n", "1", "--steps", "2")
     assert drawn.exit_code == 0, drawn.output
 

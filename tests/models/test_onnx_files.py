@@ -1,4 +1,4 @@
-"""ONNX files that are damaged, or that no denoiser can be made of, are refused before anything is calibrated."""
+"""ONNX files that are damaged or hold no denoiser are refused before anything is calibrated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def changed(path: Path, change) -> Path:
 def test_weights_beside_a_graph_are_read(kind, tmp_path):
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data", kind=kind)
     assert any(isinstance(v.const_value, ir.ExternalTensor) for v in read_graph(path).graph.initializers.values())
-    onnx_model(path)  # which compares it with ONNX Runtime
+    onnx_model(path)  # compares the module with ONNX Runtime
 
 
 def test_weights_are_found_behind_the_links_of_a_cache(tmp_path):
@@ -62,7 +62,7 @@ def test_weights_with_other_names_on_the_disk_are_refused(tmp_path):
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data")
     (tmp_path / "other").hardlink_to(tmp_path / "model.data")
     told = refused(path, "other names on this disk", "model.data with one name", "2 names")
-    subprocess.run(told.partition("its own: ")[2], shell=True, check=True)
+    subprocess.run(told.partition("by a copy: ")[2], shell=True, check=True)
     onnx_model(path)
 
 
@@ -94,7 +94,7 @@ def test_files_of_weights_without_a_name_are_refused(location, tmp_path):
 
 
 def of_node(index: int, name: str):
-    """Give a node's output another name."""
+    """Renames a node's output."""
 
     def change(model: onnx.ModelProto) -> None:
         model.graph.node[index].output[0] = name
@@ -131,7 +131,7 @@ def test_types_that_are_not_known_are_refused(kind, place, tmp_path):
             getattr(model.graph, what)[0].type.tensor_type.elem_type = kind
 
     path = changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), change)
-    refused(path, f"gives the {place}", "a type that is not known", f"got: {kind}")
+    refused(path, f"gives the {place}", "an unknown type", f"got: {kind}")
 
 
 def of_weight(**fields):
@@ -209,7 +209,7 @@ def test_unknown_opsets_are_refused(opset, tmp_path):
     def of_opset(model: onnx.ModelProto) -> None:
         model.opset_import[0].version = opset
 
-    refused(changed(path, of_opset), "opset that is not known", f"opset {opset}", "opset 11 to 26")
+    refused(changed(path, of_opset), "opset that is not supported", f"opset {opset}", "opset 11 to 26")
 
 
 def test_an_old_opset_is_read_with_its_own_meanings(tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def test_control_flow_is_refused(tmp_path):
         >""",
     )
     refused(
-        onnx_graphs.denoiser(tmp_path / "model.onnx", body), "decides while it runs", "If attended", "follows values"
+        onnx_graphs.denoiser(tmp_path / "model.onnx", body), "decides at run time", "If attended", "depends on values"
     )
     loop = BODY.replace(
         "attended = MatMul(p, v)",
@@ -249,7 +249,7 @@ def test_control_flow_is_refused(tmp_path):
 
 
 def test_a_branch_that_sizes_decide_is_taken(tmp_path):
-    """As of a squeeze that an exporter does not know to be one."""
+    """Exporters write such a branch for a squeeze of an axis of unknown size."""
     body = BODY.replace(
         "attended = MatMul(p, v)",
         """sizes = Shape<start = 2, end = 3>(v)
@@ -263,7 +263,7 @@ def test_a_branch_that_sizes_decide_is_taken(tmp_path):
     )
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", body, tokens="n")
     assert not onnx_model(path, sizes={"n": [4, 8, 12]}).left_sites
-    refused(path, "decides while it runs", "is not the same for all sizes", sizes={"n": [8, 12, 24]})
+    refused(path, "decides at run time", "differs between sizes", sizes={"n": [8, 12, 24]})
     refused(path, "no attention was found", "no Softmax", sizes={"n": 32})
 
 
@@ -329,7 +329,7 @@ DEEP = range(1, 1500)
     ids=["logits", "a mask", "a GELU"],
 )
 def test_long_chains_end(first, each, last, told, tmp_path):
-    """What is looked at twice in each of so many steps is looked at for ever, and what calls itself there does not return."""
+    """A search that visits each of many steps twice would not end, and recursion would overflow the stack."""
     lines = [*first, *(each.format(i, i - 1) for i in DEEP), last, "p = Softmax<axis = -1>(s)"]
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", plain("\n".join(lines)))
     if told:
@@ -367,7 +367,7 @@ def test_sizes_that_follow_values_are_refused(tmp_path):
         "j = Reshape(back, flat)\nm = ReduceMax<keepdims = 0>(j)\nw = Cast<to = 7>(m)\nten = Unsqueeze(w, one)\n"
         "joined = Expand(j, ten)",
     )
-    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "its sizes or places follow the values of the inputs")
+    refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "sizes or places that depend on the inputs' values")
 
 
 def test_a_graph_out_of_order_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Which input of an ONNX graph is what is told by names and shapes, or by the recipe; and so are sizes and conditions."""
+"""The inputs of an ONNX graph, sizes and conditions are told apart by names and shapes, or by the recipe."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _timestep_of(kind: int, shape: list[int | str]):
 def test_timesteps_of_every_kind_become_one_for_each_sample(kind, shape, dtype, tmp_path):
     body = BODY
     path = graph(tmp_path, body, _timestep_of(kind, shape))
-    if not shape:  # a number, of which the graph makes [1, 1] at once
+    if not shape:  # a number, which the graph reshapes to [1, 1] first
 
         def deep(graph: onnx.GraphProto) -> None:
             reader = next(node for node in graph.node if node.op_type == "Unsqueeze" and node.output[0] == "steps")
@@ -131,10 +131,10 @@ def test_sizes_are_asked_for_with_what_may_be_meant(tmp_path):
     path = graph(tmp_path, CROSS, inputs=TEXT)
     refused(path, "sizes of", "for length in model.options.sizes", "add `sizes: {length: 77}`", conditions="random")
     refused(path, "no dimension 'lenght'", "did you mean 'length'", sizes={"lenght": 7}, conditions="random")
-    refused(path, "sizes.length is no size", sizes={"length": [8, 4, 2]}, conditions="random")
+    refused(path, "sizes.length is not a size", sizes={"length": [8, 4, 2]}, conditions="random")
     model = onnx_model(path, sizes={"length": [3, 5, 7], "batch": 2}, conditions="random")
     assert model.dims == {"batch": (2, 2, 2), "length": (3, 5, 7)}
-    # Of a graph with one batch samples are drawn by as many.
+    # A graph of a fixed batch draws as many samples at a time.
     seen = []
 
     def denoiser(**inputs):
@@ -156,9 +156,9 @@ def test_sizes_that_the_graph_does_not_take_are_refused_before_the_calibration(t
 def test_conditions_are_noise_values_or_the_rows_of_a_file(tmp_path):
     path = graph(tmp_path, CROSS, inputs=TEXT)
     sizes = {"length": 5}
-    refused(path, "what text of", "is not said", "conditions: random", sizes=sizes)
+    refused(path, "the values of text of", "are not given", "conditions: random", sizes=sizes)
     refused(path, "no further input 'txt'", "did you mean 'text'", sizes=sizes, values={"txt": 1})
-    refused(path, "values.text is no number", sizes=sizes, values={"text": "one"})
+    refused(path, "values.text is not a number", sizes=sizes, values={"text": "one"})
     rows = np.random.default_rng(0).normal(size=(3, 5, 64)).astype(np.float32)
     np.savez(tmp_path / "rows.npz", text=rows)
     seen = {}

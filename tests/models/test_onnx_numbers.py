@@ -1,4 +1,4 @@
-"""Constants of one number, wherever operators take a tensor: each computes with one what ONNX Runtime does."""
+"""Constants of one number as inputs of operators that take tensors: each computes the same as ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ one_step (float[{shape}] x) => (float[?] y) {{
 
 
 def _model(body: str, shape: str, opset: int, numbers: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """A step of x and of constants: shapes by name, each of one number."""
+    """Returns a step of x and of constants with one number each, given by their shapes."""
     model = onnx.parser.parse_model(_TEXT.format(opset=opset, shape=shape, body=body))
     for name, sizes in numbers.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(sizes, 0.75, np.float32), name))
@@ -127,7 +127,7 @@ def test_a_constant_of_one_number_is_what_any_operator_takes(step):
 
 @pytest.mark.parametrize("step", ["a bias of Conv", "a weight of Conv", "both of ConvTranspose", "a matrix of Gemm"])
 def test_a_weight_of_one_number_is_of_the_module_s_type(step):
-    """Numbers beside weights in 16 bits neither widen what is computed nor meet another type."""
+    """Numbers neither widen computations in 16 bits nor clash with their type."""
     body, shape, numbers = _STEPS[step]
     denoiser = _denoiser(_model(body, shape, 18, numbers)).bfloat16()
     x = torch.randn([int(size) for size in shape.split(",")], dtype=torch.bfloat16)
@@ -140,12 +140,12 @@ def _denoiser(proto: onnx.ModelProto) -> GraphDenoiser:
     graph = graph_of(ir.serde.deserialize_model(proto))
     with torch.no_grad():
         values = folded(graph, ir.DataType.FLOAT)
-    values["unused"] = torch.zeros(2)  # of a module without weights nothing tells the type
+    values["unused"] = torch.zeros(2)  # without a parameter the module has no type
     return GraphDenoiser(graph, values, ir.DataType.FLOAT, keep=set())
 
 
 def test_a_step_that_cannot_be_computed_is_no_matter_of_sizes(monkeypatch):
-    """An operator that fails for another reason than its shapes asks for no other sizes."""
+    """The message for an operator that fails for another reason than its shapes does not ask for other sizes."""
     from trtconvert.models.onnx import operators
 
     def broken(call, x):

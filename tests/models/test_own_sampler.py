@@ -1,4 +1,4 @@
-"""What users' samplers raise and give, and functions beside their recipe."""
+"""Errors and results of users' samplers, and functions beside their recipe."""
 
 from __future__ import annotations
 

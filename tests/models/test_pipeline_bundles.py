@@ -1,4 +1,4 @@
-"""Bundles of whole pipelines, which draw prompts by themselves, and what they lack."""
+"""Bundles of whole pipelines, which draw prompts without the original, and messages about parts that they lack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def half(flux_build) -> Whole:
 
 
 def test_a_bundle_draws_from_a_prompt_by_itself(half, tmp_path):
-    """The pipeline's weights are not there: every model is a component, and what else it needs lies in the bundle."""
+    """Without the pipeline's weights: every model is a component, and the bundle has everything else."""
     moved = shutil.copytree(half.bundle, tmp_path / "bundle")
     with runtime.load(moved) as bundle:
         pipe = bundle.pipeline()
@@ -87,7 +87,7 @@ def test_a_bundle_that_was_named_from_another_folder_has_its_pipeline(half, tmp_
 
 
 def test_a_copy_of_a_pipeline_shares_its_sessions(half):
-    """Those are not copied; and what the copy is given instead of its parts is its own."""
+    """Sessions are not copied; parts that the copy gets do not change the original."""
     with runtime.load(half.bundle) as bundle:
         pipe = bundle.pipeline()
         again = copy.deepcopy(pipe)
@@ -98,7 +98,7 @@ def test_a_copy_of_a_pipeline_shares_its_sessions(half):
 
 
 def test_pipelines_of_other_tasks_say_what_their_bundle_lacks(half, tmp_path):
-    """An encoder for images to begin with, and tiles that an engine does not work in."""
+    """The bundle lacks the encoder for initial images, and its decoder cannot work in tiles."""
     with runtime.load(half.bundle) as bundle:
         pipe = diffusers.AutoPipelineForImage2Image.from_pipe(bundle.pipeline())
         image = Image.open(picture(tmp_path / "image.png", 0))
@@ -116,7 +116,7 @@ def test_pipelines_of_other_tasks_say_what_their_bundle_lacks(half, tmp_path):
 
 
 def test_heights_within_the_range_are_drawn(half, one_noise):
-    """In half precision, by the components alone; the decoder's output is a line through its input."""
+    """In half precision, with the components alone; the decoder's output size is a linear function of its input size."""
     pipe = load_pipeline(half.pipeline)
     with runtime.load(half.bundle) as bundle:
         components = bundle.manifest.components
@@ -139,7 +139,7 @@ def test_heights_within_the_range_are_drawn(half, one_noise):
 
 
 def test_text_encoders_return_what_the_model_does(half):
-    """What the pipeline does not look into has its shape and nothing in it."""
+    """Results that the pipeline does not read have their shape and no values."""
     encoder = load_pipeline(half.pipeline).text_encoder
     ids = torch.randint(0, 50, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     with runtime.load(half.bundle) as bundle:
@@ -168,7 +168,7 @@ def test_the_command_line_draws_prompts(half, tmp_path, monkeypatch):
     outcome = run("run", half.bundle, "-p", "a cat", *rest)
     assert outcome.exit_code == 0 and "1 sample in" in outcome.output, outcome.output
     one = Image.open(tmp_path / "images.png")
-    # The first seed shows the first prompt, whatever the seed.
+    # The first sample shows the first prompt for any seed.
     assert one.crop((0, 0, 70, 70)).tobytes() == both.crop((0, 0, 70, 70)).tobytes() and both.width > one.width
     outcome = run("run", half.bundle, "-p", "a dog", *rest)
     assert outcome.exit_code == 0, outcome.output
@@ -180,7 +180,7 @@ def test_the_command_line_draws_prompts(half, tmp_path, monkeypatch):
 
 @pytest.mark.soak
 def test_a_bundle_holds_the_images_that_its_pipeline_edits(tmp_path, monkeypatch):
-    """Two of one name, from folders that the machine it goes to does not have."""
+    """Two images have one name, in folders that the bundle's user does not have."""
     pipe = diffusers.StableDiffusionInpaintPipeline(**tiny_pipelines.with_text("stable_diffusion").components)
     pipe.save_pretrained(tmp_path / "pipeline")
     images = {}
@@ -198,7 +198,7 @@ def test_a_bundle_holds_the_images_that_its_pipeline_edits(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "elsewhere")
     outcome = run("run", "bundle", *rest)
     assert outcome.exit_code == 0, outcome.output
-    # It is what the full-precision model of the bundle draws with them, whose weights are all that is asked for.
+    # The full-precision model draws the same with the bundle's images, and needs its weights alone.
     with runtime.load(bundle) as loaded:
         assert full_precision(loaded, tmp_path / "pipeline") is not None
     (bundle / "images" / "mask_image.png").unlink()
@@ -211,7 +211,7 @@ def test_prompts_need_a_pipeline(tiny_build, tmp_path):
 
 
 def test_prompts_need_a_text_encoder(half, tmp_path, monkeypatch):
-    """A pipeline that was saved without them draws with embeddings of N(0, 1)."""
+    """A pipeline without text encoders draws from embeddings of N(0, 1)."""
     monkeypatch.setattr(runtime.LoadedBundle, "pipeline", lambda _: PIPELINES["flux"][0]())
     outcome = run("run", half.bundle, "-p", "a cat", "-o", tmp_path / "x.png")
     refusal(outcome, "does not turn prompts into images", "got: a pipeline that was saved without text encoders")
@@ -222,7 +222,7 @@ def test_prompts_need_a_text_encoder(half, tmp_path, monkeypatch):
     [("stable_diffusion_xl", ["text_encoder", "text_encoder_2"]), ("pixart", ["text_encoder"])],
 )
 def test_what_diffusers_calls_optional_is_missed_where_it_was_saved(tmp_path, name, optional):
-    """Without it such pipelines take a prompt and draw something else."""
+    """Without the part such pipelines take a prompt and draw something else."""
     pipe = tiny_pipelines.with_text(name)
     pipe.save_pretrained(tmp_path / "saved")
     copy_without_models(tmp_path / "saved", tmp_path / "kept")
@@ -237,7 +237,7 @@ def test_what_diffusers_calls_optional_is_missed_where_it_was_saved(tmp_path, na
 
 @pytest.fixture
 def kept(tmp_path):
-    """A pipeline's folder without its models, and these by name."""
+    """Returns a pipeline's folder without its models, and the models by name."""
     pipe = tiny_pipelines.with_text("stable_diffusion")
     pipe.save_pretrained(tmp_path / "saved")
     copy_without_models(tmp_path / "saved", tmp_path / "kept")
@@ -254,7 +254,7 @@ def test_the_safety_checker_is_not_missed(kept):
 
 
 def test_a_processor_whose_package_is_missing_is_named(kept, monkeypatch):
-    """As transformers has it: a class in its place, which raises when it is used."""
+    """transformers has a dummy class in its place, which raises when it is used."""
     folder, models_of = kept
 
     class Missing:
@@ -299,7 +299,7 @@ def test_a_bundle_without_a_pipeline_makes_none(tiny_build):
 
 def test_what_a_bundle_lacks_is_named_and_may_be_given(half, tmp_path):
     model = {"dtype": "float16", "options": options("flux", height=[32, 32, 64])}
-    folder = half.pipeline.parent  # whose cache has all of it
+    folder = half.pipeline.parent  # its cache has all stages
     text = {"text_encoder": {}, "text_encoder_2": {}}
     recipe = recipe_of(folder, "flux", text, model)
     build(recipe, tmp_path / "bundle", Cache(folder / "cache"), Reporter(Console(quiet=True)))

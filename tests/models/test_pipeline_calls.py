@@ -1,4 +1,4 @@
-"""How pipelines of diffusers are called: their steps, and the texts that they take beside the prompts."""
+"""Calls of diffusers pipelines: their steps, and their texts other than the prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO: dict[str, Any] = {"height": 32, "width": 32, "prompts": ["a cat", "a dog"]}
 @pytest.mark.parametrize("strength", [0.07, 0.5])
 @pytest.mark.parametrize("kind", ["StableDiffusionImg2ImgPipeline", "FluxImg2ImgPipeline"])
 def test_a_pipeline_that_begins_with_an_image_takes_a_step_whatever_its_strength(tmp_path, kind, strength):
-    """Its `evaluate` draws with one step to see of what size its images are."""
+    """`evaluate` draws with one step to find out the size of images."""
     make = tiny_pipelines.flux if kind.startswith("Flux") else tiny_pipelines.stable_diffusion
     getattr(diffusers, kind)(**make().components).save_pretrained(tmp_path / "pipeline")
     image, calls = {"image": picture(tmp_path / "image.png", 0)}, []
@@ -37,11 +37,11 @@ def test_a_pipeline_that_begins_with_an_image_takes_a_step_whatever_its_strength
     for steps, taken in ((1, 1), (20, max(1, int(20 * strength)))):
         calls.clear()
         assert model.sample(denoiser, [3], steps=steps, solver="ddim").shape == (1, 3, 32, 32)
-        assert taken <= len(set(calls)) <= taken + 1  # some round up what strength leaves
+        assert taken <= len(set(calls)) <= taken + 1  # some round up the steps that strength leaves
 
 
 def test_a_part_of_the_schedule_has_a_step(tmp_path):
-    """As SDXL's base leaves the last fifth to its refiner, or begins with the first fifth alone."""
+    """SDXL's base may take all but the last fifth of the schedule, or the first fifth alone."""
     tiny_pipelines.stable_diffusion_xl().save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, height=32, width=32, tokens=8, batch=1, call={"denoising_end": 0.2})
     assert model.sample(model.denoiser, [3], steps=1, solver="ddim").isfinite().all()
@@ -61,7 +61,7 @@ def drawn(folder, seeds=(0, 1, 2), **call):
 
 
 def test_negative_prompts_are_those_of_every_sample(saved):
-    """One for all, or by turns; whatever the batch."""
+    """One negative prompt for all samples, or several by turns, with any batch."""
     plain, one = drawn(saved), drawn(saved, negative_prompt="blurry")
     assert (one - plain).abs().amax((1, 2, 3)).min() > 1e-3
     torch.testing.assert_close(drawn(saved, negative_prompt=["blurry"]), one)
@@ -82,14 +82,14 @@ def test_prompts_of_further_text_encoders_are_those_of_every_sample(tmp_path):
 
 @pytest.mark.parametrize("value", [3, [], ["blurry", 3]])
 def test_what_is_no_prompt_is_refused(saved, value):
-    with pytest.raises(UserError, match=r"(?s)call.negative_prompt is no prompt.*expected: a text for all samples"):
+    with pytest.raises(UserError, match=r"(?s)call.negative_prompt is not a prompt.*expected: a text for all samples"):
         diffusers_model(saved, **TWO, call={"negative_prompt": value})
 
 
 def test_a_prompt_that_nothing_reads_is_refused(tmp_path):
     tiny_pipelines.stable_diffusion().save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match=r"(?s)nothing reads model.options.call.negative_prompt.*with its text encoders"
+        UserError, match=r"(?s)no text encoder reads model.options.call.negative_prompt.*with its text encoders"
     ):
         diffusers_model(tmp_path, height=32, width=32, tokens=8, call={"negative_prompt": "blurry"})
     assert diffusers_model(tmp_path, height=32, width=32, tokens=8, call={"negative_prompt": None}).inputs
@@ -97,7 +97,7 @@ def test_a_prompt_that_nothing_reads_is_refused(tmp_path):
 
 @pytest.mark.parametrize("refines", [False, True])
 def test_prompts_are_heeded_where_the_first_of_two_text_encoders_is_absent(tmp_path, refines):
-    """SDXL's own pipeline may do without, and its refiner always does, whose model takes five numbers instead of six."""
+    """SDXL's pipeline may lack the first text encoder, and its refiner always does; the refiner takes five numbers, not six."""
     numbers = 5 if refines else 6
     unet = tiny_pipelines.unet(
         addition_embed_type="text_time",
@@ -127,7 +127,7 @@ def test_prompts_are_heeded_where_the_first_of_two_text_encoders_is_absent(tmp_p
 
 
 def test_a_text_encoder_that_the_pipeline_cannot_do_with_alone_reads_nothing():
-    """Flux wants both."""
+    """Flux needs both text encoders."""
     pipe = tiny_pipelines.flux()
     pipe.register_modules(**{k: x for k, x in tiny_pipelines.TEXT["flux"]().items() if k.endswith("_2")})
     assert not PipelineCaller(pipe, "transformer", 8, ("a cat",), {}).has_text_encoder

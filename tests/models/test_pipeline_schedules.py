@@ -1,4 +1,4 @@
-"""The noise that a pipeline's timesteps stand for, whichever way they go."""
+"""The noise levels of a pipeline's timesteps, whether they rise or fall."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inverted(folder):
 
 
 def test_timesteps_that_rise_while_noise_falls_are_followed(tmp_path):
-    """As with inverted sigmas: the first timestep is 0, which is no share of 1, and stands for noise alone."""
+    """With inverted sigmas the first timestep is 0, the share of the image, and stands for pure noise."""
     model, seen = inverted(tmp_path), []
     assert model.diffusers is not None and model.diffusers.timestep_factor == 1.0
     assert model.diffusers.scheduler == "FlowMatchEulerDiscreteScheduler"
@@ -41,7 +41,7 @@ def test_timesteps_that_rise_while_noise_falls_are_followed(tmp_path):
     model.sample(denoiser, [3], steps=5, solver="ddim")
     assert seen[0] == 0 and seen[-1] > 500 and max(seen) < model.timestep_max
     clean, noise = torch.ones(1, 4), torch.full((1, 4), 3.0)
-    for timestep, share in ((100.0, 0.9), (750.0, 0.25)):  # of noise
+    for timestep, share in ((100.0, 0.9), (750.0, 0.25)):  # share of noise
         mixed = model.noised(clean, noise, torch.tensor([timestep]))
         assert torch.allclose(mixed, (1 - share) * clean + share * noise)
     modes = sigma_rule_modes(model.sigmas, 10)
@@ -59,7 +59,7 @@ def test_timesteps_that_fall_with_the_noise_are_as_before(tmp_path, name):
 
 
 def test_an_inverse_scheduler_of_diffusion_has_the_table_of_its_model(tmp_path):
-    """Its timesteps rise because noise does."""
+    """The timesteps of an inverse scheduler rise with the noise."""
     pipe = tiny_pipelines.stable_diffusion()
     pipe.scheduler = diffusers.DDIMInverseScheduler.from_config(pipe.scheduler.config)
     pipe.save_pretrained(tmp_path)
@@ -82,7 +82,7 @@ SIGMAS = {
 
 @pytest.mark.parametrize("name", SIGMAS)
 def test_timesteps_that_are_logarithms_of_noise_have_places(tmp_path, name):
-    """ln σ / 4, which the denoiser and an engine take as the pipeline passes them; bins are even in ln σ."""
+    """The denoiser and the engine take ln σ / 4 as the pipeline passes it; bins are even in ln σ."""
     pipe = tiny_pipelines.stable_diffusion_xl()
     pipe.scheduler = SIGMAS[name]()
     pipe.save_pretrained(tmp_path)
@@ -102,13 +102,13 @@ def test_timesteps_that_are_logarithms_of_noise_have_places(tmp_path, name):
     torch.testing.assert_close(places, 1000 * (sigmas / 0.01).log() / math.log(40 / 0.01))
     place = model.noise_input.place(model.timesteps_at(torch.tensor([0.3]))).round()
     assert float(model.sigmas[int(place)]) == pytest.approx(0.01 * 4000**0.3, rel=1e-4)
-    # The network's input has the variance that the scheduler gives it.
+    # The network's input has the scheduler's variance.
     spread = model.noised(torch.zeros(1, 4096), torch.randn(1, 4096), model.timesteps_at(torch.tensor([0.999]))).std()
     assert float(spread) == pytest.approx(1, abs=0.05) and float(seen[0][1].std()) == pytest.approx(1, abs=0.1)
 
 
 def test_the_angles_of_the_cosine_schedule_have_places():
-    """2/π · atan σ; the class needs torchsde, which is nowhere else, so that its configuration stands for it."""
+    """2/π · atan σ; the class needs the package torchsde, so that its configuration stands in for it."""
 
     class CosineDPMSolverMultistepScheduler:
         config: ClassVar = {"sigma_min": 0.3, "sigma_max": 500.0, "sigma_data": 1.0}

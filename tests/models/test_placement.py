@@ -1,4 +1,4 @@
-"""Where the main job computes: which device is taken and why, and what a placed copy computes."""
+"""The device of the main job: the choice and its reason, and the computation of a placed copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECTION = ModelSection(source="digits-dit", weights=REPOSITORY / "recipes/digits
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A machine with an H100, as far as the choice is concerned."""
+    """Makes the choice see a machine with an H100."""
 
     def having(architecture: str | None = "sm90", free: int = 80 * 2**30, library: bool = True) -> None:
         monkeypatch.setattr(placement.tensorrt, "device_architecture", lambda: architecture)
@@ -59,7 +59,7 @@ def test_the_cpu_is_taken_where_no_gpu_serves_and_the_reason_is_said(gpu, having
     place = choose_place(ComputeSection(), SECTION)
     assert (place.device, place.dtype, place.reads()) == ("cpu", "float32", {})
     assert reason in place.reason
-    if "free" not in having:  # a GPU that is asked for is tried, whatever the files' sizes are
+    if "free" not in having:  # a GPU that the recipe asks for is tried, whatever the sizes of files
         with pytest.raises(BackendUnavailable, match="GPU"):
             choose_place(ComputeSection(device="cuda"), SECTION)
 
@@ -70,7 +70,7 @@ def test_the_cpu_is_taken_where_it_is_asked_for(gpu):
 
 
 def weights_of(folder, blocks: int, size: int = 2**18):
-    """A pipeline's denoiser, of so many blocks, and a layer outside of them; each of 16 bits and so many numbers."""
+    """Writes a pipeline's denoiser of so many blocks, and a layer outside of blocks; each has so many 16-bit numbers."""
     (folder / "transformer").mkdir()
     names = [
         "proj_in.weight",
@@ -83,7 +83,7 @@ def weights_of(folder, blocks: int, size: int = 2**18):
 
 @pytest.mark.parametrize(("free", "offload"), [(2**23, False), (2**22, True), (int(1.31 * 1.5 * 2**20), True)])
 def test_a_model_that_is_larger_than_the_gpu_computes_there_block_by_block(gpu, tmp_path, free, offload):
-    model = weights_of(tmp_path, 10)  # 5.5 MiB, of which two blocks and the other layer are 1.5 MiB
+    model = weights_of(tmp_path, 10)  # 5.5 MiB; two blocks and the other layer are 1.5 MiB
     gpu(free=free)
     for device in ("auto", "cuda"):
         place = choose_place(ComputeSection(device=device), model)

@@ -1,4 +1,4 @@
-"""Prompts of any length within a range, and pipelines that make other sizes of those that they are asked for."""
+"""Prompts of any length within a range, and pipelines that draw other sizes than those in the recipe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {"height": 32, "width": 32, "batch": 1}
 
 @pytest.fixture(scope="module")
 def unet(tmp_path_factory) -> Path:
-    """A bundle of Stable Diffusion for embeddings of 8 to 32 tokens; its text encoder gives 8."""
+    """A bundle of Stable Diffusion for embeddings of 8 to 32 tokens; its text encoder returns 8 tokens."""
     folder = tmp_path_factory.mktemp("unet")
     given = options("stable_diffusion", tokens=[8, 16, 32])
     convert(folder, "stable_diffusion", {"text_encoder": {}}, model={"options": given})
@@ -59,9 +59,9 @@ def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet):
 
 
 def test_lengths_that_prompts_do_not_come_to_are_refused_and_the_remedy_works(unet):
-    """Prompts come to 8 tokens, whatever their text."""
+    """Every prompt has 8 tokens."""
     for tokens, held in (([12, 16, 32], [8, 16, 32]), (6, [6, 6, 8]), ([4, 4, 6], [4, 4, 8])):
-        with pytest.raises(UserError, match=r"(?s)come to lengths.*got: 8 for 'a cat'") as error:
+        with pytest.raises(UserError, match=r"(?s)have lengths outside.*got: 8 for 'a cat'") as error:
             diffusers_model(unet / "pipeline", **SIZES, tokens=tokens, prompts=["a cat"])
         assert f"remedy: give model.options.tokens as {held}" in str(error.value)
         model = diffusers_model(unet / "pipeline", **SIZES, tokens=held, prompts=["a cat"])
@@ -80,7 +80,7 @@ def test_a_pipeline_without_text_encoders_takes_a_range_too(tmp_path):
 
 @pytest.mark.parametrize("name", ["flux", "stable_diffusion_3", "pixart"])
 def test_prompts_are_padded_to_any_length_in_the_range(tmp_path, name):
-    """Of pipelines that are told a length: denoiser and T5 take the range, CLIP has a length of its own."""
+    """In pipelines with an argument for the length, denoiser and T5 take the range, and CLIP has a fixed length."""
     tiny_pipelines.with_text(name).save_pretrained(tmp_path / "pipeline")
     given = options(name, batch=1, tokens=[4, TOKENS, 12])
     del given["call"]["max_sequence_length"]
@@ -93,7 +93,7 @@ def test_prompts_are_padded_to_any_length_in_the_range(tmp_path, name):
     }
     *clip, t5 = ranges.values()
     assert t5 == (4, TOKENS, 12) and not any(clip)
-    more = TOKENS if name == "stable_diffusion_3" else 0  # beside those of CLIP
+    more = TOKENS if name == "stable_diffusion_3" else 0  # the tokens of CLIP
     assert model.dims["tokens"] == (4 + more, TOKENS + more, 12 + more)
 
 
@@ -118,7 +118,7 @@ def test_a_bundle_draws_prompts_of_any_length_in_the_range(tmp_path):
 
 
 def qwen_image() -> Any:
-    """With its text encoder, to which a prompt comes as it is, behind a text of 34 tokens that is cut off again."""
+    """QwenImage with its text encoder, which gets prompts without padding, after a text of 34 tokens that is cut off again."""
     letters = {letter: number for number, letter in enumerate(sorted(set(_BYTES.values())))}
     tokenizer = transformers.Qwen2Tokenizer(vocab=letters, merges=[])
     text = {
@@ -156,13 +156,13 @@ def test_prompts_that_are_not_padded_have_any_length_in_the_range(tmp_path):
     assert model.components is not None and model.dims["tokens"] == tuple(held)
     encoder = model.components("text_encoder")
     assert encoder.dims["tokens"] == tuple(n + 34 for n in held)
-    with pytest.raises(UserError, match=r"(?s)come to lengths.*remedy: give model.options.tokens as "):
+    with pytest.raises(UserError, match=r"(?s)have lengths outside.*remedy: give model.options.tokens as "):
         diffusers_model(tmp_path / "pipeline", **SIZES, prompts=prompts, tokens=[held[0], held[0], held[0] + 1])
 
-    # What guidance leads away from has a length of its own, in a call of its own.
+    # The negative prompt has another length, in a separate call.
     away = {"negative_prompt": "a blurry picture of nothing in particular", "true_cfg_scale": 4.0}
     narrow = [held[0], held[0], held[1]]
-    with pytest.raises(UserError, match=r"(?s)come to lengths.*what guidance leads away from") as error:
+    with pytest.raises(UserError, match=r"(?s)have lengths outside.*negative prompt") as error:
         diffusers_model(tmp_path / "pipeline", **SIZES, prompts=prompts, tokens=narrow, call=away)
     held = json.loads(str(error.value).partition("give model.options.tokens as ")[2])
     assert held[2] > narrow[2]

@@ -1,4 +1,4 @@
-"""Models that cut each prompt to its length, with that length as data: their predictions, and pipelines whose prompts differ."""
+"""Models that cut each prompt to its length, with the length as data: predictions, and pipelines with different prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import further_pipelines
-import newest_pipelines
 import pytest
 import tiny_pipelines
 import torch
@@ -67,7 +66,7 @@ def test_z_image_takes_tensors_for_lists(sizes, lengths):
         make_exportable(model)
         for least in (0, 70):
             rows, mask = padded_rows(prompts, least)
-            rows[~mask] = 7.0  # what pads a prompt changes nothing
+            rows[~mask] = 7.0  # padding changes nothing
             same(model(images, times, PaddedRows(rows, mask)).sample, expected)
         same(torch.stack(model(list(images), times, prompts, return_dict=False)[0]), expected)
 
@@ -98,7 +97,7 @@ def test_hunyuan_image_need_not_sort_its_tokens(lengths, config):
     }
     if "text_embed_2_dim" not in config:
         given["encoder_hidden_states_2"] = drawn(len(lengths), 6, WIDTH, seed=2)
-        given["encoder_attention_mask_2"] = masked([3 * length % 5 for length in lengths], 6)  # of some there are none
+        given["encoder_attention_mask_2"] = masked([3 * length % 5 for length in lengths], 6)  # some have no tokens
     if config.get("use_meanflow"):
         given |= {"timestep_r": times / 2, "guidance": times * 3}
     with torch.no_grad():
@@ -116,7 +115,7 @@ def test_hunyuan_video_15_need_not_sort_its_tokens(lengths, of_image):
         "encoder_hidden_states": drawn(len(lengths), 10, WIDTH, seed=1),
         "encoder_attention_mask": masked(lengths, 10),
         "encoder_hidden_states_2": drawn(len(lengths), 6, WIDTH, seed=2),
-        "encoder_attention_mask_2": masked([3 * length % 5 for length in lengths], 6),  # of some there are none
+        "encoder_attention_mask_2": masked([3 * length % 5 for length in lengths], 6),  # some have no tokens
         "image_embeds": drawn(len(lengths), 4, WIDTH, seed=3) * of_image,
     }
     with torch.no_grad():
@@ -124,7 +123,7 @@ def test_hunyuan_video_15_need_not_sort_its_tokens(lengths, of_image):
         make_exportable(model)
         same(model(videos, times, **given).sample, expected)
         other = model(videos, times, **given | {"image_embeds": drawn(len(lengths), 4, WIDTH, seed=4)}).sample
-        assert (other - expected).abs().max() > 1e-3  # an image counts where there is one
+        assert (other - expected).abs().max() > 1e-3  # an image has an effect
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (6, 10)])
@@ -142,7 +141,7 @@ def test_z_image_adds_what_its_control_net_gives_to_the_same_tokens(sizes, lengt
         call = {"x": list(images), "t": times, "cap_feats": prompts, "controlnet_block_samples": added}
         structure, _ = take_apart(call, least=70)
         structure = with_least_rows(structure, {"cap_feats": 70, "controlnet_block_samples.0": 128})
-        structure = json.loads(json.dumps(structure))  # as it lies in a bundle
+        structure = json.loads(json.dumps(structure))  # as stored in a bundle
         named = tensors_of(structure, call)
         assert named["controlnet_block_samples.0"].shape[1] == 128
         found = model(**put_together(structure, named)).sample
@@ -150,7 +149,7 @@ def test_z_image_adds_what_its_control_net_gives_to_the_same_tokens(sizes, lengt
     assert (found - plain).abs().max() > 0.01
 
 
-# Other values that decided what is computed ------------------------------------------------------------------------------
+# Other values that decided shapes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("original", [4, 64])
@@ -182,7 +181,7 @@ def test_experts_compute_what_they_are_sent():
 
 
 def test_glm_image_multiplies_what_it_drops():
-    model = newest_pipelines.glm_image_transformer()
+    model = further_pipelines.glm_image_transformer()
     ids = torch.arange(12).remainder(16).expand(2, -1)
     given: dict[str, Any] = {
         "hidden_states": drawn(2, 4, 6, 8),
@@ -227,7 +226,7 @@ def test_what_the_forwards_do_not_heed_is_refused():
 
 @pytest.mark.parametrize("name", ["z_image", "lumina2"])
 def test_prompts_and_images_beyond_the_tables_are_refused_and_the_remedy_works(tmp_path, name):
-    """An engine would not tell that it reads beyond them."""
+    """An engine would read beyond the tables without an error."""
     getattr(further_pipelines, name)().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"(?s)no positions for so many.*remedy: give smaller numbers as model.options"):
         diffusers_model(tmp_path, **SIZES, tokens=[8, 8, 128])
@@ -270,7 +269,7 @@ def test_other_models_that_take_lists_are_refused(tmp_path, monkeypatch):
 
 
 def z_image_with_text() -> Any:
-    """With its text encoder, which is asked for each prompt's own tokens."""
+    """Z-Image with its text encoder, which returns each prompt's own tokens."""
     letters = {chr(number if 32 < number < 127 else 256 + number): number for number in range(256)}
     tokenizer = transformers.Qwen2Tokenizer(vocab=letters, merges=[])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -321,7 +320,7 @@ def test_prompts_of_z_image_need_a_number_of_tokens_that_they_are_padded_to(tmp_
 
 @pytest.mark.slow
 def test_a_bundle_of_z_image_draws_prompts_of_any_length_up_to_its_own(tmp_path):
-    """A number of tokens is what prompts are padded to: shorter ones are masked, longer ones refused with a remedy that works."""
+    """Prompts are padded to the number of tokens: shorter ones are masked, longer ones refused with a remedy that works."""
     z_image_with_text().save_pretrained(tmp_path / "pipeline")
     recipe = recipe_of(tmp_path, components={"text_encoder": {}}, tokens=20, prompts=["a cat", "a dog"])
     build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
@@ -365,7 +364,7 @@ def test_sizes_and_lengths_vary_in_one_bundle(tmp_path, name, dtype):
 
 
 def _embeddings(name: str, lengths: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """Of prompts of different lengths, and of those that guidance leads away from, as the pipeline takes them."""
+    """Returns embeddings of prompts and negative prompts of different lengths, as the pipeline takes them."""
     if name == "z_image":
         texts = [drawn(length, WIDTH, seed=length).to(dtype) for length in lengths]
         return {"prompt_embeds": texts, "negative_prompt_embeds": [x[:2] for x in texts]}

@@ -55,7 +55,7 @@ def test_half_of_a_pipelines_steps_are_computed(tmp_path, name, calls):
 
 @pytest.mark.parametrize("denoiser", ["transformer", "transformer_2"])
 def test_each_of_two_denoisers_leaves_out_steps_of_its_own(tmp_path, denoiser):
-    """Half of the noise levels are the other one's, whose steps are neither left out nor extrapolated from."""
+    """Half of the noise levels belong to the other denoiser, whose steps are neither left out nor used for extrapolation."""
     make, options = PIPELINES["wan"]
     second = make().transformer
     diffusers.WanPipeline(**make().components | {"transformer_2": second}, boundary_ratio=0.5).save_pretrained(tmp_path)

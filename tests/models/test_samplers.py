@@ -1,4 +1,4 @@
-"""Samplers on denoisers whose answer is known."""
+"""Samplers with denoisers of known predictions."""
 
 import math
 
@@ -75,7 +75,7 @@ def test_heun_makes_its_last_step_with_euler(schedule):
         on_call=calls.append,
     )
     assert [call.index for call in calls] == list(range(11))
-    # Each level but the first and the last is visited twice: as the end of a step and as the start of the next.
+    # Levels between the first and the last are visited twice: at the end of a step and at the start of the next.
     timesteps = [call.timestep.item() for call in calls]
     assert timesteps[1:11:2] == timesteps[2:11:2]
     assert timesteps == sorted(timesteps, reverse=True)
@@ -113,7 +113,7 @@ def test_karras_levels_stay_within_the_models_noise(schedule, solver):
 
 
 def test_guidance_extrapolates_from_the_unconditional_prediction(schedule):
-    """The denoiser's answer is its condition's value, so guidance 2 from 0.1 towards 0.3 must end at 0.5."""
+    """The denoiser predicts its condition's value, so that guidance 2 from 0.1 towards 0.3 must end at 0.5."""
 
     def denoiser(x: Tensor, timestep: Tensor, value: Tensor) -> Tensor:
         return value[:, None, None, None].expand_as(x)

@@ -1,4 +1,4 @@
-"""One file of weights in the layout of who trained the model: read by diffusers' rules, with configurations from a folder."""
+"""One file of weights in the layout of the training code, read by diffusers' rules, with configurations from a folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNET, MIDDLE = "model.diffusion_model.", "model.diffusion_model.middle_block.1."
 
 
 def stable_diffusion(pipe: Any) -> dict[str, Tensor]:
-    """All of Stable Diffusion 1.x in one file, with what training leaves in it."""
+    """All models of Stable Diffusion 1.x in one file, with left-overs of training."""
     position_ids = {"cond_stage_model.transformer.text_model.embeddings.position_ids": torch.arange(8)[None]}
     marks = {"betas": torch.ones(4), "model_ema.decay": torch.ones(()), f"{UNET}accum_iteration": torch.ones(1)}
     return (
@@ -61,7 +61,7 @@ def stable_diffusion_xl(pipe: Any) -> dict[str, Tensor]:
 
 
 def stable_diffusion_3(pipe: Any) -> dict[str, Tensor]:
-    """With all three text encoders, as published beside the model alone."""
+    """The file that is published with all three text encoders."""
     return (
         layouts.with_prefix(UNET, layouts.sd3(pipe.transformer))
         | layouts.with_prefix("first_stage_model.", layouts.ldm_vae(pipe.vae))
@@ -72,12 +72,12 @@ def stable_diffusion_3(pipe: Any) -> dict[str, Tensor]:
 
 
 def wan(pipe: Any) -> dict[str, Tensor]:
-    """The transformer alone; VAE and text encoder are in the folder of configurations."""
+    """The transformer alone; the folder of configurations has the VAE and the text encoder."""
     return layouts.wan(pipe.transformer)
 
 
 def flux_by_diffusers(pipe: Any) -> dict[str, Tensor]:
-    """As ComfyUI saves all of it, the transformer with the names of diffusers."""
+    """A file with all models by ComfyUI, with diffusers' names of the transformer."""
     return (
         layouts.with_prefix(UNET, pipe.transformer.state_dict())
         | layouts.with_prefix("vae.", layouts.ldm_vae(pipe.vae))
@@ -99,7 +99,7 @@ FILES: dict[str, tuple[Callable[[Any], dict[str, Tensor]], set[str]]] = {
 
 
 def published(folder: Path, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """A tiny pipeline, its weights in one layout, and in `folder` what that file does not hold."""
+    """Returns a tiny pipeline and its weights in a layout, and saves everything that this file does not hold in `folder`."""
     pipe = tiny_pipelines.with_text(name)
     make, held = FILES[name]
     pipe.save_pretrained(folder)
@@ -111,7 +111,7 @@ def published(folder: Path, name: str) -> tuple[Any, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def sd(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
-    """The folder of configurations and the weights of Stable Diffusion; leave both as they are."""
+    """The folder of configurations and the weights of Stable Diffusion; tests must not change them."""
     folder = tmp_path_factory.mktemp("sd") / "config"
     return folder, published(folder, "stable_diffusion")[1]
 
@@ -132,7 +132,7 @@ def test_a_file_gives_the_pipeline_that_it_was_made_of(tmp_path, name):
 
 
 def test_the_text_encoder_of_stable_diffusion_2_is_read(sd, tmp_path):
-    """In OpenCLIP's layout, with the last block that diffusers' text encoder does without."""
+    """The file has OpenCLIP's layout, with a last block that diffusers' text encoder lacks."""
     folder, weights = sd
     pipe = tiny_pipelines.with_text("stable_diffusion")
     encoder = layouts.with_prefix("cond_stage_model.model.", layouts.open_clip(pipe.text_encoder))
@@ -159,7 +159,7 @@ def test_files_of_torch_are_read_without_their_code(sd, tmp_path, suffix):
 
 
 def test_the_folder_of_a_file_is_its_configuration(sd, tmp_path):
-    """As published: the single file lies beside the folders of the pipeline."""
+    """Published single files lie beside the folders of the pipeline."""
     folder, weights = sd
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     save_file(weights, tmp_path / "v1-5.safetensors")
@@ -167,7 +167,7 @@ def test_the_folder_of_a_file_is_its_configuration(sd, tmp_path):
 
 
 def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path, monkeypatch):
-    """And where the configurations are, if diffusers has ever fetched them: the remedy is followed as it says."""
+    """The remedy names cached configurations of diffusers, and works."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     _, weights = published(tmp_path / "config", "wan")
     save_file(weights, tmp_path / "model.safetensors")
@@ -176,7 +176,7 @@ def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path, monkeypat
         match=r"(?s)does not say what.*expected: model.config: .*remedy: add `config: FOLDER`.*hf download Wan",
     ):
         load_pipeline(tmp_path / "model.safetensors")
-    cached = tmp_path / "cache" / "models--Wan-AI--Wan2.1-I2V-14B-480P-Diffusers"  # as diffusers takes this width
+    cached = tmp_path / "cache" / "models--Wan-AI--Wan2.1-I2V-14B-480P-Diffusers"  # diffusers' guess for this width
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     shutil.copytree(tmp_path / "config", cached / "snapshots" / ("0" * 40))
@@ -202,7 +202,7 @@ def test_without_a_configuration_it_is_told_what_the_file_is(tmp_path, monkeypat
 
 
 def test_the_configuration_of_one_model_is_refused_before_anything_is_read(tmp_path):
-    """Files of weights have gigabytes, and diffusers takes seconds to import."""
+    """Reading files of gigabytes and importing diffusers would take time."""
     published(tmp_path / "config", "wan")
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     section = {"source": "diffusers", "weights": str(tmp_path / "model.safetensors")}
@@ -225,7 +225,7 @@ def test_the_configuration_of_one_model_is_refused_before_anything_is_read(tmp_p
     "name",
     [
         f"{MIDDLE}transformer_blocks.0.attn2.processor.to_k_ip.weight",
-        f"{UNET}extra.weight",  # diffusers' rule leaves out what it does not know
+        f"{UNET}extra.weight",  # diffusers' rule drops unknown names
         "lora_unet_mid_block.lora_up.weight",
         "first_stage_model.extra.weight",
         "cond_stage_model.extra.weight",
@@ -263,7 +263,7 @@ def test_a_file_of_another_model_is_refused(sd, tmp_path):
 
 
 def test_fp8_is_scaled_before_it_is_split_and_turned(tmp_path):
-    """Wan as ComfyUI stores it: a scale for each weight, and a mark."""
+    """ComfyUI stores Wan with a scale for each weight, and a mark."""
     pipe, weights = published(tmp_path / "config", "wan")
     stored = dict(weights)
     for name in [name for name in weights if name.endswith("attn.q.weight")]:
@@ -279,7 +279,7 @@ def test_fp8_is_scaled_before_it_is_split_and_turned(tmp_path):
 
 
 def test_a_file_is_of_the_denoiser_that_is_named(tmp_path):
-    """Wan 2.2 is published with a file for high and one for low noise."""
+    """Wan 2.2 is published with one file for high noise and one for low noise."""
     pipe, _ = published(tmp_path / "whole", "wan")
     second = tiny_pipelines.wan().transformer
     second.proj_out.weight.neg_()
@@ -322,7 +322,7 @@ def test_a_model_that_predicts_velocities_wants_a_scheduler_that_does(sd, tmp_pa
 
 
 def test_flux_is_read_as_published(tmp_path, monkeypatch):
-    """Its sizes, with fewer blocks, and shapes alone: diffusers' rule for its layout knows no others."""
+    """The published sizes with fewer blocks, on meta tensors: diffusers' rule for this layout supports no other sizes."""
     folder = tmp_path / "config"
     config = {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": True}
     with torch.device("meta"):
@@ -372,7 +372,7 @@ def test_a_recipe_names_a_file_and_its_configurations(sd, tmp_path):
 
 @pytest.mark.slow
 def test_a_bundle_of_one_file_draws_by_itself(sd, tmp_path):
-    """Its text encoder, denoiser and VAE are in one file in FP16, its tokenizer in the folder of configurations."""
+    """One FP16 file has the text encoder, the denoiser and the VAE; the folder of configurations has the tokenizer."""
     weights = {name: x.half() if x.is_floating_point() else x for name, x in sd[1].items()}
     save_file(weights, tmp_path / "model.safetensors")
     shutil.copytree(sd[0], tmp_path / "config")
@@ -397,7 +397,7 @@ def test_a_bundle_of_one_file_draws_by_itself(sd, tmp_path):
 
 
 def write_gguf(path: Path, weights: dict[str, Tensor]) -> None:
-    """Layers' weights in 8 bits and the rest in FP32, as converters write them."""
+    """Writes layers' weights in 8 bits and the rest in FP32, like converters."""
     gguf = pytest.importorskip("gguf", reason="needs gguf")
     writer = gguf.GGUFWriter(path, "wan")
     for name, x in weights.items():
@@ -430,7 +430,7 @@ def test_without_gguf_its_package_is_named(sd, tmp_path, monkeypatch):
 
 
 def test_the_layout_of_a_saved_model_is_read_too(tmp_path):
-    """The file of a finetuned U-Net in diffusers' own names, alone, with the rest from a whole pipeline."""
+    """The file has a finetuned U-Net alone, by diffusers' names; a whole pipeline has the rest."""
     pipe = tiny_pipelines.with_text("stable_diffusion")
     pipe.save_pretrained(tmp_path / "whole")
     shutil.copyfile(tmp_path / "whole" / "unet" / "diffusion_pytorch_model.safetensors", tmp_path / "mine.safetensors")

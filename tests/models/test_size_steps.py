@@ -1,4 +1,4 @@
-"""Sizes that pipelines round, and sizes at which models compute otherwise than at others."""
+"""Sizes that pipelines round, and sizes at which models run other operations."""
 
 from __future__ import annotations
 
@@ -33,11 +33,17 @@ diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
             "flux",
             "height",
             [32, 36, 64],
-            ["rounds height", "the same for 36 as for 32", "from 32 in steps of 8"],
+            ["rounds height", "the same size for 36 as for 32", "from 32 in steps of 8"],
             [32, 32, 64],
         ),
-        ("flux", "width", [36, 39, 70], ["the same for 39 as for 36", "from 36 in steps of 8"], [36, 36, 68]),
-        ("wan", "frames", [5, 6, 9], ["rounds frames", "the same for 6 as for 5", "from 5 in steps of 4"], [5, 5, 9]),
+        ("flux", "width", [36, 39, 70], ["the same size for 39 as for 36", "from 36 in steps of 8"], [36, 36, 68]),
+        (
+            "wan",
+            "frames",
+            [5, 6, 9],
+            ["rounds frames", "the same size for 6 as for 5", "from 5 in steps of 4"],
+            [5, 5, 9],
+        ),
     ],
 )
 def test_a_size_that_a_pipeline_rounds_is_named_with_its_multiple(tmp_path, name, option, sizes, expected, followed):
@@ -51,7 +57,7 @@ def test_a_size_that_a_pipeline_rounds_is_named_with_its_multiple(tmp_path, name
 
 
 def test_sizes_that_each_become_another_need_no_step(tmp_path):
-    """Rounded as they are, they are a range."""
+    """The rounded sizes are still a range."""
     tiny_pipelines.flux().save_pretrained(tmp_path)
     assert diffusers_model(tmp_path, tokens=8, batch=1, width=32, height=[32, 47, 66]).dims["height"] == (16, 20, 32)
 
@@ -70,7 +76,7 @@ def test_steps_are_looked_for_where_sizes_vary():
 
 @pytest.fixture(scope="module")
 def unet(tmp_path_factory):
-    """A U-Net that halves its latents once, of which there is a row for four pixels."""
+    """A U-Net that halves its latents once; four pixels are a row of latents."""
     folder = tmp_path_factory.mktemp("unet")
     tiny_pipelines.stable_diffusion().save_pretrained(folder / "pipeline")
     return folder
@@ -88,7 +94,7 @@ def test_the_step_of_a_unet_is_found(unet):
 @pytest.mark.parametrize(
     ("name", "options", "steps"),
     [
-        ("flux", {"height": [32, 32, 64]}, {}),  # a row of tokens more
+        ("flux", {"height": [32, 32, 64]}, {}),  # one more row of tokens
         ("stable_diffusion_3", {"height": [32, 48, 64]}, {"height": 2}),  # patches of two rows
     ],
 )
@@ -100,7 +106,7 @@ def test_the_steps_of_transformers_are_their_patches(tmp_path, name, options, st
 
 @pytest.mark.parametrize(("sizes", "fitting"), [([40, 48, 64], [48, 48, 64]), ([32, 48, 56], [32, 48, 48])])
 def test_a_range_that_begins_or_ends_between_steps_is_refused(tmp_path, sizes, fitting):
-    """A U-Net that halves its latents twice: there is a row of the smallest for 16 pixels, and pipelines take steps of 8."""
+    """A U-Net that halves its latents twice: 16 pixels are a row of the smallest ones, and pipelines take steps of 8 pixels."""
     pipe = tiny_pipelines.stable_diffusion()
     deeper = diffusers.UNet2DConditionModel(
         block_out_channels=(32, 64, 64),
@@ -124,7 +130,7 @@ def test_a_range_that_begins_or_ends_between_steps_is_refused(tmp_path, sizes, f
 
 @pytest.mark.soak
 def test_a_bundle_says_its_steps_and_takes_them_alone(unet):
-    """What a converted U-Net gives at other heights than it was traced with is the model's; between its steps it is refused."""
+    """A converted U-Net computes the same as the model at other heights in its steps, and refuses heights between them."""
     options = {"tokens": 8, "batch": 1, "width": 32, "height": [32, 32, 64]}
     recipe = recipe_of(unet, "stable_diffusion", {}, model={"options": options})
     build(recipe, unet / "bundle", Cache(unet / "cache"), Reporter(Console(quiet=True)))

@@ -1,4 +1,4 @@
-"""Denoisers that are loaded in the type of their files."""
+"""Denoisers load in the type of their files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def types(model: DiffusionModel) -> set[torch.dtype]:
 
 
 def test_weights_are_as_stored_where_it_is_asked_for_and_float32_otherwise(stored):
-    kept = {torch.float32} if "Wan" in models.load(stored).name else set()  # as diffusers has it
+    kept = {torch.float32} if "Wan" in models.load(stored).name else set()  # as in diffusers
     assert types(models.load(stored, as_stored=True)) == {torch.bfloat16} | kept
     assert types(models.load(stored)) == {torch.float32}
 

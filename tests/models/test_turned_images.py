@@ -1,4 +1,4 @@
-"""Images are read as programs show them: turned as their EXIF data say, wherever they come from."""
+"""Images are read as programs show them, turned by their EXIF data, from every source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Components that cannot be converted, and what else a recipe or a saved pipeline may say of them."""
+"""Components that cannot be converted, and unfit recipes and saved pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtconvert.bundle import TensorRecord
 from trtconvert.cache import Cache
 from trtconvert.errors import GateError, UserError
 from trtconvert.models.diffusers import diffusers_model
-from trtconvert.models.pipelines import Observed
+from trtconvert.models.observation import Observed
 from trtconvert.models.saved import INDEX, copy_without_models
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
@@ -34,7 +34,7 @@ def test_folders_that_are_no_part_of_the_pipeline_are_left(saved, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder with Stable Diffusion in it."""
+    """A saved Stable Diffusion."""
     folder = tmp_path_factory.mktemp("saved")
     save(folder / "pipeline", "stable_diffusion")
     return folder
@@ -110,7 +110,7 @@ def test_weights_that_a_file_lacks_are_not_made_up(saved, tmp_path, part):
 
 
 def test_shapes_that_depend_on_values_are_refused(saved, monkeypatch):
-    """As those of text encoders and denoisers that cut prompts to their lengths, and loop over them."""
+    """Text encoders and denoisers that cut prompts to their lengths, and loop over them, have such shapes."""
 
     def forward(self, input_ids, **_):
         return {"last_hidden_state": input_ids[:, : int(input_ids.max())]}
@@ -133,7 +133,7 @@ def test_a_pipeline_of_its_denoiser_alone_has_no_components(tmp_path):
 
 
 def test_prompts_that_are_not_padded_are_refused(saved, monkeypatch):
-    """An engine of one length would refuse the next prompt."""
+    """An engine of one length would refuse other prompts."""
     given = options("stable_diffusion", prompts=["a", "a bird"], batch=[1, 1, 2])
     model = diffusers_model(saved / "pipeline", **given)
     kind = type(model.components.caller.pipe.tokenizer)
@@ -146,7 +146,7 @@ def test_prompts_that_are_not_padded_are_refused(saved, monkeypatch):
 
 
 def test_the_decoder_is_held_to_latents_of_their_magnitude(saved):
-    """Latents that nobody denoised are some hundred times as large with some schedulers, which half precision does not hold."""
+    """With some schedulers noisy latents are a hundred times as large, beyond half precision."""
     model = diffusers_model(saved / "pipeline", **options("stable_diffusion"))
     vae = model.components.caller.pipe.vae
     scale = vae.config.scaling_factor
@@ -157,7 +157,7 @@ def test_the_decoder_is_held_to_latents_of_their_magnitude(saved):
     (latents,) = model.components("vae_decoder").example.values()
     by_channel = latents.transpose(0, 1).flatten(1)
     assert by_channel.mean(1).tolist() == pytest.approx(means, rel=0.2)
-    assert by_channel.std(1).tolist() == pytest.approx(stds, rel=0.4)  # of 64 elements each
+    assert by_channel.std(1).tolist() == pytest.approx(stds, rel=0.4)  # 64 elements each
 
 
 @pytest.mark.parametrize(

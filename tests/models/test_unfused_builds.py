@@ -1,4 +1,4 @@
-"""A build of a model that calls attention, writes it out, and writes it out in a way that is left."""
+"""A build of a model that calls attention, writes attention out, and writes attention out in a form that is not converted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Fused(nn.Module):
         self.qkv, self.out = nn.Conv1d(WIDTH, 3 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, C, N] → the same."""
+        """x [B, C, N] → [B, C, N]."""
         return x + self.out(self.attended(self.qkv(x)))
 
     def attended(self, qkv: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Denoiser(nn.Module):
 
 
 class HeadsFirst(Fused):
-    """Rows of the first head of all samples, those of the second, …"""
+    """Rows of the first head of all samples come first, then those of the second, …"""
 
     def attended(self, qkv: Tensor) -> Tensor:
         q, k, v = (torch.cat(x.unbind(1)) for x in qkv.unflatten(1, (3, HEADS, -1)).transpose(3, 4).unbind(1))

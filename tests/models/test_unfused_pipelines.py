@@ -1,4 +1,4 @@
-"""A pipeline whose attention processors write attention out, as diffusers' own did before torch's function."""
+"""A pipeline whose attention processors write attention out, as in diffusers before torch had its function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtconvert.recipe import AttentionSection
 
 
 def test_sites_are_those_of_the_same_pipeline_with_fused_attention(tmp_path) -> None:
-    """Frames, heads and samples share an axis in the motion modules, and are told apart."""
+    """Frames, heads and samples share an axis in the motion modules, and are separated."""
     make, options = tiny_pipelines.PIPELINES["animatediff"]
     make().save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, **options)

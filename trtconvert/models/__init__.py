@@ -1,6 +1,6 @@
-"""Model sources. `load` turns a recipe's `model` section into a `DiffusionModel`.
+"""Model sources: `load` turns a recipe's `model` section into a `DiffusionModel`.
 
-What an entry point of one's own needs stands here under one name: the model and its inputs, the noise schedule, and the samplers.
+The names that an entry point needs are here too: the model and its inputs, noise schedules, and samplers.
 """
 
 from __future__ import annotations
@@ -37,54 +37,50 @@ __all__ = [
 DIGITS, EMOJI = "digits-dit", "emoji-dit"
 DIFFUSERS = "diffusers"
 _FUNCTIONS = {DIFFUSERS: "trtconvert.models.diffusers:diffusers_model", ONNX: "trtconvert.models.onnx.model:onnx_model"}
-"""Of sources that have a name of their own."""
+"""The functions behind the sources `diffusers` and `onnx`."""
 
 
 _ELSEWHERE = {
-    "DiffusionModel": "trtconvert.diffusion_model",
-    "ImageEncoder": "trtconvert.diffusion_model",
-    "InputSpec": "trtconvert.diffusion_model",
-    "Sampler": "trtconvert.diffusion_model",
-    "FlowSchedule": "trtconvert.attention.schedules",
-    "NoiseInput": "trtconvert.noise_input",
-    "NoiseSchedule": "trtconvert.attention.schedules",
-    "Parametrisation": "trtconvert.models.parametrisation",
-    "SigmaRange": "trtconvert.attention.schedules",
-    "ddpm_betas": "trtconvert.attention.schedules",
-    "initial_noise": "trtconvert.models.samplers",
-    "sample": "trtconvert.models.samplers",
+    "trtconvert.attention.schedules": ("FlowSchedule", "NoiseSchedule", "SigmaRange", "ddpm_betas"),
+    "trtconvert.diffusion_model": ("DiffusionModel", "ImageEncoder", "InputSpec", "Sampler"),
+    "trtconvert.models.parametrisation": ("Parametrisation",),
+    "trtconvert.models.samplers": ("initial_noise", "sample"),
+    "trtconvert.noise_input": ("NoiseInput",),
 }
+"""Names that are imported on demand, by module: they need torch, and a build whose stages are all cached does not."""
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: it needs torch, and a build that the cache answers does without.
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+    for module, names in _ELSEWHERE.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load(section: ModelSection, loras: Sequence[LoraSection] = (), *, as_stored: bool = False) -> DiffusionModel:
-    """The model that a recipe names, its weights checked, and with its LoRAs in them. It computes in FP32.
+    """Loads the model that a recipe names, checks its weights, and merges LoRAs into them. The model computes in FP32.
 
     Args:
-        as_stored: leave the weights of the denoiser in the 16-bit type of the recipe, where its files have that: such a model is
-            copied to a GPU, or exported, and takes no memory for a second copy. It does not compute on FP32 inputs as it is.
+        as_stored: keep the denoiser's weights in the recipe's 16-bit type where its files have this type. Such a model can be
+            copied to a GPU or exported, and memory holds its weights once; it does not compute on FP32 inputs.
     Raises:
-        UserError: unknown source, missing or unfit weights, NaN or Inf among them, or a LoRA that does not fit them.
+        UserError: the source is unknown, weights are missing, unfit, NaN or Inf, or a LoRA does not fit them.
     """
     if section.source == DIFFUSERS and section.weights is not None:
         from trtconvert.models.saved import refuse_unfit_config
 
-        refuse_unfit_config(section.weights, section.config)  # before anything large is imported or read
+        refuse_unfit_config(section.weights, section.config)  # before imports and files that take long
 
     import torch
 
     default = torch.get_default_dtype()
     try:
         model = _load(section)
-    finally:  # of code that the model comes with, and the type of all that is drawn and made from here on
+    finally:  # the model's own code may have changed it
         torch.set_default_dtype(default)
-    if section.source in (DIFFUSERS, _FUNCTIONS[DIFFUSERS]) and not (as_stored and _is_of(model, section.dtype)):
+    if section.source in (DIFFUSERS, _FUNCTIONS[DIFFUSERS]) and not (
+        as_stored and _has_type_or_float32(model, section.dtype)
+    ):
         model.denoiser.float()
     if loras:
         from trtconvert.models.lora import merge_loras
@@ -93,8 +89,7 @@ def load(section: ModelSection, loras: Sequence[LoraSection] = (), *, as_stored:
     return model
 
 
-def _is_of(model: DiffusionModel, dtype: str) -> bool:
-    """Whether the denoiser's weights are of a type, or of FP32."""
+def _has_type_or_float32(model: DiffusionModel, dtype: str) -> bool:
     types = {str(x.dtype).removeprefix("torch.") for x in model.denoiser.state_dict().values() if x.is_floating_point()}
     return types <= {"float32", dtype}
 
@@ -112,7 +107,7 @@ def _load(section: ModelSection) -> DiffusionModel:
             if given:
                 raise UserError(
                     f"{section.source} takes no {field}",
-                    expected="a pipeline of diffusers that does",
+                    expected=f"{field} for a pipeline of diffusers alone",
                     got=str(given) if isinstance(given, Path) else ", ".join(given),
                     remedy=f"remove model.{field} from the recipe",
                 )
@@ -129,25 +124,25 @@ def _load(section: ModelSection) -> DiffusionModel:
 
 
 def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
-    """What samples with a bundle's denoiser.
+    """Returns the sampler for a bundle's denoiser.
 
-    The shipped model's sampler and a bundle with the whole pipeline need no weights; those of other models are loaded.
+    The samplers of the shipped models, and of bundles with the whole pipeline, need no weights; other models are loaded.
 
     Args:
         prompts: what samples show, by turns with their seeds; the recipe's by default.
     Raises:
-        UserError: see `load`; the weights are looked for in the current folder, since bundles do not hold them. Or there are
-            prompts, and the bundle does not hold what reads them.
+        UserError: see `load`; weights are looked for in the current folder, as bundles do not hold them. Or there are prompts,
+            and the bundle has no text encoder for them.
     """
     manifest = bundle.manifest
     section = model_section(bundle.folder, manifest)
     if manifest.pipeline:
-        from trtconvert.models.diffusers import pipeline_sampler
+        from trtconvert.models.pipeline_sampler import pipeline_sampler
 
         sampler = pipeline_sampler(
             bundle.pipeline(), manifest.components["denoiser"], section.options, prompts, section.images
         )
-        if prompts and not sampler.caller.takes_prompts:  # it would draw embeddings of its own
+        if prompts and not sampler.caller.takes_prompts:  # it would draw from embeddings of noise
             raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
         return sampler
     if prompts:
@@ -158,8 +153,8 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
 def load_conditional_sampler(
     bundle: LoadedBundle,
 ) -> tuple[Sampler, Callable[[Sequence[str]], Mapping[str, Tensor]] | None]:
-    """What samples with the denoiser of a bundle that does not hold the whole pipeline, and what makes its captions conditions,
-    see `DiffusionModel.condition`.
+    """Returns the sampler for the denoiser of a bundle without a pipeline, and the function that turns its captions into
+    conditions, see `DiffusionModel.condition`.
 
     Raises:
         UserError: see `load_sampler`.
@@ -176,13 +171,13 @@ def load_conditional_sampler(
         return draw_emoji, emoji_labels
     if section.weights is not None and not section.weights.exists():
         raise UserError(
-            f"{section.source} samples with its own weights, which this bundle does not hold",
+            f"{section.source} samples with its original weights, which this bundle does not hold",
             expected=f"{section.weights} in the current folder",
             got="no such file",
-            remedy="give the file with `trtconvert run --weights`, run this where it is, or, for a diffusers pipeline, build it "
-            "with components: {all: {}}",
+            remedy="give the file with `trtconvert run --weights`, run this in the folder of the file, or, for a diffusers "
+            "pipeline, build it with components: {all: {}}",
         )
-    # The denoiser is the bundle's own, with its LoRAs; what prompts become is for the model's other parts.
+    # The bundle has the denoiser with its LoRAs; the other LoRAs change the conditions.
     model = load(section, [lora for lora in manifest.recipe.loras if lora.target != DENOISER])
     return model.sample, model.condition
 
@@ -192,7 +187,7 @@ def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:
         f"{bundle.folder} does not turn prompts into images",
         expected="a bundle of a diffusers pipeline with its text encoders: components: {all: {}} in the recipe",
         got=got,
-        remedy="leave the prompts out, or build it of a pipeline with text encoders, with components",
+        remedy="leave the prompts out, or build a pipeline with text encoders, with components",
     )
 
 
@@ -225,7 +220,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
             f"{section.source} failed",
             expected="a trtconvert.models.DiffusionModel",
             got=f"{type(error).__name__}: {error}",
-            remedy="correct the function or what model.options and model.weights give it; --debug shows where it failed",
+            remedy="correct the function, or model.options and model.weights; --debug shows where it failed",
         ) from error
     if not isinstance(model, DiffusionModel):
         raise UserError(
@@ -242,21 +237,15 @@ def _from_function(section: ModelSection) -> DiffusionModel:
                 got=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} are NaN or Inf",
                 remedy="get the weights again, or load them in a type that holds their range",
             )
-    return model if section.source in _FUNCTIONS.values() else _with_own_sampler(model, section.source)
-
-
-def _with_own_sampler(model: DiffusionModel, source: str) -> DiffusionModel:
+    if section.source in _FUNCTIONS.values():
+        return model
     from trtconvert.models.own_sampler import OwnSampler
 
     names = tuple(spec.name for spec in model.inputs)
-    return replace(model, sample=OwnSampler(source, model.sample, names, model.timestep_input))
+    return replace(model, sample=OwnSampler(section.source, model.sample, names, model.timestep_input))
 
 
 def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UserError: the function takes no such arguments, or wants more.
-    """
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -274,7 +263,7 @@ def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, a
                 and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             ]
             raise UserError(
-                f"the recipe's model section lacks what {title} wants",
+                f"the recipe's model section lacks arguments of {title}",
                 expected=", ".join(wanted) or f"arguments {signature}",
                 got=", ".join(arguments) or "none",
                 remedy=f"add {', '.join(name if name in fields else f'options.{name}' for name in wanted)} under model"
@@ -286,5 +275,5 @@ def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, a
             f"{title} does not take the recipe's {field}",
             expected="options among " + ", ".join(options) if options else "no options",
             got=", ".join(unknown),
-            remedy=did_you_mean(unknown[0], options, f"take {field} out of the recipe"),
+            remedy=did_you_mean(unknown[0], options, f"remove {field} from the recipe"),
         ) from error

@@ -1,7 +1,7 @@
-"""Captions as a pipeline's denoiser takes them: which rows of its inputs are theirs is found by what changes with a caption.
+"""Turns captions into inputs of a pipeline's denoiser. The rows of a caption are found by comparing calls with two captions.
 
-Pipelines with guidance call their denoiser with several rows for a sample: one without the prompt and one with it, mostly in this
-order. InstructPix2Pix has the prompt in the first of three, and Wan calls twice.
+With guidance a call of the denoiser has several rows for a sample, mostly one without the prompt and then one with the prompt.
+InstructPix2Pix has the prompt in the first of three rows, and Wan calls its denoiser twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
 from trtconvert.guidance import FusedGuidance, guidance_of
-from trtconvert.models.pipelines import PROMPTS, PipelineCaller
+from trtconvert.models.call_options import PROMPTS
+from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_inputs
 from trtconvert.reuse.schedule import Scheduler, reuse_of
 
@@ -25,15 +26,17 @@ _ONE, _OTHER = PROMPTS[0], PROMPTS[5]
 """Captions that differ in every word."""
 
 _SAME = 1e-3
-"""Relative difference up to which rows are those of one caption: the same text encoders gave both."""
+"""Relative difference up to which rows are of one caption: the same text encoders computed both."""
 
 
 @dataclass(frozen=True)
 class Captions:
-    """Captions to the denoiser's inputs, see `DiffusionModel.condition`: what the pipeline makes of them.
+    """Turns captions into conditions of the denoiser, see `DiffusionModel.condition`.
 
     Args:
-        caller: calls the pipeline; sizes: of the samples; record, timestep: see `DiffusersDenoiser`.
+        caller: calls the pipeline.
+        sizes: of the samples.
+        record, timestep: see `DiffusersDenoiser`.
     """
 
     caller: PipelineCaller
@@ -44,14 +47,14 @@ class Captions:
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """
         Raises:
-            UserError: the pipeline has other rows of its prompts than one for each sample.
+            UserError: the pipeline does not pass one row for each sample.
         """
         tensors, count = self._inputs(captions), len(captions)
         rows = slice(self._place.block * count, (self._place.block + 1) * count)
         return {name: x[rows] for name, x in tensors.items() if name in self._place.of_samples}
 
     def given_to(self, denoiser: Denoiser, conditions: Mapping[str, Tensor]) -> _Conditioned:
-        """A denoiser that is given conditions in the place of those of `stand_in`."""
+        """Returns a denoiser that gets these conditions in the place of those of `stand_in`."""
         count = len(next(iter(conditions.values())))
         own = self([self.stand_in] * count)
         fixed = {name: x for name, x in conditions.items() if name not in self._place.follow_noise}
@@ -92,12 +95,13 @@ class Captions:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a caption is in the denoiser's inputs.
+    """The place of a caption in the denoiser's inputs.
 
     Attributes:
-        block: of as many rows as there are samples, which of them is the captions'.
-        of_samples: inputs that have such blocks, but for the first; heed: those of them that change with the caption;
-        follow_noise: those that change with the sample's noise, as what a ControlNet adds.
+        block: index of the caption's rows among blocks with a row for each sample.
+        of_samples: inputs with such blocks, other than the first input.
+        heed: those of them that change with the caption.
+        follow_noise: inputs that change with the sample's noise, such as the additions of a ControlNet.
     """
 
     block: int
@@ -108,10 +112,11 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Conditioned:
-    """A denoiser some of whose inputs are given, in each block of rows that is of a prompt.
+    """A denoiser with given inputs in each block of rows of a prompt.
 
     Attributes:
-        conditions: what is given; own: what such blocks hold otherwise; both by input, [samples, …].
+        conditions: the given inputs, by name, [samples, …].
+        own: the inputs of `Captions.stand_in`, likewise; they tell the blocks of a prompt.
     """
 
     denoiser: Denoiser
@@ -133,13 +138,12 @@ class _Conditioned:
         given = {name: named[name].clone() for name in self.conditions} if prompted else {}
         for name, x in self.conditions.items() if prompted else ():
             if x.shape[1:] != given[name].shape[1:] and prompted == blocks:
-                given[name] = torch.cat(
-                    [x.to(named[name])] * len(blocks)
-                )  # prompts of another length, in a call of their own
+                # The prompts of another length have a call to themselves.
+                given[name] = torch.cat([x.to(named[name])] * len(blocks))
                 continue
             if x.shape[1:] != given[name].shape[1:]:
                 raise UserError(
-                    "a caption has another number of tokens than what guidance leads away from, in the same call",
+                    "a caption has another number of tokens than the negative prompt in the same call",
                     expected=f"{given[name].shape[1]} tokens, as the pipeline makes of prompts of one length",
                     got=f"{x.shape[1]} of '{name}'",
                     remedy="give the captions as model.options.prompts, and calibrate on denoise",

@@ -1,4 +1,4 @@
-"""Weights of our own modules as safetensors: written whole or not at all, and checked before a module takes them."""
+"""Saves the weights of our own modules as safetensors, whole or not at all, and checks them before a module loads them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def save_weights(module: nn.Module, path: Path, metadata: dict[str, str]) -> Non
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Fills the module with the tensors of a safetensors file. No code in the file is executed.
+    """Loads the tensors of a safetensors file into the module. No code in the file is executed.
 
     Raises:
         UserError: the file is missing or damaged, its names or shapes are not the module's, or a weight is NaN or Inf.
     """
-    remedy = f"take a file made for {type(module).__name__}, or train one anew"
+    remedy = f"give a file that was made for {type(module).__name__}, or train a new one"
     if not path.is_file():
         got = "Is a directory" if path.is_dir() else "no file"
         raise UserError(f"There are no weights at {path}.", expected="a safetensors file", got=got, remedy=remedy)

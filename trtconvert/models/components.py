@@ -1,8 +1,9 @@
-"""The other models of a diffusers pipeline: text encoders, and the two halves of the VAE, found out by watching it use them."""
+"""The text encoders and the VAE of a diffusers pipeline as components, observed while the pipeline calls them."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,18 +17,11 @@ from torch.utils._pytree import tree_leaves
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import InputSpec, ModelComponent
 from trtconvert.errors import UserError
+from trtconvert.models.call_options import BINNING, LENGTH, SIZE_ARGUMENTS, TOKENS
+from trtconvert.models.observation import Arguments, Observe, Observed, observe_sizes, refuse_numbers, shapes_of
 from trtconvert.models.pipelines import (
-    BINNING,
-    LENGTH,
-    TOKENS,
-    Observe,
-    Observed,
     PipelineCaller,
-    observe_sizes,
-    plain_config,
-    refuse_numbers,
     replaced,
-    shapes_of,
 )
 from trtconvert.models.probes import no_noise
 from trtconvert.models.prompt_lengths import PromptLengths
@@ -37,10 +31,11 @@ from trtconvert.runtime.unused import looks_into
 
 DECODER, ENCODER = "vae_decoder", "vae_encoder"
 
-_TAKE_IT_OUT = "take the component out of the recipe: the pipeline's own then does its work"
+_REMOVE_COMPONENT = "take the component out of the recipe: the pipeline's own then does its work"
 
 _SMALL = 1024
-"""Elements up to which a tensor among a model's attributes is a setting, like LTX's latents_mean, and travels in the manifest."""
+"""Most elements of a tensor among a model's attributes that counts as a setting, such as LTX's latents_mean. Settings are stored
+in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +43,12 @@ class PipelineComponents:
     """The models beside the denoiser, see `DiffusionModel.components`.
 
     Args:
-        caller: calls the pipeline; ranges: of the sizes that may vary, but for the number of a prompt's tokens.
-        record, timestep_input, prediction: of the denoiser, see `DiffusersDenoiser`, and the shape of what it gives.
-        lengths: (min, opt, max) of tokens that the pipeline pads prompts to, or those that prompts come to; None where all of
-            them have one length.
+        caller: calls the pipeline.
+        ranges: (min, opt, max) of each size but the number of a prompt's tokens.
+        record, timestep_input: of the denoiser, see `DiffusersDenoiser`.
+        prediction: symbolic shape of the denoiser's output.
+        lengths: (min, opt, max) of tokens that the pipeline pads prompts to, or the lengths of its prompts; None where all
+            prompts have one length.
     """
 
     caller: PipelineCaller
@@ -64,7 +61,7 @@ class PipelineComponents:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What can be converted: text encoders, in the pipeline's order, and the VAE's halves."""
+        """Names of the components: text encoders in the pipeline's order, then the halves of the VAE."""
         parts = self.caller.pipe.components.items()
         text = (name for name, part in parts if name.startswith("text_encoder") and isinstance(part, nn.Module))
         vae = isinstance(getattr(self.caller.pipe, "vae", None), nn.Module)
@@ -72,33 +69,34 @@ class PipelineComponents:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Those of them that turn prompts into images."""
+        """Names of the components that the way from prompts to images uses."""
         return tuple(name for name in self.names if name != ENCODER)
 
     def module(self, name: str) -> nn.Module:
-        """The model of the pipeline that a component is of."""
+        """Returns the pipeline's model that a component belongs to."""
         return getattr(self.caller.pipe, "vae" if name in (DECODER, ENCODER) else name)
 
     def __call__(self, name: str) -> ModelComponent:
-        """
+        """Returns a component.
+
         Raises:
             UserError: there is no such component, or an engine cannot take it.
         """
         if name not in self.names:
             raise UserError(
-                f"{type(self.caller.pipe).__name__} has no component '{name}'",
+                f"{self.caller.kind} has no component '{name}'",
                 expected=", ".join(self.names) or "none: the pipeline was saved with its denoiser alone",
                 got=name,
-                remedy="correct components in the recipe, or save the pipeline with it",
+                remedy="correct components in the recipe, or save the pipeline with this component",
             )
         with self.caller.encoding_once():
             return self._observed(name)
 
     def _observed(self, name: str) -> ModelComponent:
         if name == DECODER:
-            return self._component(name, self.caller.pipe.vae, "decode", self._observe_rows(self._decoded))
+            return self._component(name, self.caller.pipe.vae, "decode", self._observe_rows(self._decoder_arguments))
         if name == ENCODER:
-            return self._component(name, self.caller.pipe.vae, "encode", self._observe_rows(self._encoded))
+            return self._component(name, self.caller.pipe.vae, "encode", self._observe_rows(self._encoder_arguments))
         model = getattr(self.caller.pipe, name)
         ranges = {"batch": self.ranges["batch"]}
         lengths = self.lengths
@@ -106,31 +104,30 @@ class PipelineComponents:
             lengths = lengths.of_encoder(self.caller, self._opt_but({}), model)
         if lengths is not None:
             ranges[TOKENS] = lengths
-        return self._component(name, model, "forward", observe_sizes(lambda sizes: self._text(model, sizes), ranges))
+        return self._component(
+            name, model, "forward", observe_sizes(lambda sizes: self._text_arguments(model, sizes), ranges)
+        )
 
     def _component(
         self, name: str, model: nn.Module, method: Literal["forward", "decode", "encode"], inputs: Observed
     ) -> ModelComponent:
         flat = FlatComponent(model, method, inputs.structure).eval().requires_grad_(False)
-        output, per_call = _outputs(flat, inputs)
-        used = self._used(model) if method == "forward" else None
+        output, per_call = _results_of_calls(flat, inputs)
+        used = self._read_results(model) if method == "forward" else None
         results, kept = _results(name, per_call, inputs, used)
         flat.kept = tuple(kept)
         return ModelComponent(
             name=name,
-            title=f"{type(model).__name__} of {type(self.caller.pipe).__name__}",
+            title=f"{type(model).__name__} of {self.caller.kind}",
             module=flat,
-            inputs=tuple(
-                InputSpec(key, "float32" if x.is_floating_point() else "int64", inputs.shapes[key])
-                for key, x in inputs.example.items()
-            ),
+            inputs=tuple(inputs.specs.values()),
             outputs=tuple(InputSpec(key, "float32", shape) for key, shape in kept.items()),
             dims=inputs.dims,
             example={key: x if x.is_floating_point() else x.long() for key, x in inputs.example.items()},
             high_precision=method != "forward",
             overflows=bool(getattr(model.config, "force_upcast", False)),
             diffusers=DiffusersRecord(
-                pipeline=type(self.caller.pipe).__name__,
+                pipeline=self.caller.kind,
                 component=name if method == "forward" else "vae",
                 model=type(model).__name__,
                 config=plain_config(_config(model)),
@@ -144,61 +141,57 @@ class PipelineComponents:
             ),
         )
 
-    def _text(self, model: nn.Module, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    def _text_arguments(self, model: nn.Module, sizes: Mapping[str, int]) -> Arguments:
         named = self._opt_but(sizes) | dict(sizes)
         length = None if self.caller.pads else named.pop(TOKENS, None)
-        structure, tensors = take_apart(_without(self.caller.first_call(range(sizes["batch"]), named, model)))
-        return structure, tensors if length is None else _of_length(tensors, length)
+        structure, tensors = take_apart(_without_packing(self.caller.first_call(range(sizes["batch"]), named, model)))
+        return structure, tensors if length is None else _repeated_to_length(tensors, length)
 
-    def _decoded(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    def _decoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
         vae, asked = self.caller.pipe.vae, tuple(sizes.values())
-        if asked not in self._decoding:  # both halves want it, and the pipeline's text encoders run for it
+        if asked not in self._decoding:  # both halves of the VAE need it, and computing it runs the text encoders
             with self._denoising_with_nothing():
                 self._decoding[asked] = self.caller.first_call(range(sizes["batch"]), sizes, vae, "decode")
-        structure, tensors = take_apart(_without(self._decoding[asked]))
+        structure, tensors = take_apart(_without_packing(self._decoding[asked]))
         first = next(iter(tensors))
         return structure, tensors | {first: _latents_like(vae, tensors[first])}
 
-    def _encoded(self, sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-        """Images of the sizes that the decoder gives."""
+    def _encoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
         name = next(iter(inspect.signature(self.caller.pipe.vae.encode).parameters))
-        structure, latents = self._decoded(sizes)
-        decoded = _tensors(_faked(FlatComponent(self.caller.pipe.vae, "decode", structure), latents))["sample"]
-        images = torch.rand(decoded.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        shape = self._decoded_shapes(sizes)["sample"].shape
+        images = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
         return take_apart({name: images})
 
+    def _decoded_shapes(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Returns the decoder's results as fake tensors."""
+        structure, latents = self._decoder_arguments(sizes)
+        return _tensors(_result_shapes(FlatComponent(self.caller.pipe.vae, "decode", structure), latents))
+
     def drawn(self) -> tuple[str, ...]:
-        """Sizes of the recipe that the pipeline makes others of, at the ends of its ranges and between, in words."""
-        asked = [name for name in ("height", "width", "frames") if name in self.ranges]
+        """Returns notices about sizes of the recipe that the pipeline draws as other sizes, for opt, min and max."""
+        asked = [name for name in SIZE_ARGUMENTS if name in self.ranges]
         if DECODER not in self.names or not asked:
             return ()
-        opt, said = self._opt_but({}), dict[str, None]()
+        notices: dict[str, None] = {}
         for index in (1, 0, 2):
-            wanted = {name: size[index] for name, size in self.ranges.items()} | {"batch": opt["batch"]}
-            structure, latents = self._decoded(wanted)
-            image = next(
-                iter(_tensors(_faked(FlatComponent(self.caller.pipe.vae, "decode", structure), latents)).values())
-            )
+            wanted = {name: size[index] for name, size in self.ranges.items()} | {"batch": self.ranges["batch"][1]}
+            image = next(iter(self._decoded_shapes(wanted).values()))
             sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
             if image.dim() == 5:
                 sizes["frames"] = image.shape[2]
             if others := [name for name in asked if name in sizes and sizes[name] != wanted[name]]:
                 given = " × ".join(f"{name} {wanted[name]}" for name in others)
-                said[
-                    f"{type(self.caller.pipe).__name__} draws {given} as " + " × ".join(str(sizes[n]) for n in others)
-                ] = None
+                got = " × ".join(str(sizes[name]) for name in others)
+                notices[f"{self.caller.kind} draws {given} as {got}"] = None
         binned = f" ({BINNING})" if self.caller.bins else ""
-        return tuple(text + binned for text in said)
+        return tuple(text + binned for text in notices)
 
     def _observe_rows(self, observe: Observe) -> Observed:
-        """What a half of the VAE takes, as rows that do not depend on one another.
+        """Observes a half of the VAE, whose inputs have rows that do not depend on one another.
 
-        The pipeline is called with the recipe's batches alone, since a denoiser may have taken in how many images there are, as
-        that of QwenImage; other numbers of rows are made from those. Rows may be frames, and the pipeline may pass so many at
-        once and in the end what is left, as AnimateDiff does: then every number up to the most can come.
-
-        Raises:
-            UserError: the pipeline tells the VAE a number that follows the batch, or as `observe_sizes`.
+        The pipeline is called with the recipe's batches alone, as a denoiser may hold the number of images as a constant, like
+        that of QwenImage; other numbers of rows are made from these calls. Rows may be frames, and the pipeline may pass a chunk
+        of frames at a time and the rest at the end, as AnimateDiff does: then every number of rows up to the largest can come.
         """
         opt, high = ({name: size[index] for name, size in self.ranges.items()} for index in (1, 2))
         (structure, example), (_, largest) = observe(opt), observe(high)
@@ -208,7 +201,7 @@ class PipelineComponents:
         least = self.ranges["batch"][0] if (usual, most) == (opt["batch"], high["batch"]) else 1
         by_row = {name for name, x in example.items() if x.dim() and (len(x), len(largest[name])) == (usual, most)}
 
-        def of_rows(sizes: Mapping[str, int]) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+        def of_rows(sizes: Mapping[str, int]) -> Arguments:
             structure, tensors = observe({**sizes, "batch": opt["batch"]})
             rows = torch.arange(sizes["batch"])
             return structure, {name: x[rows % len(x)] if name in by_row else x for name, x in tensors.items()}
@@ -220,15 +213,15 @@ class PipelineComponents:
 
     @contextmanager
     def _denoising_with_nothing(self) -> Iterator[None]:
-        """A denoiser that costs nothing. What is decoded then has the shapes of latents, and not their magnitude."""
-
+        """Inside the block the pipeline has a denoiser that returns zeros. The decoded latents have the right shapes, and not the
+        right magnitude."""
         nothing, cpu = no_noise(self.timestep_input, self.prediction), torch.device("cpu")
         denoiser = DiffusersDenoiser(nothing, self.record, self.timestep_input, dtype=torch.float32, device=cpu)
         with self.caller.denoising_with(denoiser):
             yield
 
-    def _used(self, model: nn.Module) -> set[str]:
-        """The tensors in a text encoder's results that the pipeline looks into on its way to the denoiser."""
+    def _read_results(self, model: nn.Module) -> set[str]:
+        """Returns the names of the tensors in a text encoder's results that the pipeline reads on its way to the denoiser."""
         watch, forward = _Watch(), model.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -247,10 +240,11 @@ class PipelineComponents:
 class FlatComponent(nn.Module):
     """A model's method with named tensors for its arguments.
 
-    The model is its one submodule, so that weights are called as in the model, after "model.".
+    The model is the one submodule, so that its weights are named as in the model, after "model.".
 
     Args:
-        model, method: what is called; structure: of the arguments.
+        model, method: the method that is called.
+        structure: of the arguments.
 
     Attributes:
         kept: names of the tensors in the results that are outputs, in order.
@@ -262,18 +256,18 @@ class FlatComponent(nn.Module):
         self.kept: tuple[str, ...] = ()
 
     def call(self, named: Mapping[str, Tensor]) -> Any:
-        """What the method returns."""
+        """Returns the method's result."""
         return getattr(self.model, self.method)(**put_together(self.structure, named), return_dict=True)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the structure, in order → the outputs."""
-        names = [name for name, _ in _leaves(self.structure)]
+        """Takes the tensors of the structure, in order; returns the outputs."""
+        names = [name for name, _ in _tensor_nodes(self.structure)]
         results = _tensors(self.call(dict(zip(names, inputs, strict=True))))
         return tuple(results[name] for name in self.kept)
 
 
 class _Watch(TorchFunctionMode):
-    """Which of some tensors are looked into while the mode is on."""
+    """Records which of some tensors are read while the mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,12 +276,12 @@ class _Watch(TorchFunctionMode):
         self._paused = False
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Watch these as well; a tensor may have several names."""
+        """Watches these tensors as well; a tensor may have several names."""
         for name, x in tensors.items():
-            self._names.setdefault(id(x), (set(), x))[0].add(name)  # kept, so that no other tensor takes its place
+            self._names.setdefault(id(x), (set(), x))[0].add(name)  # the tensor is kept, so that its id stays its own
 
     def look(self, values: Any) -> None:
-        """Everything in the values is looked into."""
+        """Records all tensors in the values as read."""
         self.used.update(*(self._names[id(x)][0] for x in tree_leaves(values) if id(x) in self._names))
 
     @contextmanager
@@ -304,19 +298,14 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _of_length(tensors: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
-    """What a text encoder is given, [B, tokens] each, for another number of tokens."""
+def _repeated_to_length(tensors: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
     own = next(x.shape[1] for x in tensors.values() if x.dim() == 2)
     places = torch.arange(length) % own
     return {name: x[:, places] if x.dim() == 2 and x.shape[1] == own else x for name, x in tensors.items()}
 
 
 def _latents_like(vae: nn.Module, x: Tensor) -> Tensor:
-    """Noise as large as the VAE's latents are, by what pipelines scale them with: by one number, or by channel.
-
-    Args:
-        x: [B, C, …] of the shape.
-    """
+    """Returns noise like x [B, C, …] with the mean and the deviation by which pipelines scale the VAE's latents."""
     settings = {**_config(vae), **dict(vae.named_buffers(recurse=False))}
 
     def setting(name: str, otherwise: float) -> Tensor:
@@ -331,12 +320,11 @@ def _latents_like(vae: nn.Module, x: Tensor) -> Tensor:
     return noise * std / setting("scaling_factor", 1.0) + mean
 
 
-def _without(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _without_packing(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in PACKING}
 
 
-def _leaves(structure: Structure) -> list[tuple[str, dict[str, Any]]]:
-    """The tensors of a structure, in order: name, node."""
+def _tensor_nodes(structure: Structure) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
 
     def visit(node: dict[str, Any]) -> None:
@@ -351,7 +339,7 @@ def _leaves(structure: Structure) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _fields(output: Any) -> dict[str, Any]:
-    """What a result holds, by field: tensors and collections of them. Caches and other objects are left out."""
+    """Returns the tensors in a result, and collections of tensors, by field. Caches and other objects are left out."""
     if hasattr(output, "latent_dist"):
         return {"latent_dist": output.latent_dist.parameters}
     plain = (Tensor, tuple, list)
@@ -362,29 +350,21 @@ def _tensors(output: Any) -> dict[str, Tensor]:
     return take_apart(_fields(output))[1]
 
 
-def _faked(flat: FlatComponent, tensors: Mapping[str, Tensor]) -> Any:
-    """What the method returns, with the tensors' shapes alone. Nothing is computed.
-
-    Raises:
-        UserError: shapes alone do not tell.
-    """
+def _result_shapes(flat: FlatComponent, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns the method's result with fake tensors. Nothing is computed."""
     title = f"{type(flat.model).__name__}.{flat.method}"
-    return shapes_of(flat.call, tensors, title, _TAKE_IT_OUT)
+    return shapes_of(flat.call, tensors, title, _REMOVE_COMPONENT)
 
 
-def _outputs(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
-    """A result, and the fields of the results of all calls that were watched, with their shapes alone.
-
-    Raises:
-        UserError: the method returns something without named tensors, or shapes alone do not tell what.
-    """
-    outputs = [_faked(flat, tensors) for tensors in inputs.calls]
+def _results_of_calls(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
+    """Returns the result of the first observed call, and the fields of the results of all of them, with fake tensors."""
+    outputs = [_result_shapes(flat, tensors) for tensors in inputs.calls]
     if not (isinstance(outputs[0], Mapping) and (hasattr(outputs[0], "latent_dist") or _tensors(outputs[0]))):
         raise UserError(
-            f"what {type(flat.model).__name__}.{flat.method} returns cannot be used",
+            f"the result of {type(flat.model).__name__}.{flat.method} cannot be used",
             expected="an output class of transformers or diffusers with tensors in it, or a Gaussian of latents",
             got=type(outputs[0]).__name__,
-            remedy=_TAKE_IT_OUT,
+            remedy=_REMOVE_COMPONENT,
         )
     return outputs[0], [_fields(output) for output in outputs]
 
@@ -392,24 +372,17 @@ def _outputs(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str,
 def _results(
     name: str, per_call: Sequence[Mapping[str, Any]], inputs: Observed, used: set[str] | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int | str, ...]]]:
-    """The structure of the results, and the symbolic shape of each tensor in them that is an output.
-
-    Args:
-        per_call: fields of the results of each call; used: names of the tensors that matter, None for all.
-    Raises:
-        UserError: a size of the results does not follow from those of the inputs, or nothing in them matters.
-    """
+    """Returns the structure of the results, and the symbolic shape of each tensor in them that is an output. used: names of the
+    tensors that the pipeline reads; None for all."""
     structure, _ = take_apart(per_call[0])
     tensors = [take_apart(fields)[1] for fields in per_call]
     kept: dict[str, tuple[int | str, ...]] = {}
-    outputs: dict[
-        int, str
-    ] = {}  # by tensors, each of which may be several results: the last state, and one of all states
-    for key, node in _leaves(structure):
+    outputs: dict[int, str] = {}  # by tensor, as several results may be one tensor: the last state is one of all states
+    for key, node in _tensor_nodes(structure):
         dims = [inputs.dimension(sizes) for sizes in zip(*(t[key].shape for t in tensors), strict=True)]
         if None in dims:
             raise UserError(
-                f"the sizes of '{key}', which {name} gives, do not follow from those of its inputs",
+                f"the sizes of '{key}', which {name} returns, do not follow from those of its inputs",
                 expected="each a constant, or a multiple of one size and a constant",
                 got=", ".join(str(list(t[key].shape)) for t in tensors),
                 remedy="give model.options one size instead of a range",
@@ -423,7 +396,7 @@ def _results(
             node["unused"] = list(shape)
     if not kept:
         raise UserError(
-            f"the pipeline does not look into what {name} gives",
+            f"the pipeline does not use the results of {name}",
             expected="a model that it denoises with or decodes with",
             got="none of " + ", ".join(tensors[0]),
             remedy=f"take {name} out of the recipe",
@@ -436,9 +409,15 @@ def _config(model: nn.Module) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else config.to_dict()
 
 
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration as JSON values, without the place that it was loaded from."""
+    kept = {name: value for name, value in config.items() if name not in ("_name_or_path", "_use_default_values")}
+    return json.loads(json.dumps(kept, default=str))
+
+
 def plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """Numbers, texts and lists of numbers that the model's own class sets, as HunyuanDiT's `inner_dim`, which pipelines may read
-    off it."""
+    """Returns the numbers, texts and lists of numbers that the model's class sets as attributes. Pipelines may read them, as
+    HunyuanDiT's `inner_dim`."""
     found: dict[str, Any] = {}
     for name, value in vars(model).items():
         if name.startswith("_") or name in ("training", "name_or_path"):
@@ -451,14 +430,14 @@ def plain_attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """Those, small tensors among the model's own, and the tensors of its parts without parameters."""
+    """Returns the plain attributes, small tensors among the model's own, and the tensors of submodules without parameters."""
     found = plain_attributes(model)
     for name, value in {**vars(model), **dict(model.named_buffers(recurse=False))}.items():
         small = isinstance(value, Tensor) and value.numel() <= _SMALL and value.is_floating_point()
         if small and not name.startswith("_"):
             found[name] = {"tensor": value.tolist()}
     for name, part in model.named_children():
-        # The statistics of FLUX.2's VAE: the pipeline itself norms the latents with those of its `bn`.
+        # FLUX.2's pipeline normalises latents with the statistics of its VAE's `bn`.
         inner = _attributes(part) if not list(part.parameters()) else {}
         tensors = {key: value for key, value in inner.items() if "tensor" in value}
         if tensors:

@@ -1,7 +1,7 @@
-"""Denoisers whose calls are recorded in CUDA graphs, for stages that call one denoiser hundreds of times.
+"""Records the calls of a denoiser in CUDA graphs, for stages that call one denoiser hundreds of times.
 
-In eager PyTorch the host takes several times as long for a call as the GPU, above all where attention and layers go through
-handlers. A recorded call costs the host the copies of its inputs and one launch.
+In eager PyTorch a call takes several times as long on the host as on the GPU, above all with handlers for attention and layers. A
+recorded call costs the host the copies of its inputs and one launch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trtconvert.noted import Notes
 _log = logging.getLogger(__name__)
 
 CLOSE = 1e-3
-"""Relative L2 error up to which a repeated prediction is that of the eager call. Kernels that sum in any order differ by less."""
+"""Largest relative L2 error of a replayed prediction. Kernels that sum in any order differ by less."""
 
 _Function = Callable[..., "Tensor | tuple[Tensor, ...]"]
 _Inputs = dict[str, Tensor]
@@ -37,12 +37,12 @@ _Inputs = dict[str, Tensor]
 def graphed(
     model: DiffusionModel, function: Callable[..., Any], *, notes: Sequence[Notes[Any]] = (), counts: bool = False
 ) -> Callable[..., Any]:
-    """A denoiser, or another function of a model's inputs, that is recorded in CUDA graphs where the model is on a GPU.
+    """Records a denoiser, or another function of a model's inputs, in CUDA graphs if the model is on a GPU.
 
-    Elsewhere, and where weights are offloaded, whose places change from call to call, it is the function itself.
+    Without a GPU, and with offloaded weights, whose addresses change from call to call, it returns the function itself.
 
     Args:
-        function: see `Graphed`. Without state that lies on the host: no caches of layers.
+        function: see `Graphed`. It must not keep state on the host, such as caches of layers.
         notes, counts: see `Graphed`.
     """
     if model.onload is not None or model.device.type != "cuda":
@@ -51,20 +51,21 @@ def graphed(
 
 
 class Graphed:
-    """A function of a model's inputs on the current GPU, recorded once for each set of shapes and types of its inputs.
+    """A function of a model's inputs on the current GPU, recorded once for each set of input shapes and types.
 
-    Of each set the first call is eager, which sets kernels up; the second one records. Beforehand the model's own denoiser is
-    called once and watched: where it makes the host wait for the device, or copies from the host, nothing is recorded. Before a
-    graph is used it repeats the first call, whose outputs are known: a function whose outputs follow from anything but its inputs
-    is found so. What cannot be recorded stays eager. Each graph has memory of its own, which is free when the graph is gone.
+    The first call of a set is eager, which sets kernels up; the second is recorded. Before the first, one call of the model's own
+    denoiser is watched: if it makes the host wait for the device, or copies from the host, nothing is recorded. Before its first
+    use a graph replays the first call, whose outputs are known; this finds functions whose outputs depend on more than their
+    inputs. Functions that cannot be recorded stay eager. Each graph has memory of its own, which is freed with the graph.
 
     Args:
-        function: takes tensors by name, or by position in the order of the model's inputs; gives a tensor or a tuple of tensors,
-            the prediction first. Called without gradients of its outputs. It computes the denoiser, beside what does not wait.
+        function: takes tensors by name, or by position in the order of the model's inputs; returns a tensor, or a tuple of
+            tensors that begins with the prediction. It computes the denoiser, and may do further work that does not wait. It is
+            called without gradients of its outputs.
         model: on a GPU.
-        notes: of observers that the function runs; repeated calls add their entries.
-        counts: the function adds up what it sees on the device, and gives what the denoiser gives. Then the denoiser itself is
-            repeated in the place of the first call, which must not count twice.
+        notes: of observers that the function runs; replays add their entries.
+        counts: the function adds its observations up on the device, and returns the denoiser's outputs. The first call must not
+            count twice: the denoiser itself is then recorded and compared.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Graphed:
         return {name: given[name] for name in self._names if name in given}
 
     def _waits_for_nothing(self, given: _Inputs) -> bool:
-        """Whether the model's denoiser can be recorded, as far as a call shows that is watched. Asked once of each module."""
+        """Whether the model's denoiser can be recorded, by one watched call for each module and set of inputs."""
         if not _on_gpu(given):
             return False
         known, inputs = _watched.setdefault(self._module, {}), self._of_model(given)
@@ -103,23 +104,23 @@ class Graphed:
                 with torch.no_grad(), _NoWaiting():
                     self._exact(**inputs)
                 known[key] = True
-            except Exception as error:  # `_Waits`, or what a model raises only where it is watched
+            except Exception as error:  # `_Waits`, or an error of a model that cannot be watched
                 _log.debug("%s is not recorded in a CUDA graph: %s", type(self._module).__name__, error)
                 known[key] = False
         return known[key]
 
     def _recorded(self, first: _First, given: _Inputs) -> _Graph | None:
-        """The graph of a call; None where the function cannot be recorded, or the graph gives something else."""
+        """Returns the graph of a call; None if the function cannot be recorded, or the graph's prediction differs."""
         name = type(self._module).__name__
         try:
-            # A function that counts must not count the first call twice: the denoiser repeats it.
+            # A counting function must not count the first call twice: the denoiser alone is compared.
             if not self._counts or _Graph(self._exact, self._of_model(given), ()).gives(first):
                 graph = _Graph(self._function, given, self._notes)
                 if self._counts or graph.gives(first):
                     return graph
             _log.debug("%s is not recorded in a CUDA graph: the graph gives another prediction", name)
         except Exception as error:
-            # A function that runs eagerly may raise anything here. The eager call that follows tells what is wrong.
+            # The eager call that follows raises the error of a function that is at fault.
             _log.debug("%s is not recorded in a CUDA graph: %s", name, error, exc_info=True)
         return None
 
@@ -127,7 +128,7 @@ class Graphed:
 _Key = tuple[Any, ...]
 
 _watched: WeakKeyDictionary[nn.Module, dict[_Key, bool]] = WeakKeyDictionary()
-"""By module and inputs, whether a call that was watched waited for nothing."""
+"""Whether a watched call did not wait, by module and inputs."""
 
 
 def _on_gpu(given: Mapping[str, Tensor]) -> bool:
@@ -140,15 +141,13 @@ def _key(given: Mapping[str, Tensor]) -> _Key:
 
 @dataclass
 class _First:
-    """The first call of some shapes: copies of its inputs and of its prediction."""
+    """The first call of a set of shapes: copies of its inputs and of its prediction."""
 
     inputs: _Inputs
     prediction: Tensor
 
 
 class _Graph:
-    """A recorded call."""
-
     def __init__(self, function: _Function, given: _Inputs, notes: Sequence[Notes[Any]]) -> None:
         self._inputs, self._graph = _copies(given), torch.cuda.CUDAGraph()
         starts = [len(one) for one in notes]
@@ -171,7 +170,7 @@ class _Graph:
         self._graph.replay()
 
     def gives(self, first: _First) -> bool:
-        """Whether the graph gives the prediction of the first call for its inputs."""
+        """Whether the graph reproduces the prediction of the first call."""
         self._repeat(first.inputs)
         got, expected = _prediction(self._outputs).double(), first.prediction.double()
         error = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
@@ -188,7 +187,7 @@ def _copies(given: Mapping[str, Tensor]) -> _Inputs:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keeps Python from collecting garbage: a graph that is destroyed while another is recorded spoils the recording."""
+    """Keeps Python from collecting garbage: a graph that is destroyed during a recording spoils the recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -200,7 +199,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unharmed() -> Iterator[None]:
-    """Leaves the random numbers of the current GPU usable where a recording fails: torch 2.11 then takes it for unfinished."""
+    """Keeps the current GPU's random generator usable after a failed recording, which torch 2.11 takes for unfinished."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     seed, offset = generator.initial_seed(), generator.get_offset()
     try:
@@ -213,11 +212,11 @@ def _unharmed() -> Iterator[None]:
 
 
 class _Waits(RuntimeError):
-    """A call that a CUDA graph cannot repeat."""
+    """The call contains an operation that a CUDA graph cannot repeat."""
 
 
 class _NoWaiting(TorchDispatchMode):
-    """Refuses operations that make the host wait for the device, or read memory of the host."""
+    """Refuses operations that make the host wait for the device, or read host memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -225,7 +224,7 @@ class _NoWaiting(TorchDispatchMode):
         if on_gpu and {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}:
             raise _Waits(str(func))
         result = func(*args, **(kwargs or {}))
-        # Kernels take a number of the host by value, in a tensor of no dimension; a copy of it is a copy.
+        # Kernels take a host number, a tensor of no dimension, by value; copies of such a tensor do read host memory.
         counted = [y for y in given if y.dim() or y.is_cuda or func.overloadpacket in _COPIES]
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and any(y.is_cuda != x.is_cuda for y in counted):

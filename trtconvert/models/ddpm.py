@@ -1,4 +1,4 @@
-"""A user's DDPM U-Net, in the layout of the CIFAR-10 checkpoints, as a `DiffusionModel`."""
+"""The U-Net of DDPM, from a user's checkpoint in the layout of the CIFAR-10 checkpoints, as a `DiffusionModel`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(
     solver: str,
     conditions: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The model's `Sampler`, without conditions."""
+    """Draws samples without conditions, see `Sampler`."""
     return sample(
         denoiser,
         initial_noise(seeds, IMAGE_SHAPE),
@@ -36,7 +36,7 @@ def draw(
 
 
 def ddpm_model(weights: Path) -> DiffusionModel:
-    """The model of a checkpoint: `source: trtconvert.models.ddpm:ddpm_model` in a recipe.
+    """Loads a checkpoint: `source: trtconvert.models.ddpm:ddpm_model` in a recipe.
 
     Raises:
         UserError: see `trtconvert.models.ddpm_unet.load`.

@@ -22,14 +22,14 @@ from trtconvert.weights.finite import is_finite
 from trtconvert.weights.weight_files import TORCH, load_torch, read_tensors
 
 TIMESTEPS, BETA_SCHEDULE, PREDICTION = 1000, "linear", "epsilon"
-"""What published weights were trained for."""
+"""The training of the published weights."""
 
 IMAGE_SHAPE = (3, 32, 32)
 """Channels, height and width of CIFAR-10's images."""
 
 _GROUPS, _EPSILON = 32, 1e-6  # of GroupNorm
 _NESTED = ("ema", "model_ema", "ema_state_dict", "ema_model", "shadow", "state_dict", "model", "model_state_dict")
-"""Where training scripts put weights in a checkpoint, averaged ones first."""
+"""Entries of checkpoints in which training scripts store weights, averaged weights first."""
 
 _OTHER_LAYOUTS = {
     "a UNet2DModel of diffusers": r"(down_blocks|mid_block|up_blocks)\.",
@@ -38,16 +38,16 @@ _OTHER_LAYOUTS = {
     "a U-Net of denoising-diffusion-pytorch": r"((online_model\.|ema_model\.)?model\.)?(downs|ups)\.\d",
     "a diffusion transformer": r"(blocks|transformer_blocks)\.\d",
 }
-"""Layouts that are told apart, by how names of weights begin."""
+"""Other layouts, by how the names of their weights begin."""
 
 
 class DDPMUNet(nn.Module):
-    """Predicts the noise in images. 35.7 million parameters with what `build` gives.
+    """Predicts the noise in images. 35.7 million parameters with the defaults of `build`.
 
     Args:
         channels: of the first level, a multiple of 32. multipliers: of these, for each level; each level but the last halves the
             image. blocks: residual blocks of a level. attention: levels whose blocks are followed by attention, 0 the first one.
-        image_channels: of what is denoised. dropout: in training, in residual blocks.
+        image_channels: of the images. dropout: in training, in residual blocks.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class DDPMUNet(nn.Module):
         super().__init__()
         self.channels = channels
         attends, embedded = frozenset(attention), 4 * channels
-        self.temb: Any = nn.Module()  # modules of modules: what a name such as temb.dense.0 needs
+        self.temb: Any = nn.Module()  # nested modules, for names such as temb.dense.0
         self.temb.dense = nn.ModuleList([nn.Linear(channels, embedded), nn.Linear(embedded, embedded)])
         self.conv_in = nn.Conv2d(image_channels, channels, 3, padding=1)
 
         widths = [channels * multiplier for multiplier in multipliers]
         width, last = channels, len(widths) - 1
-        skips = [channels]  # channels of what the way up gets from the way down
+        skips = [channels]  # channels of the skip connections from the way down to the way up
         self.down = nn.ModuleList()
         for level, wide in enumerate(widths):
             sizes = [width] + [wide] * (blocks - 1)
@@ -144,7 +144,7 @@ def _pairs(level: Any) -> Iterable[tuple[nn.Module, nn.Module]]:
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, the timestep added between them; a 1 × 1 convolution beside them where widths differ."""
+    """Two convolutions, with the timestep added between them, and a 1 × 1 convolution as shortcut where widths differ."""
 
     def __init__(self, inputs: int, outputs: int, embedded: int, dropout: float) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Attention(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Half the height and width, by a convolution whose padding lies right and below, as the original's."""
+    """Halves the height and width by a convolution that pads on the right and below, like the original."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the height and width: nearest neighbours, then a convolution."""
+    """Doubles the height and width: nearest neighbours, then a convolution."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def _norm(width: int) -> nn.GroupNorm:
 
 
 def timestep_embedding(timestep: Tensor, width: int) -> Tensor:
-    """Sines, then cosines, of frequencies from 1 down to 1 / 10000 with both ends, as DDPM has them. [B] → [B, width] FP32."""
+    """Returns sines, then cosines, of frequencies from 1 down to 1 / 10000, both included, as in DDPM. [B] → [B, width] FP32."""
     half = width // 2
     power = torch.arange(half, dtype=torch.float32, device=timestep.device) / (half - 1)
     angle = timestep.float()[:, None] * torch.exp(-math.log(10000) * power)
@@ -226,7 +226,7 @@ def build(
     image_channels: int = 3,
     dropout: float = 0.1,
 ) -> DDPMUNet:
-    """The model with random weights, for training; by default CIFAR-10's, whose 32 × 32 images are attended to at 16 × 16.
+    """Makes a model with random weights, for training; by default CIFAR-10's, whose attention is at 16 × 16 of 32 × 32 pixels.
 
     Args:
         channels, multipliers, blocks, attention, image_channels, dropout: see `DDPMUNet`.
@@ -235,9 +235,9 @@ def build(
 
 
 def load(path: Path) -> DDPMUNet:
-    """The model of a checkpoint, in evaluation mode, FP32, on the CPU. Its sizes are told from the weights' shapes.
+    """Loads a checkpoint, in evaluation mode, FP32, on the CPU. The model's sizes follow from the weights' shapes.
 
-    Averaged weights (EMA) are taken where a checkpoint has them beside others. No code in the file is executed.
+    Averaged weights (EMA) are preferred where a checkpoint has both. No code in the file is executed.
 
     Args:
         path: safetensors, or torch's own (.ckpt, .pt, .pth, .bin): weights by name, these under `ema`, `state_dict` or the like,
@@ -273,13 +273,13 @@ def load(path: Path) -> DDPMUNet:
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a checkpoint, the averaged ones where there are several, by the names of this module's."""
+    """Returns the weights in a checkpoint, preferably the averaged ones, by the names of this module's weights."""
     if path.suffix.lower() not in TORCH or not path.is_file():
         found: Any = read_tensors([path])
     else:
         found = load_torch(path)
     if isinstance(found, Sequence) and not isinstance(found, str):
-        # The DDIM code saves [model, optimizer, epoch, step] and, where it averages, the averages behind them.
+        # The DDIM code saves [model, optimizer, epoch, step], and the averages as the last entry where it averages.
         states = [entry for entry in found if isinstance(entry, Mapping) and _tensors(entry)]
         found = states[-1] if states else {}
     while not _tensors(found):
@@ -297,44 +297,35 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors(entry: Any) -> dict[str, Tensor]:
-    """The tensors that a mapping has by name; none of what is no mapping."""
     named = entry.items() if isinstance(entry, Mapping) else ()
     return {name: x for name, x in named if isinstance(name, str) and isinstance(x, Tensor)}
 
 
 def _require_layout(weights: Mapping[str, Tensor], path: Path) -> None:
-    """
-    Raises:
-        UserError: the names are of another U-Net.
-    """
     if {"temb.dense.0.weight", "conv_in.weight", "down.0.block.0.conv1.weight"} <= weights.keys():
         return
-    other = next((what for what, begins in _OTHER_LAYOUTS.items() if any(re.match(begins, x) for x in weights)), "")
+    other = next((layout for layout, begins in _OTHER_LAYOUTS.items() if any(re.match(begins, x) for x in weights)), "")
     raise UserError(
         f"{path} has the weights of another model",
         expected="the layout of DDPM's CIFAR-10 checkpoints: temb.dense.0, conv_in, down.0.block.0.conv1, …",
         got=(f"{other}: " if other else "") + (several(sorted(weights), 3) or "no weights"),
-        remedy="take a checkpoint of the DDIM code, such as model-790000.ckpt"
-        + (
-            "; a pipeline of diffusers is what `model.source: diffusers` in a recipe reads"
-            if "diffusers" in other
-            else ""
-        ),
+        remedy="give a checkpoint of the DDIM code, such as model-790000.ckpt"
+        + ("; `model.source: diffusers` in a recipe reads pipelines of diffusers" if "diffusers" in other else ""),
     )
 
 
 def _sizes(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments of `build` that weights were made with.
+    """Returns the arguments of `build` for a model of these weights.
 
     Raises:
-        KeyError, ValueError, IndexError: weights that tell them are missing.
+        KeyError, ValueError, IndexError: weights that have the sizes are missing.
     """
     places = {tuple(map(int, x)) for name in weights for x in re.findall(r"^down\.(\d+)\.block\.(\d+)\.", name)}
     first, image = weights["conv_in.weight"].shape[:2]
     levels = 1 + max(level for level, _ in places)
     widths = [weights[f"down.{level}.block.0.conv1.weight"].shape[0] for level in range(levels)]
     if any(width % first for width in widths) or first % _GROUPS:
-        raise ValueError(f"widths {widths} of levels behind {first}")
+        raise ValueError(f"widths {widths} of levels after {first}")
     return {
         "channels": first,
         "multipliers": [width // first for width in widths],
@@ -349,5 +340,5 @@ def _unfit(path: Path, expected: str, got: str) -> UserError:
         f"the weights in {path} are not those of a whole U-Net",
         expected=expected,
         got=got,
-        remedy="get the file again, or take a checkpoint of a model that `ddpm_unet.build` or the DDIM code made",
+        remedy="get the file again, or give a checkpoint of a model that `ddpm_unet.build` or the DDIM code made",
     )

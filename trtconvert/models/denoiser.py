@@ -1,4 +1,4 @@
-"""The denoiser of a model where a conversion needs it: on a device, with its calls going through handlers."""
+"""The denoiser of a model for a conversion: on a device, with handlers for its calls."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from trtconvert.runtime.trajectory import begin
 
 
 class _Reached(BaseException):
-    """The denoiser was called: the sampler took what it was asked for. No `Exception`: nothing that samplers handle."""
+    """Ends a sampler at its first call of the denoiser. No `Exception`, as samplers handle those."""
 
 
 def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> None:
-    """Ask the sampler whether it takes so many steps, without running one.
+    """Checks a number of steps with the sampler, which runs up to its first call of the denoiser.
 
     Args:
-        field: of the recipe that asks for them.
+        field: of the recipe that has the number.
     Raises:
-        UserError: it does not.
+        UserError: the sampler refuses it.
     """
 
     def denoiser(*_: Tensor, **__: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> 
 
 
 class _Asked:
-    """A denoiser that leaves no step out, and knows whether its sampler would let it. A `Scheduler` of itself."""
+    """A denoiser that records whether its sampler would let it leave out steps. It is its own `Scheduler`."""
 
     def __init__(self, model: DiffusionModel) -> None:
         self.timestep_input, self.timestep_place = model.timestep_input, model.timestep_place
@@ -70,7 +70,7 @@ class _Asked:
 
 
 def refuse_unfollowed(model: DiffusionModel, steps: int) -> None:
-    """Ask the sampler whether it tells its denoiser the timesteps of a trajectory, without running one.
+    """Checks that the sampler tells its denoiser the timesteps of a trajectory, which it runs up to the first call.
 
     Raises:
         UserError: it does not, so that no step can be left out.
@@ -86,14 +86,14 @@ def not_followed(model: DiffusionModel) -> UserError:
     return UserError(
         f"no step of {model.name} can be left out",
         expected="a sampler that tells its denoiser the timesteps of a trajectory, before it calls it once a step",
-        got="one that does not; or one that adds noise, as consistency models' does, or calls its model twice a step",
+        got="a sampler that does not; or one that adds noise, as for consistency models, or calls its denoiser twice a step",
         remedy="call trtconvert.runtime.follow(denoiser, timesteps) in the sampler, take another scheduler, or "
         "remove steps.computed from the recipe",
     )
 
 
 class _Moved:
-    """A denoiser on another device than its sampler, which may work there as well."""
+    """A denoiser on another device than the tensors of its sampler, which may be on any device."""
 
     def __init__(self, denoiser: Denoiser, device: torch.device) -> None:
         self._denoiser, self.device, self.reuse = denoiser, device, reuse_of(denoiser)
@@ -108,7 +108,7 @@ class _Moved:
 
 
 class _MovingSampler(WatchedSampler):
-    """A sampler, wherever it works, of denoisers on a device."""
+    """A sampler on any device whose denoisers are on one device."""
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         super().__init__(sampler)
@@ -133,12 +133,12 @@ def require_device(name: str) -> None:
 
 
 def on_device(model: DiffusionModel, name: str, offload: bool = False) -> DiffusionModel:
-    """The model with its denoiser on a device, whatever device its sampler works on. Moves the denoiser itself.
+    """Moves a model's denoiser to a device; its sampler may work on another one.
 
     Args:
         name: "cpu" or "cuda", which is this process's own GPU under torchrun.
-        offload: leave the denoiser on the CPU, for `DenoiserInType`, whose copies are offloaded, and have large ones of the
-            pipeline's other models offloaded.
+        offload: leave the denoiser on the CPU, for `DenoiserInType`, whose copies are offloaded; large ones of the pipeline's
+            other models are offloaded too.
     Raises:
         BackendUnavailable: torch sees no such device.
     """
@@ -153,13 +153,13 @@ def on_device(model: DiffusionModel, name: str, offload: bool = False) -> Diffus
 
 
 def others_of(model: DiffusionModel) -> list[Any]:
-    """What the model's pipeline has beside its denoiser."""
+    """Returns the components of the model's pipeline other than its denoiser."""
     caller = getattr(model.sample, "caller", None)
     return [part for name, part in caller.pipe.components.items() if name != caller.component] if caller else []
 
 
 def sampled_from(model: DiffusionModel, device: torch.device) -> DiffusionModel:
-    """The model with a sampler, wherever it works, of denoisers on a device. The denoiser stays where it is."""
+    """Returns the model with a sampler for denoisers on a device. The denoiser is not moved."""
     return replace(model, sample=_MovingSampler(model.sample, device))
 
 
@@ -169,7 +169,7 @@ def intercepted(
     layers: LayerHandler | None = None,
     around: Callable[[Interception], AbstractContextManager[Any]] = nullcontext,
 ) -> InterceptedDenoiser:
-    """The model's denoiser with its attention calls, or those of layers, or both, going through handlers.
+    """Returns the model's denoiser with handlers for its attention calls, its layers, or both.
 
     Args:
         around: see `InterceptedDenoiser`.
@@ -182,13 +182,13 @@ def intercepted(
 
 
 class DenoiserInType:
-    """A copy of a model's denoiser in a floating type, whose calls go through hooks.
+    """A copy of a model's denoiser in a floating-point type, with hooks for its calls.
 
-    Takes what the model's own takes, and casts the inputs that are floating, but for the timestep.
+    It takes the inputs of the model's denoiser, and casts the floating-point ones other than the timestep.
 
     Args:
-        model: whose denoiser is copied, on its own device, unless it has the type already. Of a model with `onload` it is copied
-            in any case, and the copy is offloaded.
+        model: its denoiser is copied on its own device, unless it has the type already. With `onload` it is always copied, and
+            the copy is offloaded.
         dtype: of weights, inputs and outputs.
         hooks: see `InterceptedDenoiser`.
     """

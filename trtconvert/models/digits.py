@@ -1,4 +1,4 @@
-"""The digits DiT as a `DiffusionModel`: the model that ships with the project and that the demo converts."""
+"""The digits DiT as a `DiffusionModel`, which ships with the project and which the demo converts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw_digits(
     solver: str,
     conditions: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The model's `Sampler`: seed i draws the digit i mod 10, unless conditions say otherwise. Without guidance."""
+    """Draws samples, see `Sampler`: seed i draws the digit i mod 10, unless conditions are given. Without guidance."""
     conditions = conditions or {"label": torch.tensor([seed % CLASSES for seed in seeds])}
     return sample(
         denoiser,
@@ -47,7 +47,7 @@ def draw_digits(
 
 
 def digit_labels(captions: Sequence[str]) -> dict[str, Tensor]:
-    """The model's condition: a caption is a digit, or empty for none.
+    """Turns captions into conditions: a caption is a digit, or empty for none.
 
     Raises:
         ValueError: another caption.
@@ -56,7 +56,7 @@ def digit_labels(captions: Sequence[str]) -> dict[str, Tensor]:
 
 
 def digits_model(weights: Path) -> DiffusionModel:
-    """The trained model.
+    """Loads the trained model.
 
     Raises:
         UserError: see `load_digits_dit`.

@@ -1,7 +1,7 @@
-"""A class-conditional diffusion transformer on 8 × 8 digits, small enough to ship: the demonstration model.
+"""A class-conditional diffusion transformer for 8 × 8 digits, small enough to ship: the demonstration model.
 
-Its attention is a plain `scaled_dot_product_attention`, as in any diffusers model: nothing here knows of trtconvert.
-Architecture: DiT with adaLN-Zero (Peebles and Xie 2023, arXiv 2212.09748, figure 3) at patch size 1.
+Its attention is a plain `scaled_dot_product_attention`, as in any diffusers model: this module does not use trtconvert's
+attention. Architecture: DiT with adaLN-Zero (Peebles and Xie 2023, arXiv 2212.09748, figure 3) at patch size 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IMAGE_SHAPE = (1, 8, 8)
 """Channels, height and width of a digit."""
 
 TIMESTEPS, BETA_SCHEDULE, PREDICTION = 1000, "linear", "v_prediction"
-"""What the shipped weights were trained for: the DDPM schedule, and v = √ᾱ·n - √(1-ᾱ)·x₀ as the output."""
+"""The training of the shipped weights: the DDPM schedule, and v = √ᾱ·n - √(1-ᾱ)·x₀ as the prediction."""
 
 
 class DigitsDiT(nn.Module):
@@ -53,7 +53,7 @@ class DigitsDiT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.embed_label.weight, std=0.02)
-        # adaLN-Zero: every block starts as the identity, the whole as zero.
+        # adaLN-Zero: every block starts as the identity, and the whole model as zero.
         for name, parameter in self.named_parameters():
             if name.endswith(("modulation.weight", "project_out.weight")):
                 nn.init.zeros_(parameter)
@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
 
 
 def sinusoids(position: Tensor, width: int) -> Tensor:
-    """Sine and cosine features of scalar positions. [B] → [B, width] FP32 (Vaswani et al. 2017, section 3.5)."""
+    """Returns sine and cosine features of scalar positions. [B] → [B, width] FP32 (Vaswani et al. 2017, section 3.5)."""
     half = width // 2
     frequency = torch.exp(torch.arange(half, dtype=torch.float32, device=position.device) * (-math.log(10000) / half))
     angle = position.float()[:, None] * frequency
@@ -121,9 +121,9 @@ def sinusoids(position: Tensor, width: int) -> Tensor:
 
 
 def grid_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
-    """Features of a row-major pixel grid: half the channels for the row, half for the column. [height · width, channels].
+    """Returns features of a row-major pixel grid, half the channels for rows and half for columns: [height · width, channels].
 
-    Computed at every call rather than stored, so that an exported graph serves any size.
+    They are computed at every call, so that an exported graph serves any size.
     """
     rows = sinusoids(torch.arange(height, device=device), channels // 2)[:, None].expand(height, width, -1)
     columns = sinusoids(torch.arange(width, device=device), channels // 2)[None].expand(height, width, -1)
@@ -131,7 +131,7 @@ def grid_positions(height: int, width: int, channels: int, device: torch.device)
 
 
 def load_digits_dit(path: Path) -> DigitsDiT:
-    """The model with trained weights, in evaluation mode, on the CPU.
+    """Loads the model with trained weights, in evaluation mode, on the CPU.
 
     Raises:
         UserError: the file is missing, damaged, or not for this model.

@@ -1,4 +1,4 @@
-"""How far drawings are: a model whose sampler moves a bar along with each call of the denoiser."""
+"""Progress of drawings: a model whose sampler moves a bar with each call of the denoiser."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from trtconvert.runtime.trajectory import apart
 
 
 def with_progress(model: DiffusionModel, bar: Steps, count: float = 1) -> DiffusionModel:
-    """A model that shows how far each drawing is, within one step of a bar: whoever draws tells the bar of the step's end.
+    """Returns a model that shows how far each drawing is, within one step of a bar. The caller ends the step.
 
     Args:
-        count: of the bar's steps that a drawing is.
+        count: number of the bar's steps that a drawing is.
     """
-    return replace(model, sample=_Telling(model.sample, bar, count))
+    return replace(model, sample=_ProgressSampler(model.sample, bar, count))
 
 
 class WatchedSampler:
-    """A sampler inside another one, which passes its other attributes on."""
+    """A sampler inside another sampler, with the attributes of the inner one."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def chunks(self, samples: int) -> int:
-        """In how many calls of the denoiser so many samples make a step."""
+        """Returns the number of the denoiser's calls in a step, for so many samples."""
         batch = getattr(self._sampler, "batch", None)
         return math.ceil(samples / batch) if isinstance(batch, int) and batch > 0 else 1
 
@@ -40,11 +40,11 @@ class WatchedSampler:
         return getattr(self._sampler, name)
 
 
-class _Telling(WatchedSampler):
-    """A sampler that tells how far it is.
+class _ProgressSampler(WatchedSampler):
+    """A sampler that moves a bar.
 
-    How often it calls the denoiser nobody knows before: a pipeline draws in chunks, and calls it twice a step with some
-    schedulers. After the first drawing of as many samples in as many steps it is known.
+    The number of calls of the denoiser is estimated at first: a pipeline draws in chunks, and calls the denoiser twice a step
+    with some schedulers. After a drawing of as many samples in as many steps the number is known.
     """
 
     def __init__(self, sampler: Sampler, bar: Steps, count: float) -> None:
@@ -67,7 +67,7 @@ class _Telling(WatchedSampler):
 
 
 class CountedDenoiser:
-    """A denoiser that tells of its calls, and passes every other attribute of the denoiser inside on.
+    """A denoiser that reports its calls, with the attributes of the denoiser inside.
 
     Args:
         called: is called after each call of the denoiser.

@@ -1,4 +1,4 @@
-"""The emoji DiT as a `DiffusionModel`: the model in colour that ships with the project."""
+"""The emoji DiT as a `DiffusionModel`, the colour model that ships with the project."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from trtconvert.models.emoji_dit import (
 from trtconvert.models.samplers import class_labels, initial_noise, sample
 
 SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
-
-
 GUIDANCE = 2.0
-"""Classifier-free guidance of samples: each call of the denoiser has twice their number."""
+"""Classifier-free guidance of samples: each call of the denoiser has two rows for each."""
 
 
 def label_of_seed(seed: int) -> int:
-    """The categories by turns, and within each its subgroups by turns."""
+    """Returns the label for a seed: seeds take the categories by turns, and within each its subgroups by turns."""
     category = list(CATEGORIES.values())[seed % len(CATEGORIES)]
     return CLASSES.index(category[seed // len(CATEGORIES) % len(category)])
 
@@ -43,7 +41,7 @@ def draw_emoji(
     solver: str,
     conditions: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The model's `Sampler`: the labels are those of `label_of_seed`, unless conditions say otherwise."""
+    """Draws samples, see `Sampler`: labels are those of `label_of_seed`, unless conditions are given."""
     conditions = conditions or {"label": torch.tensor([label_of_seed(seed) for seed in seeds])}
     return sample(
         denoiser,
@@ -59,7 +57,7 @@ def draw_emoji(
 
 
 def emoji_labels(captions: Sequence[str]) -> dict[str, Tensor]:
-    """The model's condition: a caption is one of `CLASSES`, or empty for none.
+    """Turns captions into conditions: a caption is one of `CLASSES`, or empty for none.
 
     Raises:
         ValueError: another caption.
@@ -68,7 +66,7 @@ def emoji_labels(captions: Sequence[str]) -> dict[str, Tensor]:
 
 
 def emoji_model(weights: Path) -> DiffusionModel:
-    """The trained model.
+    """Loads the trained model.
 
     Raises:
         UserError: see `load_emoji_dit`.

@@ -1,9 +1,9 @@
-"""A class-conditional diffusion transformer on 64 × 64 colour emoji: the second model that ships, with 1,024 tokens.
+"""A class-conditional diffusion transformer for 64 × 64 colour emoji: the second model that ships, with 1,024 tokens.
 
-Its attention is a plain `scaled_dot_product_attention`, as in any diffusers model: nothing here knows of trtconvert.
-Architecture: DiT at patch size 2 (Peebles and Xie 2023, arXiv 2212.09748) with one modulation of the condition that all blocks
-share and a learned offset of each block, adaLN-single (Chen et al. 2024, PixArt-α, arXiv 2310.00426, section 2.3): a third of
-the parameters of modulations in each block go to one more block.
+Its attention is a plain `scaled_dot_product_attention`, as in any diffusers model: this module does not use trtconvert's
+attention. Architecture: DiT at patch size 2 (Peebles and Xie 2023, arXiv 2212.09748) with adaLN-single (Chen et al. 2024,
+PixArt-α, arXiv 2310.00426, section 2.3): all blocks share one modulation of the condition, and each has a learned offset. The
+parameters saved, a third of a block's, go to one more block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CATEGORIES = {
 """Unicode's groups of emoji, and the subgroups of each."""
 
 CLASSES = tuple(subgroup for subgroups in CATEGORIES.values() for subgroup in subgroups)
-"""The 98 subgroups: what a sample is conditioned on. A label is an index into them."""
+"""The 98 subgroups. A label, the condition of a sample, is an index into them."""
 
 NULL_LABEL = len(CLASSES)
 """The label that stands for no class, for classifier-free guidance."""
@@ -62,7 +62,7 @@ IMAGE_SHAPE = (3, 64, 64)
 """Channels, height and width of an emoji, on white."""
 
 TIMESTEPS, BETA_SCHEDULE, PREDICTION = 1000, "cosine", "v_prediction"
-"""What the shipped weights were trained for."""
+"""The training of the shipped weights."""
 
 PATCH = 2
 
@@ -96,7 +96,7 @@ class EmojiDiT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.embed_label.weight, std=0.02)
-        # adaLN-Zero: every block starts as the identity, the whole as zero.
+        # adaLN-Zero: every block starts as the identity, and the whole model as zero.
         for zeroed in (self.modulation, self.modulation_out, self.project_out):
             nn.init.zeros_(zeroed.weight)
 
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
 
 def load_emoji_dit(path: Path) -> EmojiDiT:
-    """The model with trained weights, which are stored in FP16, as FP32, in evaluation mode, on the CPU.
+    """Loads the model with trained weights, which are stored in FP16, as FP32, in evaluation mode, on the CPU.
 
     Raises:
         UserError: the file is missing, damaged, or not for this model.

@@ -1,6 +1,6 @@
-"""Parts of diffusers' models whose operations follow the values or the number of the samples, in a form that exporters take.
+"""Replacements for parts of diffusers' models whose operations depend on the values or the number of the samples.
 
-Each gives what the part itself gives, and is found by the name of its class.
+Exporters take the replacements. Each computes the same as the part, and is found by the name of the part's class.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from trtconvert.models.prompt_masks import mask_prompts
 
 
 def make_exportable(model: nn.Module) -> None:
-    """Put these forms into the model in the place of its own parts, and the form of `prompt_masks` in that of its forward."""
+    """Puts the replacements into a model, and the forward of `prompt_masks` in the place of its own."""
     mask_prompts(model)
     for module in model.modules():
-        for name, method in _remembering(type(module)).items():
+        for name, method in _without_caches(type(module)).items():
             setattr(module, name, MethodType(method, module))
         for name, method in _METHODS.get(type(module).__name__, {}).items():
             setattr(module, name, MethodType(method, module))
@@ -30,21 +30,16 @@ def make_exportable(model: nn.Module) -> None:
             module.processor = process  # type: ignore[assignment]  # a callable as any other
 
 
-def _remembering(kind: type) -> dict[str, Callable[..., Any]]:
-    """Methods of a class that keep what they have computed (functools.lru_cache), without that: they would keep tensors without
-    numbers, of a call that looks at shapes alone, or those of an export."""
+def _without_caches(kind: type) -> dict[str, Callable[..., Any]]:
+    """Returns a class's methods that cache their results (functools.lru_cache), without the cache: it would keep fake tensors of
+    a call on shapes, or tensors of an export."""
     found = {name: x for of in reversed(kind.__mro__) for name, x in vars(of).items() if hasattr(x, "cache_clear")}
     return {name: x.__wrapped__ for name, x in found.items() if hasattr(x, "__wrapped__")}
 
 
 def _chroma_modulation_inputs(self: Any, timestep: Tensor) -> Tensor:
-    """ChromaCombinedTimestepTextProjEmbeddings, which makes a list with an entry for each sample.
-
-    Args:
-        timestep: [B].
-    Returns:
-        [B, modulations, 4 · channels].
-    """
+    """Replaces the forward of ChromaCombinedTimestepTextProjEmbeddings, which makes a list with an entry for each sample.
+    timestep [B] → [B, modulations, 4 · channels]."""
     steps, nothing = self.time_proj(timestep), self.guidance_proj(torch.zeros_like(timestep))
     of_samples = torch.cat([steps, nothing], dim=1)[:, None].to(timestep.dtype)
     of_places = self.mod_proj[None].to(of_samples)
@@ -53,13 +48,8 @@ def _chroma_modulation_inputs(self: Any, timestep: Tensor) -> Tensor:
 
 
 def _in_type_of_weights(self: Any, *features: Tensor | None, **named: Tensor | None) -> Tensor:
-    """A projection of features, some of which come in the type of the timestep: FP32, whatever the model is in.
-
-    Args:
-        features, named: [B, …], in any type.
-    Returns:
-        What the projection's own forward gives, in the type of its weights.
-    """
+    """Replaces the forward of projections, some of whose features [B, …] come in the type of the timestep: FP32, whatever the
+    model's type. The result has the type of the weights."""
     dtype = self.linear_1.weight.dtype
 
     def cast(x: Tensor | None) -> Tensor | None:
@@ -75,13 +65,13 @@ def _mochi_attention(
     attention_mask: Tensor,
     image_rotary_emb: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """MochiAttnProcessor2_0, which leaves out the tokens that pad each prompt, behind its others: here they are masked.
+    """Replaces MochiAttnProcessor2_0, which removes the padding at the end of each prompt; here padding is masked.
 
     Args:
         hidden_states: [B, N, C]; encoder_hidden_states: [B, L, C]; attention_mask: [B, L], true for tokens of the prompt.
         image_rotary_emb: cosines and sines, [N, heads, D / 2] each.
     Returns:
-        Both, after attention over [N + L] tokens.
+        Both after attention over [N + L] tokens.
     """
 
     def rotated(x: Tensor) -> Tensor:  # [B, N, H, D]
@@ -100,13 +90,14 @@ def _mochi_attention(
 def _attended(
     attn: Any, image: Tensor, text: Tensor, of_prompt: Tensor, rotated: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of an image and of a prompt, in front of the output projections. Padding of the prompt is masked.
+    """Computes attention over the tokens of an image and of a prompt, before the output projections. The prompt's padding is
+    masked.
 
     Args:
         image: [B, N, C]; text: [B, L, C]; of_prompt: [B, L], true for tokens of the prompt.
         rotated: applies the image's rotary embedding to queries or keys [B, N, H, D].
     Returns:
-        Both, [B, N, H · D] and [B, L, H · D].
+        The image's [B, N, H · D] and the prompt's [B, L, H · D].
     """
 
     def heads(x: Tensor, norm: nn.Module | None = None) -> Tensor:
@@ -127,8 +118,11 @@ def _attended(
 
 
 class _HunyuanVideoAttention:
-    """HunyuanVideo15AttnProcessor2_0, whose mask also hides all keys from what pads a prompt: such rows reach no other, and a
-    mask of keys alone does not grow with the square of the video's tokens. diffusers looks at the parameters of `__call__`."""
+    """Replaces HunyuanVideo15AttnProcessor2_0, whose mask also hides all keys from the padding of a prompt. Padding rows reach no
+    other rows, and a mask of keys alone does not grow with the square of the video's tokens.
+
+    This is a class, as diffusers reads the parameters of `__call__`.
+    """
 
     def __call__(
         self,
@@ -143,7 +137,7 @@ class _HunyuanVideoAttention:
             hidden_states: [B, N, C]; encoder_hidden_states: [B, L, C]; attention_mask: [B, L], true for tokens of the prompt.
             image_rotary_emb: cosines and sines, [N, D] each.
         Returns:
-            Both, after attention over [N + L] tokens.
+            Both after attention over [N + L] tokens.
         """
         from diffusers.models import embeddings
 
@@ -159,7 +153,7 @@ class _HunyuanVideoAttention:
 def _hunyuan_video_refiner(
     self: Any, hidden_states: Tensor, temb: Tensor, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """HunyuanVideo15IndividualTokenRefiner, whose mask also hides all keys from what pads a prompt.
+    """Replaces the forward of HunyuanVideo15IndividualTokenRefiner, whose mask also hides all keys from the padding of a prompt.
 
     Args:
         hidden_states: [B, L, C]; temb: [B, C]; attention_mask: [B, L], true for tokens of the prompt.
@@ -171,15 +165,9 @@ def _hunyuan_video_refiner(
 
 
 def _all_experts(self: Any, x: Tensor) -> Tensor:
-    """HiDream's MOEFeedForwardSwiGLU, which sorts tokens by the experts that compute them, so that values decide how many each
-    gets. Here each expert computes all tokens, and those that a token was not sent to have no weight: with 2 of 4 experts it is
-    twice the work, in products of one size.
-
-    Args:
-        x: [B, N, C].
-    Returns:
-        [B, N, C].
-    """
+    """Replaces the forward of HiDream's MOEFeedForwardSwiGLU, which sorts tokens by expert, so that values decide the number of
+    tokens of each expert. Here each expert computes all tokens, and the experts that a token was not sent to have weight 0: with
+    2 of 4 experts that is twice the work, in products of one size. x [B, N, C] → [B, N, C]."""
     chosen, weights, _ = self.gate(x)  # [B · N, experts of a token]
     sent = chosen[..., None] == torch.arange(len(self.experts), device=x.device)
     shares = (sent * weights[..., None]).sum(1).unflatten(0, x.shape[:2]).to(x.dtype)
@@ -190,11 +178,8 @@ def _all_experts(self: Any, x: Tensor) -> Tensor:
 
 
 def _experts_of_equal_shares(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-    """NucleusMoE's SwiGLUExperts, which reads how many tokens each expert has. Experts choose tokens there, so many each.
-
-    Args:
-        x: [experts · tokens of each, C], by experts; num_tokens_per_expert: not read.
-    """
+    """Replaces the forward of NucleusMoE's SwiGLUExperts, which reads the number of tokens of each expert. The experts choose
+    tokens, the same number each. x [experts · tokens of each, C] is sorted by expert; num_tokens_per_expert is not read."""
     of_experts = x.unflatten(0, (self.num_experts, -1))
     gate, up = torch.matmul(of_experts, self.gate_up_proj).chunk(2, dim=-1)
     return torch.matmul(F.silu(gate) * up, self.down_proj).flatten(0, 1)
@@ -215,8 +200,8 @@ def _glm_image(
     kv_caches: Any = None,
     image_rotary_emb: Any = None,
 ) -> Any:
-    """GlmImageTransformer2DModel, which picks the prior tokens that are dropped, so that values decide how many there are: here
-    all are multiplied by whether they are kept. Its caches of keys and values are not used, as without an image.
+    """Replaces the forward of GlmImageTransformer2DModel, which selects the prior tokens that are dropped, so that values decide
+    their number. Here all prior tokens are multiplied by the mask. Caches of keys and values are not used, as without an image.
 
     Args:
         hidden_states: [B, C, H, W]; encoder_hidden_states: [B, L, D]; prior_token_id, prior_token_drop: [B, tokens];
@@ -244,26 +229,15 @@ def _glm_image(
 
 
 def _hidream_patches(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None, tuple[Any, Any], Tensor]:
-    """HiDream's patchify, with how many patches an image has as numbers, which its own writes into a tensor.
-
-    Args:
-        hidden_states: [B, C, H, W].
-    Returns:
-        Tokens, their mask where H and W differ, rows and columns of patches, positions.
-    """
+    """Replaces HiDream's patchify, which writes the number of patches of an image into a tensor; here it is a number.
+    Takes [B, C, H, W]; returns tokens, their mask if H and W differ, rows and columns of patches, positions."""
     tokens, masks, _, positions = type(self).patchify(self, hidden_states)
     rows, columns = (size // self.config.patch_size for size in hidden_states.shape[2:])
     return tokens, masks, (rows, columns), positions
 
 
 def _hidream_image(self: Any, x: Tensor, img_sizes: tuple[Any, Any], is_training: bool) -> Tensor:
-    """HiDream's unpatchify, of images of one size.
-
-    Args:
-        x: [B, N, patch · patch · C]; img_sizes: rows and columns of patches, see `_hidream_patches`; is_training: not read.
-    Returns:
-        [B, C, H, W].
-    """
+    """Replaces HiDream's unpatchify, for images of one size. x [B, N, patch · patch · C], rows and columns → [B, C, H, W]."""
     rows, columns = img_sizes
     patch = self.config.patch_size
     x = x[:, : rows * columns].reshape(x.shape[0], rows, columns, patch, patch, -1)
@@ -271,8 +245,8 @@ def _hidream_image(self: Any, x: Tensor, img_sizes: tuple[Any, Any], is_training
 
 
 def _omnigen_rotations(self: Any, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """OmniGenSuScaledRotaryEmbedding, which looks at the largest position to choose the factors of its frequencies. As there, all
-    samples are rotated by the positions of the first.
+    """Replaces the forward of OmniGenSuScaledRotaryEmbedding, which reads the largest position to choose the factors of its
+    frequencies. As in the original, all samples are rotated by the positions of the first.
 
     Args:
         hidden_states: of any shape; position_ids: [B, N].
@@ -301,7 +275,7 @@ _METHODS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "SwiGLUExperts": {"forward": _experts_of_equal_shares},
     "TimestepEmbedding": {"forward": _in_type_of_weights},
 }
-"""By class, methods that are put in the place of its own."""
+"""Replacements of methods, by class."""
 
 _PROCESSORS: Mapping[str, Callable[..., Any]] = {
     "HunyuanVideo15AttnProcessor2_0": _HunyuanVideoAttention(),

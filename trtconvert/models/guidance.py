@@ -1,5 +1,7 @@
-"""Whether a model's sampler applies classifier-free guidance in a way that its denoiser can do instead: the sampler runs for two
-steps with a stand-in that says it does, and what that is called with tells."""
+"""Finds out whether a model's denoiser can apply classifier-free guidance in the place of its sampler.
+
+The sampler runs for two steps with a stand-in that claims to apply guidance, and the stand-in's calls tell.
+"""
 
 from __future__ import annotations
 
@@ -20,48 +22,43 @@ from trtconvert.models.pipelines import ALL_NOISES, PipelineCaller
 from trtconvert.runtime.signature import shape_like
 
 _STEPS = 3
-"""Of the sampler, two of which are looked at: what decodes the samples is not called."""
+"""Steps of the sampler, which ends in the last of them: it does not decode samples."""
 
 _SEEDS = (0, 1)
-"""Of samples with different noise, so that rows of one are not taken for those of the other."""
+"""Seeds of samples with different noise, so that their rows can be told apart."""
 
 _REMEDY = "set engine.guidance to separate"
 
 _Dims = dict[str, tuple[int, int, int]]
 _FOUND: WeakKeyDictionary[nn.Module, tuple[ref[Sampler], GuidanceRecord, _Dims]] = WeakKeyDictionary()
-"""By the denoisers of models that were looked at, with their samplers."""
+"""The results by denoiser, with the sampler that was tried."""
 
 
 def fused_form(model: DiffusionModel) -> DiffusionModel:
-    """The model as it is exported with guidance inside, see `with_guidance`.
+    """Returns the model as it is exported with guidance inside, see `with_guidance`.
 
     Raises:
-        UserError: its sampler applies none, or does something else with the predictions of both halves.
+        UserError: the sampler applies no guidance, or uses the predictions of both halves for more than their sum.
     """
     found = _FOUND.get(model.denoiser)
     if found is None or found[0]() is not model.sample:
         record = _record(model)
-        rows = _rows(model)
-        _look(model, record)
-        found = _FOUND[model.denoiser] = ref(model.sample), record, _of_samples(model, rows)
+        rows = _rows_per_sample(model)
+        _refuse_other_guidance(model, record)
+        found = _FOUND[model.denoiser] = ref(model.sample), record, _dims_of_samples(model, rows)
     _, record, dims = found
     return with_guidance(model, record, dims)
 
 
 class _Seen(BaseException):
-    """The sampler has shown what it does. No `Exception`: nothing that samplers handle."""
+    """Ends a sampler whose calls have told enough. No `Exception`, as samplers handle those."""
 
 
 def _record(model: DiffusionModel) -> GuidanceRecord:
-    """Each input with an entry for each sample is a condition.
-
-    Raises:
-        UserError: there is none, an input has the name of one that guidance adds, or the denoiser gives several predictions,
-            each of which its pipeline guides by a scale of its own.
-    """
+    """Returns the record of guidance whose conditions are all inputs with an entry for each sample."""
     if model.diffusers is not None and (several := model.diffusers.predictions):
         raise _refusal(
-            model, "a denoiser of one prediction, which one scale guides", f"one that gives {', '.join(several)}"
+            model, "a denoiser of one prediction, which one scale guides", f"one that returns {', '.join(several)}"
         )
     batch, of_samples = model.inputs[0].shape[0], _batch_dims(model)
     others = [spec for spec in model.inputs[1:] if spec.name != model.timestep_input]
@@ -79,12 +76,12 @@ def _record(model: DiffusionModel) -> GuidanceRecord:
 
 
 def _batch_dims(model: DiffusionModel) -> set[int | str]:
-    """Dimensions that count samples, or rows for each of them."""
+    """Returns the dimensions that count samples, or several rows for each sample."""
     return {model.inputs[0].shape[0]} | {dim for dim in model.dims if dim.partition("_")[0] == "batch"}
 
 
 def _sample(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int]) -> None:
-    """Run the sampler. Of a pipeline with several denoisers the others cost nothing, and it comes to every noise."""
+    """Runs the sampler. The other denoisers of a pipeline return zeros, and it takes enough steps to call this one."""
     caller = getattr(model.sample, "caller", None)
     if not isinstance(caller, PipelineCaller):
         model.sample(denoiser, seeds, steps=_STEPS, solver="ddim")
@@ -93,8 +90,7 @@ def _sample(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int]) -> 
         model.sample(denoiser, seeds, steps=ALL_NOISES if others else _STEPS, solver="ddim")
 
 
-def _rows(model: DiffusionModel) -> int:
-    """Rows of the denoiser's first call for each sample."""
+def _rows_per_sample(model: DiffusionModel) -> int:
     seen: list[int] = []
 
     def denoiser(*inputs: Tensor, **named: Tensor) -> Tensor:
@@ -109,14 +105,12 @@ def _rows(model: DiffusionModel) -> int:
     return rows
 
 
-def _of_samples(model: DiffusionModel, rows: int) -> _Dims:
-    """The model's dimensions, those of rows as those of samples.
+def _dims_of_samples(model: DiffusionModel, rows: int) -> _Dims:
+    """Returns the model's dimensions, with those that count rows counting samples.
 
     Args:
-        rows: of a pipeline's call for each sample; the smallest sizes are those of a call without guidance. What is no pipeline's
-            takes so many rows, two for each sample.
-    Raises:
-        UserError: it does not take two rows.
+        rows: for each sample in a pipeline's call; the smallest sizes are those of a call without guidance. Other models have two
+            rows for each sample.
     """
     per_sample = rows if model.diffusers is not None else 2
     dims, of_samples = dict(model.dims), _batch_dims(model)
@@ -132,10 +126,13 @@ def _of_samples(model: DiffusionModel, rows: int) -> _Dims:
 
 @dataclass
 class _StandIn:
-    """In the place of a denoiser that applies guidance inside: counts what it is called for.
+    """Replaces a denoiser that applies guidance itself, and counts its calls.
 
     Attributes:
-        guidance: of it; alone: calls for one half by itself; guided: other calls.
+        guidance: of the denoiser.
+        alone: calls for one half alone.
+        guided: calls with both halves.
+        foreign: calls without the inputs that guidance adds.
     """
 
     model: DiffusionModel
@@ -162,11 +159,7 @@ class _StandIn:
         return torch.randn(shape_like(self.guidance.output, first), generator=drawn)
 
 
-def _look(model: DiffusionModel, record: GuidanceRecord) -> None:
-    """
-    Raises:
-        UserError: see `fused_form`.
-    """
+def _refuse_other_guidance(model: DiffusionModel, record: GuidanceRecord) -> None:
     stand_in = _StandIn(model, FusedGuidance(record, model.output.shape))
     try:
         _sample(model, stand_in, _SEEDS)
@@ -175,17 +168,17 @@ def _look(model: DiffusionModel, record: GuidanceRecord) -> None:
     except SamplerError:
         raise
     except TrtconvertError as error:
-        # A pipeline that reached its end may not be able to use what the stand-in gave; what it did until then was seen.
+        # A pipeline may fail at its end with the stand-in's predictions; its calls until then tell enough.
         if not stand_in.guided:
             got = error.got if isinstance(error, UserError) else str(error)
             raise _refusal(
-                model, "a sampler with guidance, that knows the condition of no class or prompt", got
+                model, "a sampler with guidance, and with a condition for no class or prompt", got
             ) from error
     if stand_in.foreign:
         raise _refusal(
             model,
             "a sampler that calls trtconvert.models.sample with conditions and null_conditions",
-            "one that calls the denoiser by itself, with what it has without guidance",
+            "one that calls the denoiser itself, with the inputs of a denoiser without guidance",
         )
     if stand_in.guided and not stand_in.alone:
         return
@@ -193,8 +186,8 @@ def _look(model: DiffusionModel, record: GuidanceRecord) -> None:
         raise _refusal(
             model,
             "a sampler that uses nothing but the sum u + s · (c − u) of both predictions",
-            "one that also uses the prediction of one half, as guidance_rescale, norms of guided predictions and variances of a "
-            "half do",
+            "one that also uses the prediction of one half, as for guidance_rescale, norms of guided predictions and variances "
+            "of a half",
         )
     raise _refusal(
         model,
@@ -206,9 +199,9 @@ def _look(model: DiffusionModel, record: GuidanceRecord) -> None:
 def _why_alone(model: DiffusionModel) -> str:
     config: Mapping[str, object] = model.diffusers.config if model.diffusers is not None else {}
     if config.get("guidance_embeds") or config.get("guidance_embed"):
-        return "one that makes the scale of guidance an input of the denoiser, which is called once for each sample"
+        return "one that passes the scale of guidance to the denoiser, which is called once for each sample"
     return (
-        "one that uses each prediction by itself: it draws without guidance, as at guidance_scale 1 in model.options.call, or "
+        "one that uses each prediction alone: it draws without guidance, as at guidance_scale 1 in model.options.call, or "
         "both halves differ in more than the conditions"
     )
 

@@ -1,4 +1,4 @@
-"""What a model's outputs depend on, as a hash, without loading the model."""
+"""Hashes everything that a model's outputs depend on, without loading the model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trtconvert.weights.lora_files import refuse_unreadable, settings_beside
 
 
 def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: str | None = None) -> str:
-    """SHA-256 over the weights, the configurations of a file of weights, the images, the options with the files that they name by
-    absolute paths, and the code of a `package.module:function`.
+    """Returns the SHA-256 over the weights, the configurations for a file of weights, the images, the options with the files that
+    they name by absolute paths, and the code of a `package.module:function`.
 
     Args:
-        code: `source_identity` of the function, if that is not to be what lies here now.
+        code: `source_identity` of the function, where it differs from that of the code in the current folder.
     Raises:
         UserError: the weights, an image or a file that an option names cannot be read.
     """
     parts: dict[str, Any] = {"source": section.source, "options": section.options}
     if section.weights is not None:
         try:
-            parts["weights"] = _contents(section.weights)
+            parts["weights"] = _hash_of_file_or_folder(section.weights)
         except OSError as error:
             raise UserError(
                 f"cannot read the weights {section.weights}",
@@ -45,24 +45,24 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: 
     if section.images:
         expected = "an image; the path is relative to the recipe"
         parts["images"] = {
-            argument: [_content(path, "image", "images", expected) for path in of]
+            argument: [_hash_of_named_file(path, "image", "images", expected) for path in of]
             if isinstance(of, list)
-            else _content(of, "image", "images", expected)
+            else _hash_of_named_file(of, "image", "images", expected)
             for argument, of in section.images.items()
         }
     if code := source_identity(section.source) if code is None else code:
         parts["code"] = code
-        names = [name for name in _texts(section.options) if _is_file(name)]
+        names = [name for name in _nested_texts(section.options) if _is_file(name)]
         if names:
             expected = "a file that this user may read"
-            parts["files"] = {name: _content(Path(name), "file", "options", expected) for name in names}
+            parts["files"] = {name: _hash_of_named_file(Path(name), "file", "options", expected) for name in names}
     if loras:
         parts["loras"] = [_lora(lora) for lora in loras]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _beside(section: ModelSection) -> list[Path]:
-    """Files of weights beside an ONNX model, and that of conditions which its options name."""
+    """Returns the files of weights beside an ONNX model, and the file of conditions that its options name."""
     from trtconvert.models.onnx.files import external_files  # other models do without the library
 
     assert section.weights is not None
@@ -78,35 +78,34 @@ def _lora(section: LoraSection) -> dict[str, Any]:
 
 
 def _configurations(folder: Path) -> dict[str, str]:
-    """What a pipeline's folder has beside files of weights that lie where its index does: those are of other uses."""
+    """Hashes a pipeline's folder without the files of weights beside its index, which have other uses."""
     parts = sorted(path for path in folder.iterdir() if path.is_dir())
     return {INDEX: sha256(folder / INDEX)} | {
         f"{part.name}/{name}": digest for part in parts for name, digest in _hashes(part).items()
     }
 
 
-def _texts(value: object) -> Iterator[str]:
-    """All texts in options, which may have options of their own."""
+def _nested_texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from _nested_texts(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner)
+            yield from _nested_texts(inner)
 
 
 def _is_file(name: str) -> bool:
     try:
-        # What a relative one means is for the function to say.
+        # The function decides what a relative path means.
         return Path(name).is_absolute() and Path(name).is_file()
-    except (OSError, ValueError):  # too long, or with a null character: a text
+    except (OSError, ValueError):  # too long, or with a null character: no path
         return False
 
 
-def _content(path: Path, what: str, field: str, expected: str) -> str:
-    """SHA-256 of a file that a field of the model section names."""
+def _hash_of_named_file(path: Path, what: str, field: str, expected: str) -> str:
+    """Returns the SHA-256 of a file that a field of the model section names."""
     try:
         return sha256(path)
     except OSError as error:
@@ -118,23 +117,22 @@ def _content(path: Path, what: str, field: str, expected: str) -> str:
         ) from error
 
 
-def _contents(path: Path) -> str | dict[str, str]:
-    """SHA-256 of a file, or of every file in a folder by its path there."""
+def _hash_of_file_or_folder(path: Path) -> str | dict[str, str]:
     return _hashes(path) if path.is_dir() else sha256(path)
 
 
 def _hashes(path: Path) -> dict[str, str]:
-    files = [file for file in sorted(_files(path)) if file.is_file()]
-    with ThreadPoolExecutor() as pool:  # the hash of a large file lets other threads run
+    files = [file for file in sorted(_files_below(path)) if file.is_file()]
+    with ThreadPoolExecutor() as pool:  # hashing a large file releases the interpreter's lock
         return {
             str(file.relative_to(path)): digest for file, digest in zip(files, pool.map(sha256, files), strict=True)
         }
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """All files below a folder, also behind links: a pipeline's model may be a link to one that was finetuned."""
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yields all files below a folder, also behind links: a pipeline's model may be a link to a finetuned one."""
     for here, folders, names in os.walk(folder, followlinks=True):
         yield from (Path(here, name) for name in names)
         above = Path(here).resolve()
-        # Not in circles: os.walk goes where what is left in its list leads.
+        # Skips links to a folder above: os.walk follows the names that remain in its list.
         folders[:] = [name for name in folders if not above.is_relative_to(Path(here, name).resolve())]

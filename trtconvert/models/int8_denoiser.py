@@ -1,4 +1,4 @@
-"""A model's denoiser with its attention and layers in INT8, for drawings."""
+"""The denoiser of a model with INT8 attention and layers, for drawings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 
 def int8_denoiser(model: DiffusionModel, sites: Int8Sites, layers: Int8Layers) -> Denoiser:
-    """The model's denoiser with these sites and layers in INT8, recorded in CUDA graphs where the model is on a GPU. Layers that
-    quantise deltas keep caches from call to call, and are not recorded."""
+    """Returns the model's denoiser with these sites and layers in INT8, recorded in CUDA graphs if the model is on a GPU. Layers
+    that quantise deltas keep caches between calls, and are not recorded."""
     denoiser = intercepted(model, sites.handler(), layers.handler() if layers.tables else None)
     return denoiser if layers.delta_scales else graphed(model, denoiser)

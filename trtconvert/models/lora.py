@@ -1,4 +1,4 @@
-"""LoRA files merged into a model that was loaded, in full precision, before anything is observed of it."""
+"""Merges LoRA files into a loaded model in full precision, before it is observed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trtconvert.weights.lora_names import DENOISER
 
 
 def merge_loras(model: DiffusionModel, loras: Sequence[LoraSection]) -> None:
-    """Merge LoRAs into a model's weights, one after the other, in place: W + scale · alpha/rank · up · down, in FP32.
+    """Merges LoRAs into a model's weights in place, one after the other: W + scale · alpha/rank · up · down, in FP32.
 
     Raises:
-        UserError: a file cannot be read, or does not fit; the model has no such component; or a weight is no number afterwards.
+        UserError: a file cannot be read or does not fit; the model has no such component; or a merged weight is NaN or Inf.
     """
     for section in loras:
         lora = read_lora(section.file)
@@ -37,17 +37,13 @@ def merge_loras(model: DiffusionModel, loras: Sequence[LoraSection]) -> None:
                         f"with the LoRA {section.file} the weight {update.weight} of {title} is no number",
                         expected=f"numbers that {str(weight.dtype).removeprefix('torch.')} holds",
                         got=f"NaN or Inf at a scale of {section.scale:g}",
-                        remedy="take a smaller scale, or another file",
+                        remedy="give a smaller scale, or another file",
                     )
                 weight.copy_(merged)
 
 
 def _target(model: DiffusionModel, target: str) -> tuple[nn.Module, str]:
-    """The module of a component, and what it is called in messages.
-
-    Raises:
-        UserError: the model has no such component.
-    """
+    """Returns the module of a component, and its name in messages."""
     if target == DENOISER:
         return model.denoiser, model.diffusers.model if model.diffusers is not None else model.name
     components = model.components

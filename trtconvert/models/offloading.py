@@ -1,13 +1,13 @@
-"""Weights that lie in host memory and come to the GPU block by block, for models larger than it: diffusers' group offloading.
+"""Group offloading of diffusers, for models larger than the GPU: weights stay in host memory and come to the GPU block by block.
 
-Its hooks bring a block's weights to the GPU before the block's forward, prefetch the next block's meanwhile, and let go of them
-after it. They are made for inference. Backward passes go through them by two means that are here:
+Its hooks bring a block's weights to the GPU before the block's forward, prefetch the next block's meanwhile, and free them after
+it. They are made for inference. Two additions here make backward passes work:
 
-- Autograd keeps a weight by the parameter, which has the memory of the host again when the forward is over. So functions are
-  given tensors that share the parameter's memory as it lies at that moment (`_AsTheyLie`). That alone would keep all weights on
-  the GPU, so blocks keep nothing but their inputs, and are computed again in backward passes (`computed_again`).
-- The hooks prefetch in the order of the forward. In a backward pass, which goes the other way, that would bring blocks to the GPU
-  that nobody lets go of: there each block brings its own weights (`in_backward`).
+- Autograd keeps a weight by its parameter, whose memory is on the host again after the forward. Functions therefore get tensors
+  that share the parameter's memory of that moment (`_SharedMemory`). This alone would keep all weights on the GPU, so blocks keep
+  their inputs alone, and backward passes compute the blocks again (`computed_again`).
+- The hooks prefetch in the order of the forward. In a backward pass, which goes the other way, they would bring blocks to the GPU
+  that are never freed: there each block brings its own weights alone (`in_backward`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from trtconvert.interception import Interception
 from trtconvert.linear.sites import Layer
 
 LARGE = 2**30
-"""Bytes of weights from which on another model of the pipeline is offloaded beside the denoiser. Smaller ones lie on the GPU."""
+"""Bytes of weights from which another model of the pipeline is offloaded too. Smaller models stay on the GPU."""
 
 PINNED_SHARE = 0.8
-"""Of the host memory that is available, how much pinned weights may take."""
+"""Share of the available host memory that pinned weights may take."""
 
 TABLES_SHARE = 0.6
-"""Of the GPU's free memory, how much the weights of INT8 layers may take; else they too lie in host memory, and each comes to the
-GPU when it is called."""
+"""Share of the GPU's free memory that the weights of INT8 layers may take. Larger weights stay in host memory, and each comes to
+the GPU for its layer's call."""
 
 _GROUP_OFFLOADING = "group_offloading"
 
@@ -48,15 +48,15 @@ _large: WeakSet[nn.Module] = WeakSet()
 
 
 def offload(module: nn.Module, device: torch.device, *, leaves: bool = False) -> None:
-    """Let a module's weights lie in host memory, where they are now, and come to a device while they are needed.
+    """Leaves a module's weights in host memory, where they are now, and brings them to a device while they are needed.
 
     Args:
-        leaves: layer by layer, for modules that have no blocks near their top, as text encoders; else block by block, and weights
-            outside of the part that has blocks go to the device for good.
+        leaves: offload layer by layer, for modules without blocks near their top, such as text encoders. Otherwise block by
+            block; weights outside of the part that has blocks then stay on the device.
     """
     from diffusers.hooks.group_offloading import apply_group_offloading
 
-    # It warns of layers that the first forward does not call, as of T5's embedding, which has two names. Those bring their own
+    # It warns of layers that the first forward does not call, such as T5's embedding, which has two names. These bring their own
     # weights when they are called.
     logging.getLogger(apply_group_offloading.__module__).setLevel(logging.ERROR)
     part = module if leaves else _with_blocks(module)
@@ -67,7 +67,7 @@ def offload(module: nn.Module, device: torch.device, *, leaves: bool = False) ->
         offload_type="leaf_level" if leaves else "block_level",
         num_blocks_per_group=None if leaves else 1,
         use_stream=device.type == "cuda",
-        low_cpu_mem_usage=True,  # weights that are pinned already are taken as they are, others are pinned while they are copied
+        low_cpu_mem_usage=True,  # weights that are not pinned yet are pinned while they are copied
     )
     inside = {id(x) for x in _tensors(part)}
     for x in _tensors(module):
@@ -76,8 +76,8 @@ def offload(module: nn.Module, device: torch.device, *, leaves: bool = False) ->
 
 
 def _with_blocks(module: nn.Module) -> nn.Module:
-    """The outermost part of a module that has blocks among its children, in lists or in a row, as diffusers takes them: the
-    denoisers of pipelines and of users may be wrapped. The module itself where there is none."""
+    """Returns the outermost part of a module that has lists or rows of blocks among its children, as diffusers needs it; the
+    module itself where there is none. Denoisers may be wrapped."""
     part = module
     while not any(isinstance(child, (nn.ModuleList, nn.Sequential)) for child in part.children()):
         children = list(part.children())
@@ -92,18 +92,19 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def resident_bytes(module: nn.Module) -> int:
-    """Bytes of an offloaded module that lie on the device at once, at most: two blocks, as one comes while another computes, and
-    what lies outside of blocks."""
+    """Returns the most bytes of an offloaded module that are on the device at once: two blocks, one of which is prefetched, and
+    everything outside of blocks."""
     blocks = sorted(sum(x.nbytes for x in _tensors(block)) for block in _blocks(module))
     return sum(x.nbytes for x in _tensors(module)) - sum(blocks[:-2])
 
 
 def offload_large_parts(parts: Iterable[Any], pinning: bool, notice: Callable[[str], None]) -> None:
-    """Have `move` offload a pipeline's other models that are `LARGE`, layer by layer.
+    """Makes `move` offload those of a pipeline's other models that are `LARGE`, layer by layer.
 
     Args:
         parts: of the pipeline, on the CPU.
-        pinning: whether their weights are pinned where host memory has room; notice: told where it has none.
+        pinning: pin their weights where host memory has room.
+        notice: gets a message where it has none.
     """
     for part in parts:
         if not isinstance(part, nn.Module) or part in _large:
@@ -119,18 +120,17 @@ def offload_large_parts(parts: Iterable[Any], pinning: bool, notice: Callable[[s
 
 
 def move(part: nn.Module, device: torch.device | str) -> None:
-    """Let one of a pipeline's other models compute on a device: there, or offloaded where `offload_large_parts` says so."""
+    """Moves one of a pipeline's other models to a device, or offloads it if `offload_large_parts` chose it."""
     device = torch.device(device)
     if part not in _large:
         part.to(device)
     elif device.type == "cpu":
-        _take_hooks_off(part)
+        _remove_hooks(part)
     elif not _hooks(part):
         offload(part, device, leaves=True)
 
 
-def _take_hooks_off(module: nn.Module) -> None:
-    """Let an offloaded module compute where its weights lie."""
+def _remove_hooks(module: nn.Module) -> None:
     from diffusers.hooks.hooks import HookRegistry
 
     if not _hooks(module):
@@ -138,42 +138,43 @@ def _take_hooks_off(module: nn.Module) -> None:
     registry = HookRegistry.check_if_exists_or_initialize(module)
     for name in (_GROUP_OFFLOADING, "lazy_prefetch_group_offloading", "layer_execution_tracker"):
         registry.remove_hook(name, recurse=True)
-    module.to("cpu")  # what a call that failed has left on the device
+    module.to("cpu")  # a call that failed may have left weights on the device
 
 
 def pins(sizes: Iterable[int], who: str, notice: Callable[[str], None]) -> bool:
-    """Whether host memory has room for weights that are pinned; else says so.
+    """Whether host memory has room for pinned weights; sends a notice where it has not.
 
     Args:
-        sizes: bytes of each tensor; who: has them.
+        sizes: bytes of each tensor.
+        who: name of their model.
     """
-    need = sum(1 << (size - 1).bit_length() for size in sizes if size)  # which torch rounds up to powers of two
+    need = sum(1 << (size - 1).bit_length() for size in sizes if size)  # torch rounds up to powers of two
     free = _host_memory_free()
     if need <= PINNED_SHARE * free:
         return True
     notice(
-        f"the weights of {who} are not pinned as a whole, for which {need / 2**30:.1f} GiB of host memory would go, and "
-        f"{free / 2**30:.1f} GiB are available: each block is pinned while it is copied to the GPU, which takes longer"
+        f"the weights of {who} are not pinned as a whole: this needs {need / 2**30:.1f} GiB of host memory, and "
+        f"{free / 2**30:.1f} GiB are available. Each block is pinned while it is copied to the GPU, which takes longer"
     )
     return False
 
 
 def _host_memory_free() -> int:
-    """Bytes of host memory that this process may still take: of the machine, or of its container."""
+    """Returns the bytes of host memory that this process may still take, by the limits of the machine and of its container."""
     of_machine = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(of_machine["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:  # no container, or one without limits of its own
+    except OSError:  # no container, or no limits of its own
         return free
     return free if limit == "max" else min(free, int(limit) - int(used) + int(stat["inactive_file"]))
 
 
 def tables_device(model: DiffusionModel, layers: Sequence[Layer]) -> torch.device:
-    """Where INT8 layers of a model have their tables: where it computes; of an offloaded one in host memory, if their weights are
-    too large for the GPU as well.
+    """Returns the device for the tables of a model's INT8 layers: the model's device; host memory for an offloaded model whose
+    INT8 weights are too large for the GPU.
 
     Args:
         layers: in INT8.
@@ -190,14 +191,14 @@ def tables_device(model: DiffusionModel, layers: Sequence[Layer]) -> torch.devic
 
 @contextmanager
 def computed_again(module: nn.Module, forward: Interception) -> Iterator[None]:
-    """Around a forward of an offloaded module with gradients of activations: of blocks their inputs are kept alone, and backward
-    passes compute the blocks again, under the same hooks.
+    """Surrounds a forward of an offloaded module that records gradients: blocks keep their inputs alone, and backward passes
+    compute the blocks again under the same hooks.
 
     Args:
         forward: the interception of the forward.
     """
-    # A block that is computed again goes on to its end, where the offloading lets go of its weights.
-    with ExitStack() as stack, set_checkpoint_early_stop(False), _AsTheyLie(module):
+    # A recomputed block must run to its end, where the offloading frees its weights.
+    with ExitStack() as stack, set_checkpoint_early_stop(False), _SharedMemory(module):
         for block in _blocks(module):
             own = block.forward
             block.forward = partial(_checkpointed, block, own, module, forward)
@@ -207,7 +208,7 @@ def computed_again(module: nn.Module, forward: Interception) -> Iterator[None]:
 
 @contextmanager
 def in_backward(module: nn.Module) -> Iterator[None]:
-    """Around backward passes through what was computed under `computed_again`."""
+    """Surrounds backward passes through a forward under `computed_again`."""
     hooks = [hook for _, hook in _hooks(module)]
     before = [(hook.next_group, hook.group.onload_self, hook.group.non_blocking) for hook in hooks]
     for hook in hooks:
@@ -221,7 +222,7 @@ def in_backward(module: nn.Module) -> Iterator[None]:
 
 
 def _hooks(module: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The parts of an offloaded module that bring weights to the device, each with diffusers' hook."""
+    """Returns the parts of an offloaded module that bring weights to the device, each with diffusers' hook."""
     found = []
     for part in module.modules():
         registry = getattr(part, "_diffusers_hook", None)
@@ -231,7 +232,7 @@ def _hooks(module: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The parts of an offloaded module, none within another, that come to the device one after the other."""
+    """Returns the outermost parts of an offloaded module that come to the device one after the other."""
     root = _with_blocks(module)
     found, inside = list[nn.Module](), set[int]()
     for part, _ in _hooks(root):
@@ -244,37 +245,31 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _checkpointed(
     block: nn.Module, own: Callable[..., Any], module: nn.Module, forward: Interception, *args: Any, **named: Any
 ) -> Any:
-    """A block's forward whose activations are not kept.
-
-    Args:
-        own: the block's forward, with the hooks of the offloading; module: that the block is of.
-    """
+    """Runs a block's own forward, which has the hooks of the offloading, without keeping its activations."""
 
     def compute(*args: Any, **named: Any) -> Any:
         before, block.forward = block.forward, own
         try:
-            return block(*args, **named)  # as a module, by whose call interceptions know it
+            return block(*args, **named)  # called as a module, so that interceptions see it
         finally:
             block.forward = before
 
-    contexts = (nullcontext(), _Again(module, forward.restart()))
+    contexts = (nullcontext(), _Recomputation(module, forward.restart()))
     return checkpoint(
         compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts, **named
     )
 
 
-class _Again:
-    """What surrounds a block each time that it is computed again."""
-
+class _Recomputation:
     def __init__(self, module: nn.Module, restart: Callable[[], Interception]) -> None:
         self._module, self._restart, self._stack = module, restart, ExitStack()
 
     def __enter__(self) -> None:
-        # The weights of the block before are free on the host's side, and may still be read on the device: they come by another
-        # stream, to which memory that is free is free at once.
+        # The host has freed the weights of the block before, and the device may still read them. The next weights come by another
+        # stream, which would take the freed memory at once.
         _wait()
         self._stack.enter_context(self._restart())
-        self._stack.enter_context(_AsTheyLie(self._module))
+        self._stack.enter_context(_SharedMemory(self._module))
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
@@ -285,19 +280,16 @@ def _wait() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-class _AsTheyLie(TorchFunctionMode):
-    """Gives functions of torch other tensors in the place of a module's weights, which share their memory: whoever keeps them
-    keeps that memory, where the weights themselves get other memory."""
+class _SharedMemory(TorchFunctionMode):
+    """Passes tensors that share the memory of a module's weights to torch's functions instead of the weights, so that autograd
+    keeps this memory when the weights get other memory."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._buffers = {id(x) for x in module.buffers()}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") not in (
-            "__get__",
-            "__set__",
-        ):  # by which the offloading itself exchanges memory
+        if getattr(func, "__name__", "") not in ("__get__", "__set__"):  # the offloading exchanges memory by these
             args, kwargs = tree_map_only(Tensor, self._alias, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

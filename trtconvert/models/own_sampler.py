@@ -1,4 +1,4 @@
-"""Samplers that users write: what they raise and give is told as theirs."""
+"""Runs samplers that users write, and attributes their errors and results to them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _CALLED_BY_THEM = {
     _PACKAGE / "models/samplers.py",
     _PACKAGE / "attention/schedules.py",
 }
-"""Files of ours whose functions a user's sampler calls: what they raise of its arguments is its own."""
+"""Our files whose functions a user's sampler calls: their errors about arguments are errors of the sampler."""
 
 
 class SamplerError(UserError):
-    """A user's sampler fails, whatever it is asked for."""
+    """A user's sampler fails for any number of steps."""
 
 
 @dataclass(frozen=True)
 class OwnSampler:
-    """A sampler of a user's function.
+    """The sampler of a model that a user's function made.
 
     Attributes:
-        source: `package.module:function`, that made the model.
+        source: the function, `package.module:function`.
         sampler: see `Sampler`.
         inputs: names of the denoiser's inputs; timestep_input: the timestep's.
     """
@@ -54,10 +54,10 @@ class OwnSampler:
         solver: str,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """As `Sampler`, which has no `conditions` for models without them.
+        """Draws samples, see `Sampler`. The user's sampler takes no `conditions` for models without conditions.
 
         Raises:
-            SamplerError: the sampler failed, or what it gives is no image for each seed.
+            SamplerError: the sampler failed, or does not return an image for each seed.
         """
         begin(denoiser)
         given = {} if conditions is None else {"conditions": conditions}
@@ -131,6 +131,6 @@ def _fits(timesteps: int, steps: int) -> bool:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether it was raised below a function of this package that the sampler did not call by itself: a denoiser's."""
+    """Whether an error comes from this package below a function that the sampler did not call itself: from a denoiser."""
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     return any(path.is_relative_to(_PACKAGE) and path not in _CALLED_BY_THEM for path in frames[1:])

@@ -1,4 +1,4 @@
-"""What a denoiser was trained with: its noise levels, how it is told them, and what it predicts."""
+"""The parametrisation of a denoiser: its noise levels, its timestep input, and its prediction."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ Schedule = NoiseSchedule | FlowSchedule | SigmaRange
 SOLVERS = ("ddim", "euler", "heun")
 FLOW, DENOISED, RAW = "flow", "denoised", "raw"
 PREDICTIONS = ("epsilon", "v_prediction", "sample", FLOW, DENOISED, RAW)
-"""What a denoiser may predict: of √ᾱ·x₀ + √(1-ᾱ)·n the noise n, v = √ᾱ·n - √(1-ᾱ)·x₀, or x₀, by diffusers' names; of
-(1-s)·x₀ + s·n the velocity n - x₀; of x₀ + σ·n the image x₀, with preconditioning inside (D of Karras et al. 2022); of
-(x₀ + σ·n) / √(σ² + σ_data²) what is multiplied by c_out and added to c_skip·(x₀ + σ·n) to make D (F there, equation 7)."""
+"""Predictions of a denoiser. Given √ᾱ·x₀ + √(1-ᾱ)·n: the noise n, v = √ᾱ·n - √(1-ᾱ)·x₀, or x₀, by diffusers' names. Given
+(1-s)·x₀ + s·n: the velocity n - x₀. Given x₀ + σ·n: the image x₀, with preconditioning inside (D of Karras et al. 2022). Given
+(x₀ + σ·n) / √(σ² + σ_data²): F there, equation 7, which is multiplied by c_out and added to c_skip·(x₀ + σ·n) to give D."""
 
 TIMESTEP, SIGMA = "timestep", "sigma"
 NOISE_INPUTS = (TIMESTEP, "fraction", SIGMA, "log_sigma", "c_noise")
-"""What a timestep input may hold: t in [0, T), t / T, σ, ln σ, or ln σ / 4 (Karras et al. 2022, table 1)."""
+"""Contents of a timestep input: t in [0, T), t / T, σ, ln σ, or ln σ / 4 (Karras et al. 2022, table 1)."""
 
 
 @dataclass(frozen=True)
 class Parametrisation:
-    """A denoiser's noise levels, how it is told them, and what it predicts. Samplers and `DiffusionModel` read it:
+    """A denoiser's noise levels, its timestep input, and its prediction. Samplers and `DiffusionModel` read it:
 
         DiffusionModel(…, timestep_max=p.timestep_max, sigmas=p.sigmas, signal=p.signal, noise_input=p.noise_input)
 
     Attributes:
         schedule: the noise levels: DDPM's timesteps, flow matching, or a range of σ.
         prediction: one of `PREDICTIONS`.
-        told: what the timestep input holds, one of `NOISE_INPUTS`.
-        factor: by which that is multiplied: 1000 with "c_noise" for consistency models in diffusers.
-        consistency: the network maps any noise level to the image (Song et al. 2023, arXiv 2303.01469): samples are drawn by
-            denoising and adding noise anew, in few steps. Else they follow the probability flow.
-        sigma_data: the standard deviation of images that the network's input is scaled for, in a range of σ: it sees
-            (x₀ + σ·n) / √(σ² + sigma_data²). 1 for a denoiser that scales inside.
+        told: contents of the timestep input, one of `NOISE_INPUTS`.
+        factor: multiplies these contents: 1000 with "c_noise" for consistency models in diffusers.
+        consistency: the network maps any noise level to the image (Song et al. 2023, arXiv 2303.01469): samples are drawn in few
+            steps, by denoising and adding new noise. Otherwise samples follow the probability flow.
+        sigma_data: the standard deviation of images that the network's input is scaled for, in a range of σ: the input is
+            (x₀ + σ·n) / √(σ² + sigma_data²). 1 for a denoiser that scales its input itself.
     Raises:
-        UserError: there is no such prediction or input, or they do not fit together.
+        UserError: there is no such prediction or timestep input, or they do not fit together.
     """
 
     schedule: Schedule
@@ -70,7 +70,7 @@ class Parametrisation:
                     problem,
                     expected=f"one of {', '.join(known)}",
                     got=repr(got),
-                    remedy=did_you_mean(str(got), known, "take what the model was trained with"),
+                    remedy=did_you_mean(str(got), known, "give the value that the model was trained with"),
                 )
         flows, of_sigma = isinstance(self.schedule, FlowSchedule), self.told not in (TIMESTEP, "fraction")
         if flows != (self.prediction == FLOW):
@@ -78,7 +78,7 @@ class Parametrisation:
                 "The noise schedule and the prediction do not fit together.",
                 expected="flow and flow, or another schedule and " + ", ".join(p for p in PREDICTIONS if p != FLOW),
                 got=f"{'flow' if flows else 'another schedule'} and {self.prediction}",
-                remedy="take both from the training of the model",
+                remedy="give the schedule and the prediction of the model's training",
             )
         if (flows and of_sigma) or (isinstance(self.schedule, SigmaRange) and not of_sigma):
             raise UserError(
@@ -89,30 +89,26 @@ class Parametrisation:
                 got=self.told,
                 remedy="fraction is the input from 0 to 1 that flow matching often calls sigma"
                 if flows
-                else "take DDPM's schedule or that of flow matching, where the input holds timesteps",
+                else "give DDPM's schedule, or flow matching's, for an input that holds timesteps",
             )
-
-        self._refuse_unfit_scaling()
-
-    def _refuse_unfit_scaling(self) -> None:
         in_range = isinstance(self.schedule, SigmaRange)
         if self.prediction == RAW and not in_range:
             raise UserError(
                 "The noise schedule and the prediction do not fit together.",
                 expected="a range of σ with the prediction raw, which EDM defines",
                 got="another schedule",
-                remedy="take what the network was trained with: epsilon, v_prediction or sample with DDPM's timesteps",
+                remedy="give the prediction of the model's training: epsilon, v_prediction or sample with DDPM's timesteps",
             )
         if not 0 < self.sigma_data < math.inf or (
             self.sigma_data != 1 and (not in_range or self.prediction == DENOISED)
         ):
             raise UserError(
                 "The denoiser's sigma_data does not fit.",
-                expected="a positive number, with a range of σ and a network whose input is scaled outside of it; 1 else",
+                expected="a positive number, with a range of σ and a network whose input is scaled outside of it; 1 otherwise",
                 got=f"{self.sigma_data!r} with the prediction {self.prediction}",
-                remedy="leave it out: a network that takes x₀ + σ·n, and predicts denoised, scales by itself"
+                remedy="leave it out: a network that takes x₀ + σ·n, and predicts denoised, scales its input itself"
                 if self.prediction == DENOISED
-                else "take the standard deviation of the images that the network was trained on, 0.5 in EDM, or leave it out",
+                else "give the standard deviation of the images in training, 0.5 in EDM, or leave it out",
             )
 
     @property
@@ -122,7 +118,7 @@ class Parametrisation:
 
     @property
     def _range(self) -> SigmaRange | None:
-        """The range of σ, where the input is made of σ; None for timesteps."""
+        """The range of σ for inputs that are functions of σ; None for timesteps."""
         if self.told in (TIMESTEP, "fraction"):
             return None
         if isinstance(self.schedule, SigmaRange):
@@ -157,7 +153,7 @@ class Parametrisation:
         return None if self.sigma_data == 1 else (self.sigmas**2 + self.sigma_data**2).rsqrt()
 
     def input_at(self, sigma: Tensor) -> Tensor:
-        """What the timestep input holds at σ, a scalar tensor. Float64."""
+        """Returns the contents of the timestep input at σ, a scalar tensor. Float64."""
         if self._range is None:
             timestep = self.schedule.timestep(sigma)
             return timestep * (self.factor if self.told == TIMESTEP else self.factor / self.schedule.timesteps)
@@ -166,13 +162,13 @@ class Parametrisation:
         return sigma.double().log() / (4 if self.told == "c_noise" else 1) * self.factor
 
     def signal_at(self, sigma: Tensor) -> Tensor | float:
-        """What the denoiser sees x₀ + σ·n multiplied by."""
+        """Returns the factor of x₀ + σ·n in the denoiser's input."""
         if self.prediction == DENOISED:
             return 1.0
         return 1 / (1 + sigma) if self.prediction == FLOW else (self.sigma_data**2 + sigma**2).rsqrt()
 
     def denoised(self, x: Tensor, sigma: Tensor, out: Tensor) -> Tensor:
-        """x₀ as the denoiser's output says it, of x = x₀ + σ·n."""
+        """Returns x₀, from x = x₀ + σ·n and the denoiser's output."""
         signal, scale = self.signal_at(sigma), self.sigma_data
         match self.prediction:
             case "epsilon":
@@ -186,25 +182,25 @@ class Parametrisation:
         return out
 
     def first(self, sigma: Tensor) -> Tensor:
-        """The standard deviation of a sample at its first noise level: that of noised data of unit variance, as for x_T ~ N(0, I)
-        in DDPM; of noise alone in flow matching; σ in a range of σ (Karras et al. 2022, algorithm 1)."""
+        """Returns the standard deviation of a sample at its first noise level: of noised data of unit variance, as for
+        x_T ~ N(0, I) in DDPM; of noise alone in flow matching; σ in a range of σ (Karras et al. 2022, algorithm 1)."""
         if isinstance(self.schedule, SigmaRange):
             return sigma
         return 1 + sigma if self.prediction == FLOW else (1 + sigma**2).sqrt()
 
     def levels(self, solver: str, steps: int) -> Tensor:
-        """[steps + 1] the σ that a solver visits, falling, with 0 at the end. See `solver_sigmas`.
+        """Returns the σ that a solver visits, falling, with 0 at the end: [steps + 1]. See `solver_sigmas`.
 
-        A consistency model has no solver but its own, "ddim", whose levels are those of Karras et al., even in σ^(1/7), without
-        the last, at which nothing is left to denoise; in a range of σ. Else they are DDIM's.
+        The one solver of a consistency model is "ddim". In a range of σ its levels are those of Karras et al., even in σ^(1/7),
+        without the last; otherwise they are DDIM's.
 
         Raises:
-            UserError: see `solver_sigmas`, or a solver of the probability flow, which a consistency model does without.
+            UserError: see `solver_sigmas`; or the solver is one of the probability flow, for a consistency model.
         """
         if self.consistency and solver != "ddim" and solver in SOLVERS:
             raise UserError(
                 "A consistency model has a sampler of its own.",
-                expected="ddim, which stands for it: it denoises, and adds noise anew",
+                expected="ddim, which stands for this sampler: it denoises, and adds new noise",
                 got=solver,
                 remedy="leave the solver out",
             )
@@ -215,14 +211,16 @@ class Parametrisation:
 
 
 def solver_sigmas(schedule: Schedule, solver: str, steps: int) -> Tensor:
-    """The noise levels that a solver visits, from high to low, the final 0 left out.
+    """Returns the noise levels that a solver visits, from high to low, without the final 0.
 
-    "ddim" takes evenly spaced timesteps that end at the last, noisiest one (diffusers' "trailing", recommended by Lin et al.
-    2024, arXiv 2305.08891, section 3.3); "euler" and "heun" take EDM's levels, limited to those that the model knows. A range of
-    σ has no timesteps, and EDM's levels for all; flow matching has the steps of `flow_noise_fractions` for all.
+    "ddim" visits evenly spaced timesteps that end at the last, noisiest one (diffusers' "trailing", recommended by Lin et al.
+    2024, arXiv 2305.08891, section 3.3); "euler" and "heun" visit EDM's levels, limited to those that the model knows. In a range
+    of σ every solver visits EDM's levels, and in flow matching those of `flow_noise_fractions`.
 
     Returns:
         [steps] float64.
+    Raises:
+        UserError: there is no such solver, or too many steps.
     """
     if solver not in SOLVERS:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A model at the place where it computes: on a GPU in its own type, or on the CPU in FP32."""
+"""Puts a model where it computes: on a GPU in its own type, or on the CPU in FP32."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from trtconvert.diffusion_model import Denoiser, DiffusionModel
 
 ROOM = 1.3
-"""Device memory that is wanted, in terms of the model's weights: activations, and the engine that is compared with the model."""
+"""Device memory for a model in terms of its weights, with activations, and the engine that is compared with it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model computes.
+    """The place of a model's computation.
 
     Attributes:
         device: "cpu" or "cuda".
         dtype: of weights and activations, by torch's name. FP32 on a CPU.
-        reason: why this device, for people.
-        offload: whether weights lie in host memory and come to the GPU block by block, which changes no number.
+        reason: for this device, for people.
+        offload: whether weights stay in host memory and come to the GPU block by block. This changes no result.
     """
 
     device: str
@@ -38,21 +38,21 @@ class Place:
         return self.device == "cuda"
 
     def reads(self) -> dict[str, str]:
-        """What a stage's key reads of the place: devices and types round differently."""
+        """Returns the part of the place that stages' keys hold: devices and types round differently."""
         return {"device": self.device, "precision": self.dtype} if self.on_gpu else {}
 
 
 def placed(model: DiffusionModel, place: Place, notice: Callable[[str], None] = lambda _: None) -> DiffusionModel:
-    """A model whose denoiser computes at a place. On a GPU it is a copy; inputs are cast to its type, outputs are FP32.
+    """Returns a model whose denoiser computes at a place. On a GPU it is a copy; inputs are cast to its type, outputs are FP32.
 
     Modules that diffusers keeps in FP32 (`_keep_in_fp32_modules`) stay in FP32. The sampler and the pipeline's other models
-    compute on the denoiser's device. Where the place says so, the copy lies in host memory and is offloaded, and so are large
-    ones of the other models themselves, see `trtconvert.models.offloading`.
+    compute on the denoiser's device. With `place.offload` the copy stays in host memory and is offloaded, and so are large ones
+    of the other models, see `trtconvert.models.offloading`.
 
     Args:
-        notice: told where host memory is short.
+        notice: gets a message where host memory is short.
     Raises:
-        BackendUnavailable: not even what an offloaded model needs at once fits the GPU.
+        BackendUnavailable: the blocks that an offloaded model needs at once do not fit the GPU.
     """
     if not place.on_gpu:
         return model
@@ -65,7 +65,7 @@ def placed(model: DiffusionModel, place: Place, notice: Callable[[str], None] = 
 
 
 def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[str], None]) -> DiffusionModel:
-    """See `placed`.
+    """Offloads a model, see `placed`.
 
     Args:
         device, dtype: of torch.
@@ -83,7 +83,7 @@ def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[
     if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
         raise BackendUnavailable(
             f"{model.name} does not fit the GPU, even with its weights in host memory",
-            expected=f"{need / 2**30:.1f} GiB free: {ROOM:g} times what its two largest blocks and its other layers take",
+            expected=f"{need / 2**30:.1f} GiB free: {ROOM:g} times its two largest blocks and its other layers",
             got=f"{free / 2**30:.1f} GiB free",
             remedy="end other programs on the GPU, take a larger one, or compute with --device cpu",
         )
@@ -92,7 +92,6 @@ def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[
 
 
 def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtype: str) -> DiffusionModel:
-    """A model with a copy of its denoiser that computes on a device in a type."""
     import torch
 
     from trtconvert.models.denoiser import sampled_from
@@ -105,11 +104,7 @@ def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtyp
 
 
 def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) -> nn.Module:
-    """A copy on a device, in a type.
-
-    Args:
-        pinned: in memory of the host from which a GPU copies at full speed.
-    """
+    """Returns a copy on a device, in a type; a GPU copies from pinned host memory at full speed."""
     import torch
 
     from trtconvert.diffusion_model import copied_with
@@ -123,7 +118,7 @@ def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) ->
 
     def there(name: str, x: Tensor) -> Tensor:
         there = x.to(device, copy=True)
-        if x.is_floating_point():  # there, as torch would widen numbers on the CPU, and then copy more
+        if x.is_floating_point():  # on the device, as the CPU would widen numbers and then copy more
             there = there.to(torch.float32 if kept & {*name.split(".")} else dtype)
         return there.pin_memory() if pinned else there
 
@@ -131,8 +126,6 @@ def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) ->
 
 
 def _casting(names: Sequence[str], floating: set[str], dtype: Any) -> Callable[..., Any]:
-    """A hook that casts a denoiser's inputs to its type, but for timesteps and whole numbers."""
-
     def cast(name: str, x: Any) -> Any:
         return x.to(dtype) if name in floating else x
 
@@ -150,10 +143,10 @@ def _in_float32(_: nn.Module, inputs: Any, output: Any) -> Tensor:
 
 
 def denoiser_in_float32(model: DiffusionModel) -> Denoiser | None:
-    """The denoiser in FP32 on the current GPU, to tell what its own type loses; None where it does not fit there.
+    """Returns the denoiser in FP32 on the current GPU, to measure the error of its own type; None where it does not fit.
 
     Args:
-        model: not placed.
+        model: as loaded, not a copy of `placed`.
     """
     import torch
 
@@ -167,7 +160,7 @@ def denoiser_in_float32(model: DiffusionModel) -> Denoiser | None:
 
 
 def empty_gpu(model: DiffusionModel) -> None:
-    """Give back the device memory that a placed copy of a model took, and move the pipeline's other models to the CPU."""
+    """Frees the device memory of a placed copy of a model, and moves the pipeline's other models to the CPU."""
     import gc
 
     import torch
@@ -180,5 +173,5 @@ def empty_gpu(model: DiffusionModel) -> None:
             move(part, "cpu")
     gc.collect()
     torch.cuda.empty_cache()
-    if hasattr(torch.accelerator, "empty_host_cache"):  # older ones keep pinned memory until the process ends
+    if hasattr(torch.accelerator, "empty_host_cache"):  # older torch keeps pinned memory until the process ends
         torch.accelerator.empty_host_cache()

@@ -1,4 +1,4 @@
-"""The choice where the main job computes: on a GPU in the model's own type, or on the CPU in FP32."""
+"""Chooses where the main job computes: on a GPU in the model's own type, or on the CPU in FP32."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from trtconvert.progress import Reporter
 from trtconvert.recipe import ComputeSection, ModelSection
 
 OLDEST = 80
-"""Architecture from which on the kernels run."""
+"""Oldest architecture that the kernels support."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".gguf", ".pt", ".onnx")
 
 
 def choose_place(section: ComputeSection, model: ModelSection) -> Place:
-    """The device and the type that a recipe's `compute` section asks for; `auto` takes the GPU where the model fits, as a whole
-    or with its weights in host memory.
+    """Chooses the device and the type by a recipe's `compute` section. `auto` chooses the GPU if the model fits, as a whole or
+    with its weights in host memory.
 
     Args:
-        model: of the recipe, its dtype settled.
+        model: of the recipe, without `auto` as dtype.
     Raises:
-        UserError: offloading is asked for, and the CPU.
-        BackendUnavailable: `cuda` or offloading is asked for, and there is no GPU that the kernels run on, or a package that
-            offloads is not installed.
+        UserError: the section asks for offloading and for the CPU.
+        BackendUnavailable: the section asks for `cuda` or offloading, and there is no GPU that the kernels support, or a package
+            for offloading is not installed.
     """
     dtype = model.dtype if section.precision == "model" else section.precision
     asked = section.offload == "on"
     if section.device == "cpu":
         if asked:
             raise UserError(
-                "weights are offloaded from a GPU, and the model computes on the CPU",
+                "weights can be offloaded from a GPU alone, and the model computes on the CPU",
                 expected="--offload, or compute.offload: on, with a GPU",
                 got="device cpu",
                 remedy="leave the device out, or leave --offload out",
@@ -50,7 +50,7 @@ def choose_place(section: ComputeSection, model: ModelSection) -> Place:
             expected="an NVIDIA GPU of compute capability 8.0 or newer, a torch that sees it, and libtrtconvert.so"
             + (", and the packages diffusers and accelerate" if asked else ""),
             got=problem,
-            remedy="install what is missing" + (", leave --offload out," if asked else ",") + " or take --device cpu",
+            remedy="install what is missing" + (", leave --offload out," if asked else ",") + " or use --device cpu",
         )
     if problem:
         return Place("cpu", "float32", problem)
@@ -70,7 +70,7 @@ def choose_place(section: ComputeSection, model: ModelSection) -> Place:
 
 
 def tell_place(place: Place, who: str, report: Reporter) -> None:
-    """Say where something computes, and why, where there is a GPU to choose.
+    """Reports where something computes, and why, if there is a GPU to choose.
 
     Args:
         who: subject and verb, such as "the model computes".
@@ -80,13 +80,13 @@ def tell_place(place: Place, who: str, report: Reporter) -> None:
 
 
 def offloading_problem() -> str:
-    """Why weights cannot be offloaded; empty where they can. The libraries are not imported."""
+    """Returns the reason why weights cannot be offloaded; "" if they can. The libraries are not imported."""
     missing = [name for name in ("diffusers", "accelerate") if importlib.util.find_spec(name) is None]
     return f"no {' and no '.join(missing)}" if missing else ""
 
 
 def _gpu_problem() -> str:
-    """Why no GPU can compute; empty where one can. Without a GPU, torch is not imported."""
+    """Returns the reason why no GPU can compute; "" if one can. Does not import torch without a GPU."""
     architecture = tensorrt.device_architecture()
     if architecture is None:
         return "no NVIDIA GPU"
@@ -98,11 +98,7 @@ def _gpu_problem() -> str:
 
 
 def _memory_problem(size: int, what: str) -> str:
-    """Why so many bytes of weights do not fit the GPU; empty where they do.
-
-    Args:
-        what: subject and verb.
-    """
+    """Returns the reason why so many bytes of weights do not fit the GPU; "" if they do. what: subject and verb."""
     import torch
 
     free, _ = torch.cuda.mem_get_info()
@@ -115,7 +111,6 @@ def _memory_problem(size: int, what: str) -> str:
 
 
 def _weight_bytes(weights: Path | None) -> int:
-    """Bytes of the files of weights; 0 for models that an entry point makes."""
     if weights is None:
         return 0
     if weights.is_file():
@@ -124,8 +119,8 @@ def _weight_bytes(weights: Path | None) -> int:
 
 
 def _block_bytes(weights: Path | None) -> int:
-    """Bytes that the weights of a denoiser take on the GPU at once where they are offloaded, as far as files in safetensors tell
-    it: no more is known before the model is loaded."""
+    """Returns the bytes of an offloaded denoiser's weights that are on the GPU at once. Only files in safetensors are counted, as
+    nothing more is known before the model is loaded."""
     if weights is None:
         return 0
     if weights.is_file():
@@ -139,7 +134,7 @@ def _block_bytes(weights: Path | None) -> int:
         try:
             places = {name: entry["data_offsets"] for name, entry in safetensors_header(file).items() if name[0] != "_"}
             sizes = {name: int(end) - int(start) for name, (start, end) in places.items()}
-        except (OSError, ValueError, KeyError, IndexError, TypeError):  # whoever loads the model says what is wrong
+        except (OSError, ValueError, KeyError, IndexError, TypeError):  # loading the model raises the error
             continue
         for name, size in sizes.items():
             block = _BLOCK.match(name)
@@ -148,4 +143,4 @@ def _block_bytes(weights: Path | None) -> int:
 
 
 _BLOCK = re.compile(r"(?:[^.]*[^.\d][^.]*\.)+\d+\.")
-"""In names of weights, what is before them in their block: up to the first number."""
+"""The name of a weight's block: the weight's name up to the first number."""

@@ -1,8 +1,9 @@
-"""What a pipeline does with a stand-in for its denoiser: nothing is denoised, and next to nothing computed."""
+"""Runs a pipeline with a stand-in for its denoiser, which computes next to nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ def first_inputs(
     sizes: Mapping[str, int],
     captions: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """What a converted denoiser is given by the pipeline's first call of it.
+    """Returns the inputs of the pipeline's first call of a converted denoiser.
 
     Raises:
-        UserError: see `PipelineCaller.until_called`; or the pipeline wants of its model what a converted one does not have.
+        UserError: see `PipelineCaller.until_called`; or the pipeline uses a part of its model that a converted model lacks.
     """
 
     def stop(**named: Tensor) -> Tensor:
@@ -35,45 +36,61 @@ def first_inputs(
         return caller.until_called(seeds, sizes, captions)
 
 
-def first_timesteps(
+@dataclass(frozen=True)
+class FirstStep:
+    """The calls of the denoiser in a pipeline's first step.
+
+    Attributes:
+        shapes: of the inputs of each call.
+        timesteps: the first two timesteps; one timestep where the pipeline passes no other.
+    """
+
+    shapes: list[dict[str, tuple[int, ...]]]
+    timesteps: list[float]
+
+
+def first_step(
     caller: PipelineCaller,
     record: DiffusersRecord,
     timestep: str,
     sizes: Mapping[str, int],
     prediction: Sequence[int | str],
-) -> list[float]:
-    """The first two timesteps that the pipeline gives its denoiser, in order; one where it has no other.
+    captions: Sequence[str] | None = None,
+) -> FirstStep:
+    """Runs the pipeline, for one sample or for these captions, until the timestep changes.
 
     Args:
-        prediction: symbolic shape of what the denoiser gives.
+        prediction: symbolic shape of the denoiser's output.
     Raises:
         UserError: see `first_inputs`.
     """
-    seen: list[float] = []
-    zeros = no_noise(timestep, prediction)
+    step, zeros = FirstStep([], []), no_noise(timestep, prediction)
 
-    def seeing(**named: Tensor) -> Tensor:
+    def watched(**named: Tensor) -> Tensor:
         at = float(named[timestep].flatten()[0])
-        if seen and at != seen[0]:
-            raise Called({"timestep": at})
-        seen[:] = [at]
+        if not step.timesteps:
+            step.timesteps.append(at)
+        elif at != step.timesteps[0]:
+            step.timesteps.append(at)
+            raise Called({})
+        step.shapes.append({name: tuple(x.shape) for name, x in named.items()})
         return zeros(**named)
 
-    with caller.denoising_with(stand_in(seeing, record, timestep)):
+    with caller.denoising_with(stand_in(watched, record, timestep)):
         try:
-            second = caller.until_called([0], sizes)["timestep"]
+            caller.until_called([0] * len(captions or [""]), sizes, captions)
         except UserError:
-            if not seen:  # else it has drawn to its end
+            if not step.timesteps:  # a pipeline of one timestep runs to its end
                 raise
-            return seen
-    return [*seen, second]
+    return step
 
 
 def no_noise(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Tensor]:
-    """A denoiser that costs nothing, and finds no noise in anything.
+    """Returns a denoiser that predicts zeros.
 
     Args:
-        timestep: name of this input; prediction: see `first_timesteps`.
+        timestep: name of this input.
+        prediction: symbolic shape of the output.
     """
 
     def zeros(**named: Tensor) -> Tensor:
@@ -84,5 +101,5 @@ def no_noise(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Te
 
 
 def stand_in(denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep: str) -> DiffusersDenoiser:
-    """A function of named tensors in the place of the denoiser."""
+    """Wraps a function of named tensors as a pipeline's denoiser."""
     return DiffusersDenoiser(denoiser, record, timestep, dtype=torch.float32, device=torch.device("cpu"))

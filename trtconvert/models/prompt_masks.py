@@ -1,12 +1,12 @@
-"""Forwards of diffusers' transformers that cut each prompt to its length, with that length as data.
+"""Forwards of diffusers' transformers that treat the length of each prompt as data.
 
-The models' own read how long each prompt is, and put tokens, positions and masks together sample by sample. An exported graph
-cannot. Attention does not depend on the order of its tokens, as long as rotations and masks go with them, and rotations by
-positions count only as differences (Su et al. 2021, RoFormer, arXiv:2104.09864, equation 16). So the tokens of a prompt lie at
-the end of the place that there is for prompts, right ahead of the image's positions: then all samples have the same positions,
-whatever the length of their prompts, and a mask leaves out the place that a prompt does not fill.
+The models' own forwards read the length of each prompt and build tokens, positions and masks sample by sample, which an exported
+graph cannot do. Attention does not depend on the order of its tokens if rotations and masks go with them, and rotations depend on
+differences of positions alone (Su et al. 2021, RoFormer, arXiv:2104.09864, equation 16). Therefore the tokens of a prompt are put
+at the end of the space for prompts, right before the positions of the image: all samples then have the same positions, whatever
+the length of their prompts, and a mask hides the rest of the space.
 
-Each is found by the class of its model, and gives what that gives, up to the order of sums.
+Each forward is found by the class of its model, and computes the same up to the order of sums.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from trtconvert.errors import UserError
 
 _MULTIPLE = 32
-"""Tokens to whose multiples Z-Image fills up images and prompts."""
+"""Z-Image pads images and prompts to multiples of this number of tokens."""
 
 
 def mask_prompts(model: nn.Module) -> None:
-    """Put the forward into the model in the place of its own, where there is one for its class."""
+    """Replaces the model's forward if there is one for its class here."""
     name = type(model).__name__
     if (forward := _OF_TENSORS.get(name) or _OF_LISTS.get(name)) is not None:
         model.forward = MethodType(forward, model)
 
 
 def takes_rows(model: nn.Module) -> bool:
-    """Whether the model takes lists with an entry for each sample, and `mask_prompts` gives it a forward that takes them as
-    tensors: samples [B, …], and prompts as `PaddedRows`."""
+    """Whether the model takes lists with an entry for each sample, and `mask_prompts` gives it a forward for tensors: samples
+    [B, …], and prompts as `PaddedRows`."""
     return type(model).__name__ in _OF_LISTS
 
 
@@ -51,14 +51,13 @@ def _z_image(
     f_patch_size: int = 1,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """ZImageTransformer2DModel, which takes lists; lists are left to its own forward.
+    """Replaces the forward of ZImageTransformer2DModel, which takes lists. Calls with lists go to the model's own forward.
 
-    Tokens are those of the image, filled up to a multiple of 32 by learned ones, and those of the prompt, filled up likewise.
-    The image lies behind the prompt on the first axis of positions, and what fills it up at 0 on all of them.
-
+    The tokens of the image, and those of the prompt, are padded to a multiple of 32 by learned tokens. The image follows the
+    prompt on the first axis of positions; the padding of the image is at position 0 on all axes.
     Args:
         x: [B, C, F, H, W]; t: [B], 0 for noise and 1 for images; cap_feats: rows [B, T, D] with their mask.
-        controlnet_block_samples: by layer, what a ControlNet adds behind it, [B, tokens, D], the prompt's behind the image's.
+        controlnet_block_samples: by layer, the ControlNet's addition to its output, [B, tokens, D], first the image's tokens.
     Returns:
         [B, C, F, H, W].
     """
@@ -122,11 +121,12 @@ def _lumina_2(
     attention_kwargs: dict[str, Any] | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """Lumina2Transformer2DModel, which puts the tokens of each image right behind those of its prompt, in its positions too.
+    """Replaces the forward of Lumina2Transformer2DModel, which puts an image's tokens right after those of its prompt, in
+    positions too.
 
     Args:
         hidden_states: [B, C, H, W]; timestep: [B]; encoder_hidden_states: [B, L, D].
-        encoder_attention_mask: [B, L], not zero for tokens of the prompt, which are the first.
+        encoder_attention_mask: [B, L], nonzero for tokens of the prompt, which come first.
     Returns:
         [B, C, H, W].
     """
@@ -169,15 +169,15 @@ def _hunyuan_image(
     attention_kwargs: dict[str, Any] | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """HunyuanImageTransformer2DModel, which sorts the tokens of both text encoders by whether they are of the prompt. They have
-    no positions, so that any order gives the same.
+    """Replaces the forward of HunyuanImageTransformer2DModel, which sorts the tokens of both text encoders into tokens of the
+    prompt and padding. They have no positions, so that their order does not matter.
 
     Args:
         hidden_states: [B, C, H, W] or [B, C, F, H, W]; timestep, timestep_r, guidance: [B].
-        encoder_hidden_states: [B, L, D], and encoder_hidden_states_2: [B, M, E], with their masks, not zero for tokens of the
+        encoder_hidden_states: [B, L, D], and encoder_hidden_states_2: [B, M, E], with their masks, nonzero for tokens of the
             prompt.
     Returns:
-        What `hidden_states` has the shape of.
+        The shape of `hidden_states`.
     """
     _refuse_further(self, {"attention_kwargs": attention_kwargs})
     of_prompt = encoder_attention_mask.bool()
@@ -197,7 +197,7 @@ def _hunyuan_image(
         image, text = block(image, text, steps, attention_mask=kept, image_rotary_emb=rotations)
     predicted = self.proj_out(self.norm_out(image, steps))
     channels = self.config.out_channels
-    # Its patches hold all of a channel side by side, unlike those of the others.
+    # The patches of this model are channels-first.
     predicted = predicted.unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
     return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
 
@@ -215,12 +215,13 @@ def _hunyuan_video_15(
     attention_kwargs: dict[str, Any] | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """HunyuanVideo15Transformer3DModel, which sorts the tokens of both text encoders and of an image by whether they are given.
-    They have no positions, so that any order gives the same. Embeddings of an image that are zeros in all samples are none.
+    """Replaces the forward of HunyuanVideo15Transformer3DModel, which sorts the tokens of both text encoders and of an image into
+    given tokens and padding. They have no positions, so that their order does not matter. An image's embeddings that are zero in
+    all samples count as absent.
 
     Args:
         hidden_states: [B, C, F, H, W]; timestep, timestep_r: [B].
-        encoder_hidden_states: [B, L, D], and encoder_hidden_states_2: [B, M, E], with their masks, not zero for tokens of the
+        encoder_hidden_states: [B, L, D], and encoder_hidden_states_2: [B, M, E], with their masks, nonzero for tokens of the
             prompt.
         image_embeds: [B, I, V].
     Returns:
@@ -234,7 +235,7 @@ def _hunyuan_video_15(
 
     rotations = self.rope(hidden_states)
     steps = self.time_embed(timestep, timestep_r=timestep_r)
-    # Without an image these tokens are masked: what they hold does not matter.
+    # Without an image these tokens are masked, whatever their values.
     parts = (
         self.image_embedder(image_embeds),
         self.context_embedder_2(encoder_hidden_states_2),
@@ -249,7 +250,7 @@ def _hunyuan_video_15(
         video, text = block(video, text, steps, kept, rotations)
     predicted = self.proj_out(self.norm_out(video, steps))
     channels = self.config.out_channels
-    # Its patches hold all of a channel side by side, as those of HunyuanImage.
+    # The patches of this model are channels-first, as in HunyuanImage.
     predicted = predicted.unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
     return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
 
@@ -263,11 +264,11 @@ _OF_TENSORS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-# Their parts ---------------------------------------------------------------------------------------------------------
+# Parts of the forwards -----------------------------------------------------------------------------------------------
 
 
 def _patches(x: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:
-    """[B, C, …sizes] → [B, tokens, patch · C], tokens in the order of the grid's axes."""
+    """Patchifies: [B, C, …sizes] → [B, tokens, patch · C], tokens in the order of the grid's axes."""
     batch, channels = x.shape[:2]
     axes = len(grid)
     split = x.reshape(batch, channels, *(n for pair in zip(grid, patch, strict=True) for n in pair))
@@ -276,7 +277,7 @@ def _patches(x: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:
 
 
 def _unpatched(tokens: Tensor, grid: Sequence[int], patch: Sequence[int], channels: int) -> Tensor:
-    """What `_patches` makes tokens of."""
+    """Unpatchifies: the inverse of `_patches`."""
     axes = len(grid)
     split = tokens.reshape(tokens.shape[0], *grid, *patch, channels)
     order = (axis for pair in zip(range(1, 1 + axes), range(1 + axes, 1 + 2 * axes), strict=True) for axis in pair)
@@ -289,9 +290,9 @@ def _up_to_multiple(count: Any) -> Any:
 
 
 def _filled_up(rows: Tensor, by: Tensor) -> Tensor:
-    """[B, N, …] with a row behind it, [B or 1, …], as often as is lacking to a multiple of 32.
+    """Pads [B, N, …] with copies of a row [B or 1, …] to a multiple of 32 rows.
 
-    It is there once and taken as often: torch.export would fix whether a number of rows to add is none.
+    The row is appended once and gathered: torch.export would fix whether the number of rows to append is zero.
     """
     with_one = torch.cat([rows, by.to(rows)[:, None].expand(rows.shape[0], -1, *rows.shape[2:])], dim=1)
     places = torch.arange(_up_to_multiple(rows.shape[1]), device=rows.device)
@@ -299,29 +300,29 @@ def _filled_up(rows: Tensor, by: Tensor) -> Tensor:
 
 
 def _at_the_end(rows: Tensor, lengths: Tensor, space: Any) -> tuple[Tensor, Tensor]:
-    """The first rows of each sample at the end of a space.
+    """Puts the first rows [B, N, D] of each sample, as many as lengths [B] has, at the end of a space.
 
-    Args:
-        rows: [B, N, D]; lengths: [B], of the rows that end with the space; space: number of rows of the result.
     Returns:
-        [B, space, D], and which of a sample's rows each is, [B, space], below 0 ahead of the first. Where there is no such row
-        the result holds another.
+        [B, space, D], and the index of each of its rows among the sample's rows, [B, space], negative before the first. Rows of a
+        negative index hold any other row.
     """
     batch, count = rows.shape[:2]
     place = torch.arange(space, device=rows.device) - space + lengths[:, None]
     of_all = place.clamp(0, count - 1) + count * torch.arange(batch, device=rows.device)[:, None]
-    return F.embedding(of_all, rows.flatten(0, 1)), place  # which exporters make a plain Gather of
+    return F.embedding(of_all, rows.flatten(0, 1)), place  # exporters turn this into a plain Gather
 
 
 def _turns(
     model: nn.Module, tables: Sequence[Tensor], *, first: int, space: Any, grid: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the tokens of prompts, which lie on the first axis of positions alone, and of the image behind them.
+    """Returns cosines and sines for the tokens of prompts, which vary on the first axis of positions alone, and for those of the
+    image after them.
 
     Args:
-        tables: by axis, [positions, pairs of channels, 2]; first: position of the first of the prompts' places, space: of which
-            there are so many.
-        grid: how many tokens the image has on each axis.
+        tables: by axis, [positions, pairs of channels, 2].
+        first: position of the first place for prompts.
+        space: number of places for prompts.
+        grid: number of the image's tokens on each axis.
     Returns:
         [1, space, pairs of channels of all axes, 2], and [1, tokens, pairs, 2].
     """
@@ -341,41 +342,31 @@ def _turns(
 
 
 def _as_complex(text: Tensor, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotations of the tokens of prompts, of images, and of images with prompts behind them."""
     text, image = (torch.view_as_complex(x.contiguous()) for x in (text, image))
     return text, image, torch.cat([image, text], dim=1)
 
 
 def _refuse_beyond(model: nn.Module, tables: Sequence[Tensor], largest: Sequence[Any]) -> None:
-    """An engine would read beyond its tables, where torch raises an error. Sizes that torch.export knows as symbols pass.
-
-    Args:
-        largest: positions, by axis.
-    Raises:
-        UserError: one of the tables is shorter.
-    """
+    """Checks positions against the tables: an engine would read beyond a table, where torch raises an error. Sizes that are
+    symbols in torch.export pass."""
     if any(isinstance(place, int) and place >= len(table) for place, table in zip(largest, tables, strict=True)):
         raise UserError(
             f"{type(model).__name__} has no positions for so many tokens",
-            expected=f"the largest position below {', '.join(str(len(table)) for table in tables)}, the first for prompts, the "
-            "others for rows and columns of patches",
+            expected=f"largest positions below {', '.join(str(len(table)) for table in tables)}: of prompts, then of rows and "
+            "columns of patches",
             got=", ".join(map(str, largest)),
             remedy="give smaller numbers as model.options.tokens, height or width, whichever is too large",
         )
 
 
 def _refuse_further(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UserError: one of the arguments is given, which the forwards here do not heed.
-    """
     if given := [name for name, value in arguments.items() if value is not None and value != {}]:
         raise UserError(
             f"{type(model).__name__} is converted without '{given[0]}'",
             expected="a call with its samples, timesteps and prompts alone",
             got=", ".join(given),
-            remedy="call the pipeline without what sets it, in model.options.call; LoRAs go into the recipe's section loras, and "
-            "further images are left to the pipeline's own model",
+            remedy="call the pipeline without the setting in model.options.call that gives it; LoRAs go into the section "
+            "loras of the recipe, and further images are left to the pipeline's own model",
         )
 
 

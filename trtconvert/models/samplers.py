@@ -1,9 +1,9 @@
-"""Deterministic samplers: one probability-flow ODE solver, three ways to step through it; and consistency models' own.
+"""Deterministic samplers: three solvers of one probability-flow ODE, and the sampler of consistency models.
 
-A sampler takes any callable as its denoiser (a torch module, an ONNX Runtime session, an engine), so that what is compared
-differs in the denoiser alone. The ODE is dx/dσ = (x - D(x, σ))/σ with x = x₀ + σ·n (Karras et al. 2022, arXiv 2206.00364,
-equation 1 with σ(t) = t), where D is the denoised image. DDIM with η = 0 is Euler's method on it (Song et al. 2021, arXiv
-2010.02502, equation 13).
+A sampler takes any callable as its denoiser (a torch module, an ONNX Runtime session, an engine), so that comparisons differ in
+the denoiser alone. The ODE is dx/dσ = (x - D(x, σ))/σ with x = x₀ + σ·n (Karras et al. 2022, arXiv 2206.00364, equation 1 with
+σ(t) = t), where D is the denoised image. DDIM with η = 0 is Euler's method on it (Song et al. 2021, arXiv 2010.02502, equation
+13).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Denoiser = Callable[..., Tensor]
 """denoiser(x [B, C, H, W], timestep [B] FP32, **conditions [B, …]) → prediction [B, C, H, W]."""
 
 Fresh = Callable[[int], Tensor]
-"""Standard normal noise to add at a step from 1 up, of the shape of the first noise. A sample's follows from its own seed."""
+"""Maps a step from 1 up to standard normal noise of the initial noise's shape; each sample's noise depends on its seed alone."""
 
 
 @dataclass(frozen=True)
 class DenoiserCall:
-    """One call of the denoiser, as it was made: with guidance, the unconditional half of the batch comes first."""
+    """One call of the denoiser. With guidance the unconditional half of the batch comes first."""
 
     index: int
     x: Tensor
@@ -40,12 +40,13 @@ class DenoiserCall:
 
 
 def initial_noise(indices: Sequence[int], shape: Sequence[int], seed: int = 0) -> Tensor:
-    """Standard normal noise for the samples of these numbers: a sample's noise depends on (seed, its number) alone.
+    """Returns standard normal noise for samples: a sample's noise depends on (seed, index) alone.
 
     Args:
+        indices: of the samples.
         shape: of one sample, [C, H, W].
     Returns:
-        [len(indices), C, H, W] FP32 on the CPU, to be moved where it is needed, so that every device starts alike.
+        [len(indices), C, H, W] FP32. It is drawn on the CPU, so that it is the same for every device.
     """
 
     def one(index: int) -> Tensor:
@@ -58,10 +59,10 @@ def initial_noise(indices: Sequence[int], shape: Sequence[int], seed: int = 0) -
 
 
 def class_labels(captions: Sequence[str], classes: Sequence[str], expected: str) -> dict[str, Tensor]:
-    """A model's condition of captions that name its classes; an empty caption is the label after the last, which stands for none.
+    """Turns captions that name classes into a model's condition; an empty caption gets the label after the last class.
 
     Args:
-        expected: what captions are, in words.
+        expected: the valid captions, in words.
     Raises:
         ValueError: another caption.
     """
@@ -72,13 +73,13 @@ def class_labels(captions: Sequence[str], classes: Sequence[str], expected: str)
 
 
 def solve_ode(denoised: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, second_order: bool) -> Tensor:
-    """Follows the probability flow from the first noise level to the last.
+    """Integrates the probability flow from the first noise level to the last.
 
     Args:
         denoised: D(x, σ), σ a scalar tensor.
         x: x₀ + σ₀·n, any shape.
         sigmas: [S], falling; only the last may be 0.
-        second_order: Heun's correction after each step, but for a step to σ = 0, where the slope is not defined.
+        second_order: apply Heun's correction after each step but one to σ = 0, where the slope is not defined.
     Source: Karras et al. 2022, algorithm 1.
     """
     for sigma, target in zip(sigmas[:-1], sigmas[1:], strict=True):
@@ -94,12 +95,13 @@ def solve_ode(denoised: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: T
 def solve_consistency(
     denoised: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, fresh: Fresh, least: float
 ) -> Tensor:
-    """Denoises at each noise level, and adds noise anew up to the next one.
+    """Denoises at each noise level, and adds new noise up to the next one.
 
     Args:
         denoised: D(x, σ), σ a scalar tensor.
         x: x₀ + σ₀·n, any shape.
-        sigmas: [S], falling, the last 0. least: the noise that denoised images are of, ε in the paper.
+        sigmas: [S], falling, the last 0.
+        least: noise level of denoised images, ε in the paper.
     Source: Song et al. 2023 (arXiv 2303.01469), algorithm 1.
     """
     for step, sigma in enumerate(sigmas[:-1]):
@@ -115,16 +117,17 @@ def draw(
     solver: str,
     fresh: Fresh | None,
 ) -> Tensor:
-    """Samples in the denoiser's own range, float64.
+    """Returns samples in the denoiser's range, float64.
 
     Args:
-        predict: (the denoiser's first input, its timestep input [B] FP32) to its prediction. Both come in the type and on the
+        predict: maps the denoiser's first input and its timestep input [B] FP32 to the prediction. Both have the type and the
             device of the noise.
         noise: [B, …] standard normal.
-        levels: see `Parametrisation.levels`; solver: that they are of.
+        levels: see `Parametrisation.levels`.
+        solver: of the levels.
         fresh: for consistency models in several steps.
     Raises:
-        UserError: there is no noise to add.
+        UserError: `fresh` is missing.
     """
 
     def denoised(x: Tensor, sigma: Tensor) -> Tensor:
@@ -138,7 +141,7 @@ def draw(
     if fresh is None and len(levels) > 2:
         raise UserError(
             "A consistency model adds noise in each step but the first.",
-            expected="`fresh`, which gives it, where it takes several steps",
+            expected="the argument `fresh`, which returns this noise",
             got=f"none, in {len(levels) - 1} steps",
             remedy="pass fresh=lambda step: initial_noise(seeds, shape, seed=step), or take 1 step",
         )
@@ -162,31 +165,32 @@ def sample(
     on_call: Callable[[DenoiserCall], None] | None = None,
     fresh: Fresh | None = None,
 ) -> Tensor:
-    """Images from noise.
+    """Draws images from noise.
 
     Args:
-        denoiser: see `Denoiser`. It is called `steps` times, 2·steps - 1 times by "heun". One that applies guidance inside is
-            given both halves of the conditions and the scale, and gives one prediction.
+        denoiser: see `Denoiser`. It is called `steps` times, 2·steps - 1 times by "heun". A denoiser that applies guidance itself
+            gets both halves of the conditions and the scale, and returns one prediction.
         noise: [B, C, H, W] standard normal, see `initial_noise`. Its type is that of the denoiser's input; the state between
-            calls is float64. Both are on the denoiser's device where it has a `device`, else on the noise's.
-        schedule: the noise that the denoiser was trained with, and, in a `Parametrisation`, what it predicts and how it is told
-            the noise.
-        prediction: what it predicts, one of `PREDICTIONS`, of a schedule alone.
+            calls is float64. Both are on the denoiser's `device` where it has one, else on the noise's device.
+        schedule: the noise levels of the denoiser's training; a `Parametrisation` also has the prediction and the timestep input.
+        prediction: one of `PREDICTIONS`, for a schedule that is not a `Parametrisation`.
         solver: "ddim", "euler" or "heun", see `solver_sigmas`.
         conditions: passed to the denoiser by name, each [B, …].
-        null_conditions: the same names for no condition; needed when `guidance` is not 1, or the denoiser applies it.
+        null_conditions: the same names for the empty condition; needed when `guidance` is not 1, or the denoiser applies it.
         guidance: w in p(∅) + w·(p(c) - p(∅)), classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598, with
-            diffusers' weight: 1 is no guidance). Both predictions come from one call with a batch of 2·B, or their sum
-            from the denoiser.
-        on_call: sees every call of the denoiser, in order.
+            diffusers' weight: 1 is no guidance). Both predictions come from one call with a batch of 2·B, or the denoiser returns
+            their sum.
+        on_call: gets every call of the denoiser, in order.
         fresh: for consistency models in several steps, see `Fresh`.
     Returns:
-        [B, C, H, W] FP32 in [0, 1], for models of images in [-1, 1], on the device that the noise came from.
+        [B, C, H, W] FP32 in [0, 1] on the noise's device, for models of images in [-1, 1].
+    Raises:
+        UserError: an argument does not fit the others.
     """
     if isinstance(schedule, Parametrisation) and prediction not in (None, schedule.prediction):
         raise UserError(
-            "The prediction is said twice.",
-            expected=f"{schedule.prediction}, as the parametrisation has it",
+            "The prediction is given twice.",
+            expected=f"{schedule.prediction}, as in the parametrisation",
             got=repr(prediction),
             remedy="leave prediction out",
         )
@@ -195,10 +199,10 @@ def sample(
         guidance = float(guidance)
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            "There is no such guidance.",
-            expected="a number, for all samples",
+            "The guidance is not a number.",
+            expected="one number for all samples",
             got=repr(guidance),
-            remedy="give one; a denoiser that applies guidance inside takes one for each sample as its own input",
+            remedy="give one number; a denoiser that applies guidance itself takes one for each sample as its own input",
         ) from None
     home, device = noise.device, getattr(denoiser, "device", None)
     if isinstance(device, torch.device):
@@ -244,9 +248,10 @@ def sample(
 
 
 def followed(denoiser: Denoiser, parametrisation: Parametrisation, levels: Tensor, solver: str) -> Denoiser:
-    """A denoiser that is told the timestep inputs of a trajectory, see `follow`; unchanged where the solver makes no such one.
+    """Returns the denoiser with the timestep inputs of the trajectory, see `follow`.
 
-    Heun calls its denoiser twice a step. Consistency models add new noise between steps.
+    With Heun, which calls the denoiser twice a step, and with consistency models, which add noise between steps, the denoiser is
+    returned unchanged.
     """
     if solver == "heun" or parametrisation.consistency:
         return denoiser

@@ -1,4 +1,4 @@
-"""The folder that a pipeline's `save_pretrained` leaves, looked at without loading it."""
+"""Reads the folder that a pipeline's `save_pretrained` wrote, without loading the pipeline."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trtconvert.recipe import ONNX, ModelSection
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
 _OF_MODELS = {"generation_config.json"}
-"""What models have beside their own configuration; tokenizers, schedulers and processors each have one of another name."""
+"""Further configurations of models. Tokenizers, schedulers and processors have configurations of other names."""
 
 INDEX = "model_index.json"
 
 DENOISERS = ("transformer", "unet")
-"""Where pipelines keep what denoises, unless the recipe says otherwise."""
+"""Names of the component that denoises, unless the recipe names another."""
 
 _STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"} | {name: name for name in ("bfloat16", "float16")}
 
 
 def is_saved_pipeline(folder: Path) -> bool:
-    """Whether a whole pipeline was saved there."""
+    """Whether the folder has the index of a whole pipeline."""
     return (folder / INDEX).is_file()
 
 
 def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
-    """The folder that says what a pipeline is made of: that of the weights themselves, or, of a file of weights, `config`, or
-    the folder that the file lies in, as published ones do. None where there is none."""
+    """Returns the folder that describes a pipeline: the weights' folder; for a file of weights, `config`, or the file's folder,
+    which may be a published pipeline's. None if there is no such folder."""
     near = weights if weights.is_dir() else config or weights.parent
     return near if is_saved_pipeline(near) else None
 
@@ -39,35 +39,48 @@ def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
 def refuse_unfit_config(weights: Path, config: Path | None) -> None:
     """
     Args:
-        weights: a file of weights, or something else, which is fine here; config: see `pipeline_folder`.
+        weights: a file of weights; anything else passes.
+        config: see `pipeline_folder`.
     Raises:
-        UserError: the configuration beside a file is of no pipeline.
+        UserError: the configuration for a file does not describe a pipeline.
     """
     if config is None or not weights.is_file() or is_saved_pipeline(config):
         return
     if (config / "config.json").is_file():
         got = f"config.json of one model, without {INDEX}"
     elif config.is_dir():
-        names = sorted(path.name for path in config.iterdir())
-        got = "a folder with " + (", ".join(names[:5]) or "nothing in it") + (", …" if len(names) > 5 else "")
+        got = contents_of(config)
     else:
         got = "a file" if config.exists() else "nothing: there is no such folder"
-    patterns = " ".join(f"--include '{pattern}'" for pattern in ("*.json", "*.txt", "*.model"))
     near = next((folder for folder in (config.parent, weights.parent) if is_saved_pipeline(folder)), None)
     raise UserError(
         f"model.config {config} does not say what the pipeline of {weights.name} is made of",
-        expected=f"a folder with {INDEX} and the folders that it names; in that of what the file holds, config.json is enough",
+        expected=f"a folder with {INDEX} and the folders that it names; a model in the file needs config.json alone",
         got=got,
-        remedy=f"give `config: {near}` under model, where there is one"
+        remedy=f"give `config: {near}` under model"
         if near
-        else f"get the folder of such a pipeline, of small files: `hf download REPOSITORY {patterns} --local-dir FOLDER`, "
-        "and give `config: FOLDER` under model",
+        else f"get the folder of such a pipeline, of small files: `{download_of_configurations('REPOSITORY')}`, and give "
+        "`config: FOLDER` under model",
     )
 
 
+def contents_of(folder: Path) -> str:
+    """Returns the first names in a folder, for messages."""
+    if not folder.is_dir():
+        return "a file" if folder.exists() else "no such folder"
+    names = sorted(path.name for path in folder.iterdir())
+    return "a folder with " + (", ".join(names[:5]) or "nothing in it") + (", …" if len(names) > 5 else "")
+
+
+def download_of_configurations(repository: str) -> str:
+    """Returns the command that downloads a pipeline's configurations, without weights, to FOLDER."""
+    patterns = " ".join(f"--include '{pattern}'" for pattern in ("*.json", "*.txt", "*.model"))
+    return f"hf download {repository} {patterns} --local-dir FOLDER"
+
+
 def with_dtype(section: ModelSection) -> ModelSection:
-    """The section with a type in place of `auto`: that of most bytes of an ONNX model's weights, or of a diffusers denoiser's as
-    far as their headers tell, and float32 for other models and types.
+    """Returns the section with a type in place of `auto`: the type of most bytes of the weights of an ONNX model, or of a
+    diffusers denoiser as far as the files' headers tell; float32 for other models and types.
 
     Raises:
         UserError: the ONNX model cannot be read.
@@ -75,7 +88,7 @@ def with_dtype(section: ModelSection) -> ModelSection:
     if section.dtype != "auto":
         return section
     if section.source == ONNX and section.weights is not None:
-        from trtconvert.models.onnx.files import TYPES, read_graph, stored_type  # other models do without the library
+        from trtconvert.models.onnx.files import TYPES, read_graph, stored_type  # here, as other models need no onnx
 
         return section.model_copy(update={"dtype": TYPES[stored_type(read_graph(section.weights))]})
     sizes = Counter[str]()
@@ -83,7 +96,7 @@ def with_dtype(section: ModelSection) -> ModelSection:
         for file in _denoiser_files(section):
             try:
                 tensors = safetensors_header(file)
-            except (OSError, ValueError):  # what is wrong with it is told by who loads it
+            except (OSError, ValueError):  # loading the file raises the error
                 continue
             before = _types_before(tensors.get("__metadata__"))
             for name, entry in tensors.items():
@@ -95,7 +108,7 @@ def with_dtype(section: ModelSection) -> ModelSection:
 
 
 def _types_before(metadata: object) -> dict[str, str]:
-    """Of tensors whose types `trtconvert quantize` changed, what they had before: of the largest, INT8 says nothing."""
+    """Returns the types of tensors before `trtconvert quantize` changed them; INT8 does not tell the type to compute in."""
     try:
         said = parse_json(metadata["trtconvert"])  # type: ignore[index]
         return {name: str(record["original"]) for name, record in said["tensors"].items()}
@@ -120,14 +133,14 @@ def _denoiser_files(section: ModelSection) -> list[Path]:
 
 
 def stored_bytes(section: ModelSection) -> int:
-    """Bytes of the files that hold a diffusers denoiser; 0 where none is found."""
+    """Returns the bytes of the files that hold a diffusers denoiser; 0 for none."""
     return sum(file.stat().st_size for file in _denoiser_files(section) if file.is_file())
 
 
 def copy_without_models(folder: Path, target: Path) -> None:
-    """Copy what a pipeline has beside its models: its index, tokenizers, schedulers, processors.
+    """Copies a pipeline without its models: its index, tokenizers, schedulers, processors.
 
-    A model is a folder that holds weights, or, of a pipeline whose weights are in one file, a configuration and nothing else.
+    A folder is a model's if it holds weights, or, for a pipeline whose weights are in one file, a configuration and nothing else.
     """
     target.mkdir()
     shutil.copyfile(folder / INDEX, target / INDEX)

@@ -1,4 +1,4 @@
-"""What the configurations in a saved pipeline's folder say of its sizes and steps, without loading it. Free of torch."""
+"""Reads a pipeline's sizes and steps off the configurations in its folder, without loading it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trtconvert.documents import parse_json
 from trtconvert.models.saved import DENOISERS, INDEX
 
 FEW_STEPS = 4
-"""Steps of models that were trained to take few."""
+"""Steps of models that are distilled to few steps."""
 
 _FEW = ("turbo", "schnell", "lcm", "lightning", "hyper-", "hypersd", "dmd2")
-"""In names of such models."""
+"""Parts of such models' names."""
 
 _OF_CLASSES = {"FluxTransformer2DModel": 128}
-"""Latents in a row that pipelines of these models draw, whose configurations do not say it."""
+"""Latents in a row for models whose configurations do not have the number."""
 
 _FEW_SCHEDULERS = ("LCMScheduler", "TCDScheduler", "FlowMatchLCMScheduler", "CMStochasticIterativeScheduler")
 
 
 def saved_config(folder: Path, part: str) -> Mapping[str, Any]:
-    """The configuration of a pipeline's model or scheduler; empty where there is none that can be read."""
+    """Returns the configuration of a pipeline's model or scheduler; an empty one where none can be read."""
     for name in ("config.json", "scheduler_config.json"):
         try:
             found = parse_json((folder / part / name).read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def saved_config(folder: Path, part: str) -> Mapping[str, Any]:
 
 
 def parts_of(folder: Path) -> dict[str, str]:
-    """The classes of a pipeline's parts by name, without those that were left out when it was saved."""
+    """Returns the classes of a pipeline's components by name, without components that were saved as None."""
     try:
         index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -44,29 +44,28 @@ def parts_of(folder: Path) -> dict[str, str]:
 
 
 def denoiser_config(folder: Path) -> Mapping[str, Any]:
-    """The configuration of what denoises; empty where there is none that can be read."""
+    """Returns the denoiser's configuration; an empty one where none can be read."""
     return next(filter(None, (saved_config(folder, name) for name in DENOISERS)), {})
 
 
 def saved_sizes(folder: Path) -> dict[str, int]:
-    """The height and width in pixels, and the frames, that a pipeline draws by itself: those of its denoiser's latents times
-    what its VAE makes of each. Sizes that the folder does not say, as where a pipeline's class has them, are absent.
+    """Returns the height and width in pixels, and the frames, that a pipeline draws by default: the sizes of its denoiser's
+    latents times the VAE's factor. Sizes that the folder does not have, such as those of a pipeline's class, are absent.
     """
     denoiser = denoiser_config(folder)
     size = denoiser.get("sample_size", _OF_CLASSES.get(str(denoiser.get("_class_name"))))
     height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
     height, width = denoiser.get("sample_height", height), denoiser.get("sample_width", width)
-    spatial = _spatial(saved_config(folder, "vae")) if (folder / "vae").is_dir() else 1
+    spatial = _pixels_per_latent(saved_config(folder, "vae")) if (folder / "vae").is_dir() else 1
     found: dict[str, int] = {}
     if spatial and _is_count(height) and _is_count(width):
         found = {"height": height * spatial, "width": width * spatial}
-    # Of CogVideoX, whose configuration counts frames of the video.
+    # CogVideoX counts frames of the video, rather than of latents.
     frames = denoiser.get("sample_frames")
     return found | ({"frames": frames} if _is_count(frames) else {})
 
 
-def _spatial(vae: Mapping[str, Any]) -> int | None:
-    """Pixels of an image, in a row, for each of its latents; None where the configuration does not say."""
+def _pixels_per_latent(vae: Mapping[str, Any]) -> int | None:
     for name in ("scale_factor_spatial", "spatial_compression_ratio"):
         if _is_count(vae.get(name)):
             return vae[name]
@@ -85,7 +84,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def few_steps(folder: Path) -> str:
-    """Why a pipeline takes few steps, in words; empty for one that was not trained for that, as far as its folder tells."""
+    """Returns the reason to expect few steps, in words; "" for a pipeline without one, as far as its folder tells."""
     parts, denoiser = parts_of(folder), denoiser_config(folder)
     if (scheduler := parts.get("scheduler", "")) in _FEW_SCHEDULERS:
         return f"its scheduler is {scheduler}"
@@ -95,5 +94,5 @@ def few_steps(folder: Path) -> str:
     if denoiser.get("_class_name") == "FluxTransformer2DModel" and denoiser.get("guidance_embeds") is False:
         return "it is a Flux without guidance, as schnell"
     if denoiser.get("_class_name") == "UNet2DConditionModel" and _is_count(denoiser.get("time_cond_proj_dim")):
-        return "its UNet is told the guidance's scale, as those of latent consistency models"
+        return "its UNet takes the guidance scale, as latent consistency models do"
     return ""

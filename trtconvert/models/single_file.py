@@ -1,5 +1,8 @@
-"""One file with the weights of a pipeline, or of its denoiser alone, in the layout of who trained it: taken apart by model, and
-renamed by the rules of diffusers' `from_single_file`, with configurations from a folder. Nothing is downloaded."""
+"""Reads one file with the weights of a whole pipeline, or of its denoiser, in the layout of the code that trained it.
+
+The weights are split by model and renamed by the rules of diffusers' `from_single_file`; configurations come from a folder.
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ import torch
 from torch import Tensor
 
 from trtconvert.errors import UserError, first_line
-from trtconvert.models.saved import DENOISERS, is_saved_pipeline
+from trtconvert.models.saved import DENOISERS, download_of_configurations, is_saved_pipeline
 from trtconvert.weights.weight_files import how_without, is_spare, read_tensors
 
 _DENOISER = ("model.diffusion_model.", "diffusion_model.")
-"""How the names of a denoiser's weights begin where the file holds other models too, and in some that hold it alone."""
+"""Prefixes of a denoiser's weights in files with several models, and in some files with the denoiser alone."""
 
 _VAE = ("first_stage_model.", "vae.")
 
 _OPEN_CLIP = ("cond_stage_model.model.", "conditioner.embedders.1.model.", "conditioner.embedders.0.model.")
-"""Text encoders in OpenCLIP's layout: of Stable Diffusion 2, SDXL, SDXL's refiner."""
+"""Prefixes of text encoders in OpenCLIP's layout: of Stable Diffusion 2, SDXL, SDXL's refiner."""
 
 _TEXT = {
     ("text_encoder", "CLIP"): (
@@ -41,33 +44,35 @@ _TEXT = {
     ("text_encoder_2", "T5"): ("text_encoders.t5xxl.transformer.",),
     ("text_encoder_3", "T5"): ("text_encoders.t5xxl.transformer.",),
 }
-"""How the names of a text encoder's weights begin, by its name in the pipeline and its class; the first that is there."""
+"""Prefixes of a text encoder's weights, by its name in the pipeline and its class; the first prefix present counts."""
 
 _OF_TRAINING = re.compile(
     r"(model_ema|loss|first_stage_model\.loss)\.|(betas|alphas_cumprod(_prev)?|logvar|global_step|denoiser\.sigmas|edm_mean|edm_std"
     r"|sqrt_\w+|log_one_minus_alphas_cumprod|posterior_\w+|lvlb_weights|v_pred|ztsnr|scale_factor|\w*scaled_fp8)$"
 )
-"""What training left beside the models: averages, tables of the schedule, marks."""
+"""Left-overs of training: averages, tables of the schedule, marks."""
 
 _TAKEN_OUT = re.compile(
     r"per_channel_statistics\.(channel|mean-of-means|mean-of-stds)$|(^|\.)(logvar|pos_embedder)\.|(^|\.)accum_\w+$|_extra_state$"
     r"|(video|audio)_embeddings_connector\.|(^|\.)norm_final\.weight$|rope\.inv_freq$"
     r"|(^|\.)spiece_model$"
 )
-"""What diffusers' rules take out by name: tables that its classes make, counters of training, other models' parts (LTX, Cosmos);
-and a tokenizer that ComfyUI puts beside its text encoder."""
+"""Names that diffusers' rules remove: tables that its classes compute, counters of training, parts of other models (LTX, Cosmos);
+and a tokenizer that ComfyUI stores beside its text encoder."""
 
 
 def states_of(
     file: Path, folder: Path, kinds: Mapping[str, Any], denoiser: str | None, ignore: Sequence[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """What a file holds of each model of a pipeline, by the model's own names.
+    """Returns the tensors of each model in a file, by the model's own names.
 
     Args:
-        folder: with a configuration for each; kinds: the class of each model; denoiser: which of them denoises.
-        ignore: patterns of names in the file that need no place.
+        folder: of the pipeline, with a configuration for each model.
+        kinds: the class of each model.
+        denoiser: name of the denoiser among them.
+        ignore: patterns of names in the file that the models may do without.
     Raises:
-        UserError: the file cannot be read, holds another model's weights, or weights that belong to no model.
+        UserError: the file cannot be read, holds another model's weights, or weights that no model takes.
     """
     from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE
 
@@ -78,7 +83,7 @@ def states_of(
             f"the pipeline in {folder} has no denoiser" + (f" '{denoiser}'" if denoiser else ""),
             expected=" or ".join(DENOISERS) + " among its models",
             got=", ".join(kinds) or "no models",
-            remedy="name the model that the file is of in model.options.denoiser, or give another model.config",
+            remedy="name the model that the file holds in model.options.denoiser, or give another model.config",
         )
     _refuse_other_prediction(file, folder, tensors)
     parts = _taken_apart(tensors, name, kinds)
@@ -92,7 +97,7 @@ def states_of(
         ):
             raise UserError(
                 f"{file} holds more than the models of {folder} take",
-                expected=f"of {part} only what {kinds[part].__name__} is made of",
+                expected=f"for {part} only the weights of {kinds[part].__name__}",
                 got=f"{len(more)} more, {more[0]} the first of them",
                 remedy=how_without(more[0]),
             )
@@ -100,7 +105,7 @@ def states_of(
 
 
 def looks_like(file: Path) -> str:
-    """What to do about a file whose pipeline's configurations are not there.
+    """Returns the remedy for a file that comes without the configurations of its pipeline.
 
     Raises:
         UserError: the file cannot be read.
@@ -118,10 +123,10 @@ def looks_like(file: Path) -> str:
         kind = infer_diffusers_model_type(tensors)
         if (
             kind == "v1" and CHECKPOINT_KEY_NAMES[kind] not in tensors
-        ):  # what diffusers says of all that it does not know
+        ):  # diffusers' answer for a layout that it does not know
             raise KeyError(kind)
         repository = DIFFUSERS_DEFAULT_PIPELINE_PATHS[kind]["pretrained_model_name_or_path"]
-    except (KeyError, IndexError, AttributeError, UnboundLocalError, ValueError):  # of none that diffusers knows
+    except (KeyError, IndexError, AttributeError, UnboundLocalError, ValueError):  # diffusers does not know the layout
         return "add `config: FOLDER` under model, the folder of a pipeline of its kind, as `save_pretrained` wrote it"
     try:
         cached = snapshot_download(repository, local_files_only=True)
@@ -129,15 +134,14 @@ def looks_like(file: Path) -> str:
         cached = ""
     if cached and is_saved_pipeline(Path(cached)):
         return f"add `config: {cached}` under model: it is {repository}, if the file is {kind} as it seems"
-    patterns = " ".join(f"--include '{pattern}'" for pattern in ("*.json", "*.txt", "*.model"))
     return (
-        f"add `config: FOLDER` under model; if the file is {kind} as it seems, `hf download {repository} {patterns} "
-        "--local-dir FOLDER` gets one, of small files"
+        f"add `config: FOLDER` under model; if the file is {kind} as it seems, `{download_of_configurations(repository)}` gets "
+        "one, of small files"
     )
 
 
 def _whole_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with diffusers' own prefix for a denoiser, where all have the shorter one."""
+    """Returns the tensors with diffusers' prefix of a denoiser, where all have the shorter prefix."""
     short = _DENOISER[1]
     if tensors and all(name.startswith(short) for name in tensors):
         return {f"model.{name}": x for name, x in tensors.items()}
@@ -145,16 +149,12 @@ def _whole_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _refuse_other_prediction(file: Path, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        UserError: the file says that its model predicts velocities, and the scheduler takes something else.
-    """
     path = folder / "scheduler" / "scheduler_config.json"
     if "v_pred" in tensors and path.is_file():
         predicted = json.loads(path.read_text()).get("prediction_type", "epsilon")
         if predicted != "v_prediction":
             raise UserError(
-                f"the scheduler of {folder} is not the one that {file} was trained for",
+                f"the scheduler of {folder} does not fit the model in {file}",
                 expected="prediction_type v_prediction: the file has the mark v_pred",
                 got=f"prediction_type {predicted}",
                 remedy=f'write "prediction_type": "v_prediction" in {path}'
@@ -165,7 +165,7 @@ def _refuse_other_prediction(file: Path, folder: Path, tensors: Mapping[str, Ten
 def _taken_apart(
     tensors: Mapping[str, Tensor], denoiser: str, kinds: Mapping[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each model that the file is of, by their names in the file. What belongs to none is the denoiser's."""
+    """Splits a file's tensors by model, with their names in the file. The denoiser gets those of no other model."""
     tensors = _whole_prefix(tensors)
     prefixes: dict[str, tuple[str, ...]] = {"vae": _VAE} if "vae" in kinds else {}
     for (name, kind), candidates in _TEXT.items():
@@ -173,7 +173,7 @@ def _taken_apart(
             found = [prefix for prefix in candidates if any(key.startswith(prefix) for key in tensors)]
             if found:
                 prefixes[name] = (found[0],)
-    # A pipeline without text encoders or a VAE leaves the file's own where they are.
+    # A pipeline without text encoders or a VAE does not use those in the file.
     unused = tuple(
         prefix for of in (_VAE, *_TEXT.values()) for prefix in of if prefix not in sum(prefixes.values(), ())
     )
@@ -189,17 +189,15 @@ def _taken_apart(
 def _renamed(
     file: Path, folder: Path, part: str, kind: Any, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """The tensors by the names of a model of diffusers or transformers, and which of them were of use.
-
-    Raises:
-        UserError: they are not of that model.
-    """
+    """Returns the tensors by the names of a model of diffusers or transformers, and the names in the file that were used."""
     try:
         if hasattr(kind, "load_config"):
-            rename = _rule(kind, dict(kind.load_config(folder / part, local_files_only=True)), tensors)
+            rename = _diffusers_renaming(kind, dict(kind.load_config(folder / part, local_files_only=True)), tensors)
         else:
-            rename = _text_rule(kind, kind.config_class.from_pretrained(folder / part, local_files_only=True), tensors)
-        used = _traced(rename, tensors)
+            rename = _text_encoder_renaming(
+                kind, kind.config_class.from_pretrained(folder / part, local_files_only=True), tensors
+            )
+        used = _used_names(rename, tensors)
         state = {name: x for name, x in rename(dict(tensors)).items() if x is not None}
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         known = [f"{name} {list(x.shape)}" for name, x in list(tensors.items())[:3]]
@@ -215,8 +213,8 @@ def _renamed(
 Rename = Callable[[dict[str, Tensor]], dict[str, Any]]
 
 
-def _rule(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rename:
-    """How diffusers renames a file's weights for one of its classes; not at all where they have the class's names."""
+def _diffusers_renaming(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rename:
+    """Returns diffusers' renaming of a file's weights for one of its classes; no renaming where they have the class's names."""
     import diffusers
     from accelerate import init_empty_weights
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
@@ -226,10 +224,7 @@ def _rule(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     stripped = {name.removeprefix(_DENOISER[0]) for name in tensors}
     if len(own.keys() & stripped) > len(own) // 2:
         return lambda given: {name.removeprefix(_DENOISER[0]): x for name, x in given.items()}
-    named = next(
-        (name for name in SINGLE_FILE_LOADABLE_CLASSES if issubclass(kind, getattr(diffusers, name))),
-        None,
-    )
+    named = next((name for name in SINGLE_FILE_LOADABLE_CLASSES if issubclass(kind, getattr(diffusers, name))), None)
     if named is None:
         raise ValueError(f"diffusers reads no file of another layout for {kind.__name__}")
     convert = SINGLE_FILE_LOADABLE_CLASSES[named]["checkpoint_mapping_fn"]
@@ -237,8 +232,8 @@ def _rule(kind: Any, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     return lambda given: convert(checkpoint=given, **({"config": config} if takes_config else {}))
 
 
-def _text_rule(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
-    """The same for a text encoder, all of whose weights' names begin alike."""
+def _text_encoder_renaming(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
+    """Returns the renaming for a text encoder, whose weights all have one prefix."""
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
     prefix = next(prefix for of in _TEXT.values() for prefix in of if next(iter(tensors)).startswith(prefix))
@@ -248,7 +243,7 @@ def _text_rule(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
             return convert_open_clip_checkpoint(SimpleNamespace(config=config), given, prefix=prefix)
         renamed = {name.removeprefix(prefix): x for name, x in given.items()}
         if kind.__name__.endswith("WithProjection") and "text_projection.weight" not in renamed:
-            # Published all-in-one files of SD 3 leave out CLIP-L's projection, which is the identity there.
+            # All-in-one files of SD 3 leave out CLIP-L's projection, which is the identity.
             renamed["text_projection.weight"] = torch.eye(config.projection_dim, config.hidden_size)
         return renamed
 
@@ -256,7 +251,7 @@ def _text_rule(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
 
 
 class _Named(Tensor):
-    """A tensor that knows which weights of a file it was made of, whatever it is split into, joined with and turned."""
+    """A tensor that records the weights of a file that it was computed from, through splits, joins and transposes."""
 
     sources: frozenset[str]
 
@@ -275,8 +270,8 @@ def _named_in(values: Any) -> Iterable[_Named]:
     return [x for x in tree_leaves(values) if isinstance(x, _Named)]
 
 
-def _traced(rename: Rename, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Which of a file's weights are in what a rule makes of them: it may leave out what it does not know. Nothing is computed."""
+def _used_names(rename: Rename, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Returns the names of a file's weights that reach a renaming's result; the rest was dropped. Nothing is computed."""
     named: dict[str, Tensor] = {}
     for name, x in tensors.items():
         named[name] = traced = torch.empty(x.shape, dtype=x.dtype, device="meta").as_subclass(_Named)

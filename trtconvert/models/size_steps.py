@@ -1,4 +1,4 @@
-"""Sizes that a pipeline rounds, and sizes at which a model computes otherwise than at others."""
+"""Finds sizes that a pipeline rounds, and the steps of sizes at which a model runs the same operations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from trtconvert.errors import TrtconvertError, UserError
 
 _FURTHEST = 64
-"""The largest step that is looked for: U-Nets halve their latents up to six times."""
+"""The largest step that is tried: U-Nets halve their latents up to six times."""
 
 _STEPS = (*(2**n for n in range(_FURTHEST.bit_length())), 3, 6, 12, 24)
-"""Steps that are tried, halvings first; each takes a run of a large model's Python code, of seconds."""
+"""The steps that are tried, halvings first. Each try runs a large model's Python code, which takes seconds."""
 
 Range = tuple[int, int, int]
 
@@ -24,10 +24,10 @@ Range = tuple[int, int, int]
 def refuse_rounded(size_of: Callable[[Mapping[str, int]], int], ranges: Mapping[str, Range]) -> None:
     """
     Args:
-        size_of: how large something is that a pipeline passes to its model, by the sizes that it is called with.
-        ranges: (min, opt, max) of these, images per call among them as "batch".
+        size_of: maps the sizes of a pipeline's call to the size of a tensor that it passes to its model.
+        ranges: (min, opt, max) of each size of the call, with "batch" for the number of images.
     Raises:
-        UserError: the pipeline rounds one of them, since its model gets another size at the max, and the same at opt and min.
+        UserError: the pipeline rounds one of the sizes: the tensor's size differs at the max, and is the same at opt and min.
     """
     opt = {name: middle for name, (_, middle, _) in ranges.items()}
     for name, (low, middle, high) in ranges.items():
@@ -46,7 +46,7 @@ def refuse_rounded(size_of: Callable[[Mapping[str, int]], int], ranges: Mapping[
         step = _first_change(at, first, first + further) - first
         fitting = [low + (size - low) // step * step for size in (low, middle, high)]
         raise UserError(
-            f"the pipeline rounds {name}: its model gets the same for {middle} as for {low}",
+            f"the pipeline rounds {name}: its model gets the same size for {middle} as for {low}",
             expected=f"model.options.{name} from {low} in steps of {step}",
             got=str([low, middle, high]),
             remedy=f"give model.options.{name} as {fitting}",
@@ -54,7 +54,7 @@ def refuse_rounded(size_of: Callable[[Mapping[str, int]], int], ranges: Mapping[
 
 
 def _first_change(at: Callable[[int], int], same: int, other: int) -> int:
-    """The first size up to `other`, above `same`, that gives as much as no size from `same` on; more is never less."""
+    """Returns the smallest size in (same, other] with a result that differs from that of `same`; results do not fall."""
     usual = at(same)
     while other - same > 1:
         between = (same + other) // 2
@@ -67,10 +67,12 @@ def refuse_between_steps(
 ) -> None:
     """
     Args:
-        steps: of symbolic dimensions, see `DiffusionModel`; dims: their (min, opt, max); ranges: of the recipe's sizes.
-        model: the name of its class.
+        steps: of symbolic dimensions, see `DiffusionModel`.
+        dims: (min, opt, max) of each symbolic dimension.
+        ranges: (min, opt, max) of the recipe's sizes.
+        model: name of its class.
     Raises:
-        UserError: the smallest or the largest size of a range lies between two steps from the opt.
+        UserError: the smallest or the largest size of a range is not a whole number of steps away from the opt.
     """
     for dim, step in steps.items():
         low, middle, high = dims[dim]
@@ -83,7 +85,7 @@ def refuse_between_steps(
         given, step = [low, middle, high], step * factor
         fitting = [middle - (middle - low) // step * step, middle, middle + (high - middle) // step * step]
         raise UserError(
-            f"{model} computes otherwise between steps of {step} from a {name} of {middle}",
+            f"{model} runs other operations between steps of {step} from a {name} of {middle}",
             expected=f"sizes of one kind, such as {fitting}",
             got=str(given),
             remedy=f"give model.options.{name} as {fitting}"
@@ -95,14 +97,15 @@ def refuse_between_steps(
 def steps_of(
     run: Callable[[Mapping[str, int]], Iterable[tuple[Any, ...]]], dims: Mapping[str, Range]
 ) -> dict[str, int]:
-    """The steps of symbolic dimensions with a range, from their opt, in which a model computes the same; without those of 1.
+    """Returns the steps, counted from the opt, at which a model runs the same operations, by symbolic dimension; without steps of
+    1.
 
-    An exported graph holds what the model computes at one size. U-Nets, for example, upsample to twice the size where latents can
-    be halved as often as they do, and else to the sizes that they have kept.
+    An exported graph holds the operations of one size. U-Nets, for example, upsample to twice the size if the latents can be
+    halved often enough, and otherwise to the stored sizes of the way down.
 
     Args:
-        run: what is computed, in comparable terms, at given sizes; it may fail with a UserError.
-        dims: symbolic dimension: (min, opt, max).
+        run: returns the operations at given sizes, in comparable form; may raise a UserError.
+        dims: (min, opt, max) of each symbolic dimension.
     """
     opt = {name: middle for name, (_, middle, _) in dims.items()}
     wanted = {name for name, (low, _, high) in dims.items() if low < high and not name.startswith("batch")}
@@ -123,7 +126,7 @@ def steps_of(
 
 
 class OperationLog(TorchDispatchMode):
-    """The operations that run while it is on, each with the kinds of its arguments: whether there is a size counts, not which."""
+    """Records the operations that run while it is on, with the kinds of their arguments; the values of sizes do not count."""
 
     def __init__(self) -> None:
         super().__init__()

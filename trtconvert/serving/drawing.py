@@ -163,8 +163,8 @@ class _Pipeline:
     """Draws with a diffusers pipeline of the bundle's components."""
 
     def __init__(self, bundle: runtime.LoadedBundle) -> None:
-        from trtconvert.models.diffusers import PipelineSampler
-        from trtconvert.models.pipelines import size_range
+        from trtconvert.models.call_options import size_range
+        from trtconvert.models.pipeline_sampler import PipelineSampler
 
         sampler = models.load_sampler(bundle)
         assert isinstance(sampler, PipelineSampler)

@@ -1,4 +1,4 @@
-"""Equations of einsum, of two factors: a letter for each axis."""
+"""Equations of einsum with two factors, which have a letter for each axis."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 _EQUATION = re.compile(r"([a-zA-Z.]*),([a-zA-Z.]*)->([a-zA-Z.]*)")
 _UNNAMED = 0x100
-"""Axes that an equation leaves to three dots get letters from there on, the last axis first."""
+"""First letter for axes that an equation writes as three dots, the last axis first."""
 
 
 def axes_of(equation: str, ranks: Sequence[int]) -> tuple[str, str, str] | None:
-    """The axes of the two factors and of their product.
+    """Returns the axes of the two factors and of their product.
 
     Returns:
-        None where the equation has not two factors, takes a diagonal, or does not fit the factors' numbers of axes. Nor of an
-        equation that names no result: it sums what both factors have, samples and heads too.
+        None if the equation does not have two factors, takes a diagonal, or does not fit the factors' numbers of axes; also if it
+        names no result, as it then sums axes that both factors have, such as samples and heads.
     """
     match = _EQUATION.fullmatch(re.sub(r"\s", "", equation))
     if match is None or len(ranks) != 2:
@@ -31,12 +31,12 @@ def axes_of(equation: str, ranks: Sequence[int]) -> tuple[str, str, str] | None:
 
 
 def unnamed(count: int) -> str:
-    """Letters for axes that have none. They are aligned at the last, as torch aligns axes."""
+    """Returns letters for axes without one, which are aligned at the last axis, as in torch."""
     return "".join(chr(_UNNAMED + place) for place in reversed(range(count)))
 
 
 def _named(axes: str, rank: int) -> str | None:
-    """The axes of a factor with letters for those that dots stand for; None where it has another number of them."""
+    """Returns the axes of a factor with letters for the dots; None if their number does not fit."""
     before, dots, after = axes.partition("...")
     missing = rank - len(before) - len(after)
     if "." in before + after or missing < 0 or (missing and not dots):

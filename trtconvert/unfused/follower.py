@@ -34,24 +34,24 @@ _SOFTMAXES = {torch.softmax, Tensor.softmax, functional.softmax, torch.special.s
 _RESHAPES = {Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, torch.flatten}
 
 _BEGIN = PRODUCTS | _SOFTMAXES | _RESHAPES | TURNS
-"""Functions that count before anything is known of a tensor."""
+"""Functions that are followed while nothing is known of any tensor."""
 
 _FARTHEST = 3
-"""Calls that are not followed, after which a tensor is no longer taken for scores or probabilities."""
+"""Number of calls that are not followed, after which a tensor no longer counts as scores or probabilities."""
 
 
 @dataclass(frozen=True)
 class UnfusedAttention:
-    """A product of probabilities and values, and what it follows from.
+    """A product of probabilities and values, with the attention that it belongs to.
 
     Attributes:
         query, key, value: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], where Hkv divides H; of one type.
         mask: broadcastable to [B, H, Nq, Nk]; boolean, true where scores count, or added to them; or None.
         scale: factor of the scores.
-        softmax: which one.
+        softmax: of the attention.
         written: computes the product as the model wrote it, [B, H, Nq, Dv].
         split: whether samples and heads shared an axis.
-        obstacle: why they cannot be told apart; then they still share it, [B·H, Nq, D] and so on. Empty where they can.
+        obstacle: the reason why samples and heads still share an axis, [B·H, Nq, D] and so on; "" if they do not.
     """
 
     query: Tensor
@@ -66,25 +66,26 @@ class UnfusedAttention:
 
 
 def unfused_attention(attention: UnfusedAttention) -> Tensor:
-    """The attention as the model wrote it. Hooks of this function compute it in another way, see `trtconvert.interception`."""
+    """Computes the attention as the model wrote it. Hooks of this function may compute it in another way, see
+    `trtconvert.interception`."""
     return attention.written()
 
 
 def left_softmax(softmax: Softmax) -> None:
-    """Hooks of this function are told, at the end of a forward, of each softmax beside a product that is not handed over."""
+    """Gets, by its hook, each softmax that is not part of a converted attention, at the end of a forward."""
 
 
 Proceed = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Computes a call as it is: function, positional and named arguments."""
+"""Computes a call as usual: gets the function, positional and named arguments."""
 
 
 class Unfused:
     """Follows the calls of one forward.
 
     Args:
-        attend: computes an attention; what `written` gave leaves it as it is, to the bit.
-        samples: of the forward.
-        module: path of the module that is running.
+        attend: computes an attention; a result of `written` that it returns stays the same to the bit.
+        samples: number of samples of the forward.
+        module: returns the path of the module that is running.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class Unfused:
         self._attend, self._samples, self._module = attend, samples, module
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._unmerged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """Of tensors [M·N, …] of three axes, those [M, N, …] that they were made of."""
+        """The tensors [M, N, …] that tensors [M·N, …] of three axes were reshaped from."""
         self._softmaxes: list[Softmax] = []
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed) -> Any:
-        """One call of the forward."""
+        """Follows and computes one call of the forward."""
         if not self._known and func not in _BEGIN:
             return proceed(func, args, named)
         if func in PRODUCTS:
@@ -116,7 +117,7 @@ class Unfused:
         return result
 
     def left(self) -> list[Softmax]:
-        """At the end of a forward, each softmax beside a product that was not handed over, with the reason."""
+        """Returns each softmax whose product was not passed on, with the reason, at the end of a forward."""
         left = [softmax for softmax in self._softmaxes if not softmax.handed_over]
         for softmax in left:
             others = f", but {softmax.readers[0]}" if softmax.readers else ""
@@ -129,7 +130,7 @@ class Unfused:
     def _stepped(
         self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], order: Sequence[int] | None
     ) -> Known | None:
-        """What is known of the result of a call."""
+        """Returns what is known of the result of a call."""
         if order is not None:
             return turned(self._of(args[0]), order)
         if func not in STEPS or not any(known := [self._of(x) for x in args]):
@@ -141,13 +142,13 @@ class Unfused:
             return Unlike(str(reason), of.readers, getattr(of, "softmax", None))
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        """A call that is not followed reads what is known, or writes to it."""
+        """Records that a call which is not followed reads or writes a known tensor."""
         if func in OF_SHAPES:
             return
-        results = [x for x in _each([result]) if isinstance(x, Tensor)]
+        results = [x for x in _with_entries_of_lists([result]) if isinstance(x, Tensor)]
         name = _name_of(func)
         writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
-        for place, x in enumerate(_each([*args, *named.values()])):
+        for place, x in enumerate(_with_entries_of_lists([*args, *named.values()])):
             known = self._of(x)
             if known is None or not (results or writes) or (place and func in OF_FIRST):
                 continue
@@ -251,11 +252,11 @@ class Unfused:
         return made[0] if made and output is made[1] else layout.as_written(output)
 
     def _note_merge(self, args: tuple[Any, ...], result: Tensor, order: Sequence[int] | None) -> None:
-        """A reshape may merge samples and heads; a change of the order of axes may turn what it made."""
+        """Records a reshape that may merge samples and heads, or a transpose of its result."""
         if not args or result.dim() != 3:
             return
         if order is None:
-            # Sizes that vary are compared where it matters: while a model is exported each comparison makes a demand on them.
+            # Only known sizes are compared: comparing symbolic sizes would add constraints to an export.
             sizes = [*zip(args[0].shape[2:], result.shape[1:], strict=False)]
             if args[0].dim() == 4 and not any(isinstance(a * b, int) and a != b for a, b in sizes):
                 self._unmerged[result] = args[0]
@@ -263,13 +264,12 @@ class Unfused:
             self._unmerged[result] = made_of.transpose(2, 3)
 
     def _made_of(self, x: Tensor) -> Tensor | None:
-        """What a tensor [B·H, …] of three axes was made of, [B, H, …]; None where that is not known."""
+        """Returns the tensor [B, H, …] that a tensor [B·H, …] of three axes was reshaped from; None if it is not known."""
         made_of = self._unmerged.get(x) if x.dim() == 3 else None
         return made_of if made_of is not None and made_of.shape[2:] == x.shape[1:] else None
 
 
-def _each(values: Iterable[Any]) -> Iterator[Any]:
-    """Values, and those of lists among them."""
+def _with_entries_of_lists(values: Iterable[Any]) -> Iterator[Any]:
     for x in values:
         if isinstance(x, (list, tuple)):
             yield from x
@@ -278,6 +278,6 @@ def _each(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """As people know a function of torch; of an attribute the attribute's."""
+    """Returns the usual name of a function of torch, and the attribute's name for the access of an attribute."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where the axes of an attention lie in its tensors, and how they become those of `scaled_dot_product_attention`."""
+"""The places of an attention's axes in its tensors, and their conversion to those of `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trtconvert.unfused.products import Product
 from trtconvert.unfused.steps import Mark, NotAttention, Probabilities, Scores
 
 _CHANNEL, _HEAD = "*+"
-"""The axes of the values' channels, and of heads that share one with the samples in the model."""
+"""The axes of the values' channels, and of heads that share an axis with the samples in the model."""
 
 MOST_HEADS = 256
-"""Heads that share an axis with the samples, at most, where nothing tells how many a model merged: beyond are windows, places or
-frames, whose number follows the size."""
+"""Largest number of heads that share an axis with the samples, if the model's reshapes do not tell the number. Larger numbers are
+windows, places or frames, whose number follows the size."""
 
 Unmerged = Callable[[Tensor], Tensor | None]
-"""What a tensor [B·H, …] of three axes was made of, [B, H, …]; None where that is not known."""
+"""Returns the tensor [B, H, …] that a tensor [B·H, …] of three axes was reshaped from; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,15 @@ class Layout:
     """The axes of an attention, a letter each.
 
     Attributes:
-        samples, heads: those that become the first axis and the second; of heads that share keys, the last.
-        query, key: those of the scores; depth: what their product sums.
-        queries: which factor of the scores holds the queries.
-        values: axes of the values; result: of their product with the probabilities.
+        samples: axes that become the first axis.
+        heads: axes that become the second; those of heads that share keys are the last.
+        query, key: axes of the scores.
+        depth: the axis that the product of queries and keys sums over.
+        queries: place of the queries among the factors of the scores.
+        values: axes of the values.
+        result: axes of the product of probabilities and values.
         sizes: of the axes of the probabilities.
-        unmerged: of its tensors.
+        unmerged: for the attention's tensors.
     """
 
     samples: str
@@ -49,12 +52,12 @@ class Layout:
 
     @staticmethod
     def of(product: Product, place: int, probabilities: Probabilities, unmerged: Unmerged) -> Layout:
-        """The layout of a product with values.
+        """Returns the layout of a product with values.
 
         Args:
             place: of the probabilities among its factors.
         Raises:
-            NotAttention: it is none of an attention.
+            NotAttention: the product is not part of an attention.
         """
         scores, key = probabilities.scores, probabilities.key
         names = dict(zip(product.of[place], probabilities.axes, strict=True))
@@ -72,7 +75,7 @@ class Layout:
             raise NotAttention("the product after its softmax adds or multiplies something else")
         (depth,) = set(of_queries) & set(of_keys) - set(probabilities.axes)
         if {*of_keys} - {key, depth, *lead} or query in values or {*result} != {*lead, query, _CHANNEL}:
-            raise NotAttention("its queries, keys and values have axes that attention has not")
+            raise NotAttention("its queries, keys and values have axes that attention does not have")
         shared = [axis for axis in lead if axis in of_keys or axis in values]
         if not shared:
             raise NotAttention("its samples share keys")
@@ -81,10 +84,12 @@ class Layout:
         return Layout(order[:count], order[count:], query, key, depth, queries, values, result, sizes, unmerged)
 
     def with_heads(self, tensors: Sequence[Tensor], samples: int) -> tuple[Layout, str]:
-        """The layout where samples and heads share an axis, with both apart; and why that cannot be, empty where it can.
+        """Returns the layout with samples and heads apart, which share an axis; and the reason why they cannot be told apart, or
+        "".
 
         Args:
-            tensors: queries, keys and values; samples: of the forward.
+            tensors: queries, keys and values.
+            samples: number of samples of the forward.
         """
         rows = self.sizes[self.samples]
         known = [x.shape[1] for tensor in tensors if (x := self.unmerged(tensor)) is not None]
@@ -95,11 +100,11 @@ class Layout:
 
     @property
     def split(self) -> bool:
-        """Whether samples and heads share an axis in the model, and are apart here."""
+        """Whether samples and heads share an axis in the model, and not here."""
         return self.heads == _HEAD and self.sizes[_HEAD] != 1
 
     def tensors(self, scores: Scores, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [B, H, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv], of one type; or [B·H, …]."""
+        """Returns queries, keys and values, [B, H, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv], of one type; or [B·H, …]."""
         q = self._arranged(scores.factors[self.queries], scores.of[self.queries], self.query, self.depth)
         for mark in scores.marks:
             if mark.kind == "times":
@@ -113,7 +118,8 @@ class Layout:
         return self._merged(self._expanded(q).to(v.dtype)), self._merged(k), self._merged(v)
 
     def mask(self, marks: Sequence[Mark], dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores, or where they count, broadcastable to [B, H, Nq, Nk]; None of what has no effect.
+        """Returns the mask, broadcastable to [B, H, Nq, Nk]: numbers that are added to the scores, or truth values; None for
+        none.
 
         Args:
             dtype: of the queries.
@@ -126,7 +132,7 @@ class Layout:
             x = self._arranged(mark.tensor, mark.axes, self.query, self.key)
             if mark.kind == "keep":
                 kept = x if kept is None else kept & x
-            elif x.shape[-1] != 1:  # softmax does not see what all keys have in common
+            elif x.shape[-1] != 1:  # softmax ignores a number that is added for all keys
                 x = x if mark.factor == 1 else x * mark.factor
                 added = x if added is None else added + x
         mask = kept
@@ -137,11 +143,11 @@ class Layout:
         return None if mask is None else self._merged(self._even(mask))
 
     def in_order(self, written: Tensor) -> Tensor:
-        """The product as the model wrote it, in the order of the queries."""
+        """Returns the product as the model wrote it, in the order of the queries."""
         return self._merged(self._arranged(written, self.result, self.query, _CHANNEL))
 
     def as_written(self, output: Tensor) -> Tensor:
-        """An output in the order of the queries, as the model wrote the product."""
+        """Returns an output in the order of the queries as the model writes the product."""
         if self.heads == _HEAD:
             output = output.flatten(0, 1)
         elif len(self.samples) > 1 or len(self.heads) > 1:
@@ -150,9 +156,9 @@ class Layout:
         return output.permute([made.index(axis) for axis in self.result])
 
     def _arranged(self, x: Tensor, axes: str, *last: str) -> Tensor:
-        """A tensor with the axes [*samples, *heads, *last]; those that it has not get the size 1."""
+        """Returns a tensor with the axes [*samples, *heads, *last]; missing axes have size 1."""
         if self.heads == _HEAD and self.samples in axes:
-            x, axes = self._unmerged(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + _HEAD)
+            x, axes = self._split_samples(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + _HEAD)
         order = [*self.samples, *self.heads, *last]
         places = [axes.index(axis) for axis in order if axis in axes]
         if places != sorted(places):
@@ -162,8 +168,7 @@ class Layout:
                 x = x.unsqueeze(place)
         return x
 
-    def _unmerged(self, x: Tensor, place: int) -> Tensor:
-        """A tensor with samples and heads apart, which share the axis at a place."""
+    def _split_samples(self, x: Tensor, place: int) -> Tensor:
         made_of = self.unmerged(x) if place == 0 else None
         if made_of is not None and made_of.shape[1] == self.sizes[_HEAD]:
             return made_of
@@ -171,7 +176,7 @@ class Layout:
         return x.unflatten(place, (-1, heads))
 
     def _expanded(self, x: Tensor, axes: str | None = None) -> Tensor:
-        """An arranged tensor with the sizes of the probabilities for samples and heads, or for some of them."""
+        """Returns an arranged tensor expanded to the probabilities' sizes of samples and heads, or of some of these axes."""
         axes = self.samples + self.heads if axes is None else axes
         order = self.samples + self.heads
         short = [axis for axis, size in zip(order, x.shape, strict=False) if axis in axes and size == 1]
@@ -180,7 +185,7 @@ class Layout:
         return x.expand(*(self.sizes[axis] if axis in short else -1 for axis in order), -1, -1)
 
     def _of_key_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Arranged keys and values with the same heads: those that queries share are there once."""
+        """Returns arranged keys and values with the same heads; heads that queries share are not repeated."""
         own = [
             axis
             for place, axis in enumerate(self.heads, len(self.samples))
@@ -192,7 +197,7 @@ class Layout:
         return self._expanded(k, axes), self._expanded(v, axes)
 
     def _even(self, x: Tensor) -> Tensor:
-        """An arranged tensor of which no axis that is merged with others broadcasts alone."""
+        """Expands an arranged tensor so that among axes that will be merged either all broadcast or none."""
         start = 0
         for part in (self.samples, self.heads):
             ones = [size == 1 for size in x.shape[start : start + len(part)]]
@@ -202,7 +207,7 @@ class Layout:
         return x
 
     def _merged(self, x: Tensor) -> Tensor:
-        """An arranged tensor [*samples, *heads, M, N] as [B, H, M, N], or [B, M, N] where there are no heads."""
+        """Returns an arranged tensor [*samples, *heads, M, N] as [B, H, M, N], or as [B, M, N] without heads."""
         if len(self.heads) > 1:
             x = x.flatten(len(self.samples), len(self.samples) + len(self.heads) - 1)
         return x.flatten(0, len(self.samples) - 1) if len(self.samples) > 1 else x

@@ -1,4 +1,4 @@
-"""What a call of torch multiplies: two tensors with a letter for each axis, whether by matmul, bmm, baddbmm or einsum."""
+"""Reads products of two tensors, by matmul, bmm, baddbmm or einsum, with a letter for each axis."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ class Product:
     """A product of two tensors.
 
     Attributes:
-        factors: the two; of: their axes; result: those of their product.
+        factors: the two tensors.
+        of: axes of each factor.
+        result: axes of the product.
         alpha: factor of the product.
-        added: a tensor that is added to it, and the factor of this one.
+        added: a tensor that is added to the product, and its factor.
     """
 
     factors: tuple[Tensor, Tensor]
@@ -35,19 +37,20 @@ class Product:
 
     @property
     def is_of_samples(self) -> bool:
-        """Whether both have an axis of samples or heads, each one of its own, and one axis is summed."""
+        """Whether both factors share an axis of samples or heads, each has an axis of its own, and one axis is summed."""
         a, b = map(set, self.of)
         both, result = a & b, set(self.result)
         return bool(both & result and a - b and b - a) and len(both - result) == 1 and a ^ b <= result
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is a number that has the same value while a model is traced."""
+    """Whether a value is a number that stays the same while a model is traced."""
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def product_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """What a call of one of `PRODUCTS` multiplies; None of fewer axes than attention has, and of forms that are not read here."""
+    """Returns the product that a call of one of `PRODUCTS` computes; None for fewer axes than attention has, and for other
+    forms."""
     if func is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
         return _of_einsum(args[0], operands) if args and isinstance(args[0], str) and not kwargs else None

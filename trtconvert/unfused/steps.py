@@ -1,4 +1,4 @@
-"""What becomes of scores on their way to a softmax, and of probabilities behind it: scales, masks, casts, orders of axes."""
+"""Follows scores on their way to a softmax, and probabilities after it: scales, masks, casts, orders of axes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn import functional
 from trtconvert.unfused.products import is_number
 
 MASKED = -1e4
-"""What masks put in the place of a score is at most this: softmax makes 0 of it."""
+"""Largest number that a mask may put in the place of a score; its softmax is 0."""
 
 
 class NotAttention(Exception):
-    """Why not."""
+    """The calls are no attention; the text is the reason."""
 
 
 @dataclass(eq=False)
@@ -27,9 +27,9 @@ class Softmax:
     Attributes:
         module: path of the module that calls it.
         shape: of its result.
-        reason: why what is around it is no attention that can be handed over; empty where it is one.
-        readers: functions that read its scores or probabilities beside those of the attention.
-        handed_over: whether a product of its probabilities and values was.
+        reason: why the calls around it are no attention that can be passed on; "" if they are.
+        readers: other functions that read its scores or probabilities.
+        handed_over: whether a product of its probabilities and values was passed on.
     """
 
     module: str
@@ -40,19 +40,20 @@ class Softmax:
 
     @property
     def obstacle(self) -> str:
-        """Why it is to be left as it is, by all that the whole forward shows; empty where nothing speaks against it."""
+        """The reason to leave it as it is, after the whole forward; "" for none."""
         others = ", ".join(dict.fromkeys(self.readers))
         return self.reason or (f"its scores or probabilities are also read by {others}" if others else "")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What happens to scores between their product and their softmax.
+    """An operation on scores between their product and their softmax.
 
     Attributes:
         kind: "add", "keep" (where it is true) or "times".
-        tensor: that it happens by; axes: of it.
-        factor: of what is added.
+        tensor: the other operand.
+        axes: of the tensor.
+        factor: of a tensor that is added.
     """
 
     kind: Literal["add", "keep", "times"]
@@ -63,12 +64,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Scores:
-    """A product of two tensors, which may be that of queries and keys.
+    """A product of two tensors, perhaps of queries and keys.
 
     Attributes:
-        factors: the two; of: their axes; axes: of the scores, as they lie now.
+        factors: the two tensors.
+        of: axes of each factor.
+        axes: of the scores, in their present order.
         scale: factor of the product.
-        readers: see `Softmax`; all that becomes of the product shares them.
+        readers: see `Softmax`; everything computed from the product shares them.
     """
 
     factors: tuple[Tensor, Tensor]
@@ -79,25 +82,25 @@ class Scores:
     readers: list[str] = field(default_factory=list)
 
     def times(self, factor: float) -> Scores:
-        """Multiplied by a number."""
+        """Returns the scores multiplied by a number."""
         if not factor > 0:
             raise NotAttention(f"its scores are multiplied by {factor:g}")
         marks = [replace(mark, factor=mark.factor * factor) if mark.kind == "add" else mark for mark in self.marks]
         return replace(self, scale=self.scale * factor, marks=tuple(marks))
 
     def marked(self, kind: Literal["add", "keep", "times"], tensor: Tensor, factor: float = 1.0) -> Scores:
-        """With a mark by a tensor that broadcasts to the scores."""
+        """Returns the scores with an operation by a tensor that broadcasts to them."""
         if tensor.dim() > len(self.axes):
             raise NotAttention(f"a mask of {tensor.dim()} axes meets its scores, which have {len(self.axes)}")
         if kind == "times" and any(mark.kind == "add" for mark in self.marks):
-            raise NotAttention("its scores are multiplied by a tensor behind a mask")
+            raise NotAttention("its scores are multiplied by a tensor after a mask")
         mark = Mark(kind, tensor, self.axes[len(self.axes) - tensor.dim() :], factor)
         return replace(self, marks=(*self.marks, mark))
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest scores along an axis, which models subtract before the softmax. It has no effect on the result."""
+    """The largest scores along an axis, which some models subtract before the softmax, without effect on the result."""
 
     scores: Scores
 
@@ -108,7 +111,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Probabilities:
-    """What a softmax along the axis `key` made of scores. axes: as they lie now."""
+    """The result of a softmax over the axis `key` of scores. axes: in their present order."""
 
     scores: Scores
     key: str
@@ -122,10 +125,10 @@ class Probabilities:
 
 @dataclass(frozen=True)
 class Unlike:
-    """What would be scores, or probabilities of a softmax, but for a reason.
+    """A tensor that is not scores, or probabilities of a softmax, for a reason.
 
     Attributes:
-        calls: that were not followed since.
+        calls: number of calls since then that were not followed.
     """
 
     reason: str
@@ -135,11 +138,11 @@ class Unlike:
 
 
 Known = Scores | Largest | Probabilities | Unlike
-"""What is known of a tensor."""
+"""The knowledge about a tensor."""
 
 Step = Callable[[Sequence[Known | None], tuple[Any, ...], Mapping[str, Any]], Known | None]
-"""What is known of positional arguments, these, and named ones → what is known of the result; None where the call is not
-followed. Raises NotAttention."""
+"""Maps what is known of positional arguments, these arguments, and named ones to what is known of the result; None for a call
+that is not followed. Raises NotAttention."""
 
 
 def _same(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
@@ -155,7 +158,7 @@ def _dropout(known: Sequence[Known | None], args: tuple[Any, ...], named: Mappin
 
 
 def order_of(func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The order of axes that one of `TURNS` gives its first argument, a tensor; None where it is not read here."""
+    """Returns the order of axes that one of `TURNS` gives its first argument, a tensor; None for other forms of the call."""
     if named or not args or not isinstance(args[0], Tensor):
         return None
     axes = [*range(args[0].dim())]
@@ -168,7 +171,7 @@ def order_of(func: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str
 
 
 def turned(known: Known | None, order: Sequence[int]) -> Known | None:
-    """Scores or probabilities in another order of axes."""
+    """Returns scores or probabilities in another order of axes."""
     if not isinstance(known, (Scores, Probabilities)):
         return None
     return replace(known, axes="".join(known.axes[axis] for axis in order))
@@ -205,7 +208,7 @@ def _subtracted(known: Sequence[Known | None], args: tuple[Any, ...], named: Map
 def _with_other(
     known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Scores | None, Any]:
-    """Scores and what an operation of two operands has beside them; None where it is none of scores."""
+    """Returns the scores and the other operand of an operation; None if no operand is scores."""
     if len(args) != 2 or named:
         return None, None
     place = 0 if isinstance(known[0], Scores) else 1
@@ -236,12 +239,12 @@ def _where(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[
 
 
 def _where_method(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
-    """`scores.where(condition, other)`."""
+    """Follows `scores.where(condition, other)`."""
     return _where([known[1], known[0], known[2]], (args[1], args[0], args[2]), named) if len(args) == 3 else None
 
 
 def _chosen(scores: Scores, kept: Tensor, fill: Any) -> Scores:
-    """Scores where a mask is true, and a number elsewhere."""
+    """Returns scores with a mask that puts a number in the places where it is false."""
     if is_number(fill):
         if fill > MASKED:
             raise NotAttention(f"its mask puts {fill:g} in the place of scores, which is no large negative number")
@@ -312,7 +315,7 @@ STEPS: Mapping[Callable[..., Any], Step] = {
     Tensor.where: _where_method,
     **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), _largest),
 }
-"""What is followed, by the function that is called."""
+"""The functions that are followed."""
 
 OF_FIRST = {function for function, step in STEPS.items() if step is _same} | {
     Tensor.expand_as,

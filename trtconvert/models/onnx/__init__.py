@@ -1,17 +1,18 @@
-"""ONNX models as sources: a graph becomes a torch module that computes the same, with attention and layers that are found in it.
+"""ONNX models as sources: a graph becomes a torch module that computes the same, with its attention and layers recognised.
 
-From there on it is a model as any other: what is exported of it is made anew, by torch's exporter, whatever wrote the file that
-it came from, in the operators, the type and the sizes that engines are for.
+From there on it is a model like any other: torch's exporter makes a new graph of it, whatever program wrote the file, with the
+operators, the type and the sizes that engines need.
 
-| module | what it does |
+| module | task |
 | --- | --- |
-| `files` | reads a graph and its weights, and refuses what cannot be used, without torch |
-| `steps` | the graph as a list of steps, constants folded |
-| `sizes` | what a step computes of sizes, which are known while a graph is traced |
-| `operators` | what it computes of tensors: `elementwise`, `shapes`, `reductions`, `products`, `multi_head`; each of a `call` |
-| `attention`, `layers` | patterns of several steps that become one |
+| `files` | reads a graph and its weights, and refuses unfit ones, without torch |
+| `flaws` | finds damage in the file |
+| `steps` | the graph as a list of steps |
+| `sizes` | computes steps on sizes, which are known while a graph is traced |
+| `operators` | computes steps on tensors: `elementwise`, `shapes`, `reductions`, `products`, `multi_head`, each with a `call` |
+| `attention`, `layers` | fuse patterns of several steps |
 | `denoiser` | the steps as a module |
-| `inputs` | which input is what, of which sizes |
+| `inputs` | tells the inputs apart, and their sizes |
 | `sampling` | draws samples |
-| `model` | all of it as a `DiffusionModel` |
+| `model` | puts everything together as a `DiffusionModel` |
 """

@@ -1,9 +1,9 @@
-"""Attention that is written out: a softmax between two products, in the forms that exporters give it.
+"""Finds attention that a graph writes out: a softmax between two products, in the forms of several exporters.
 
-    logits = Q·Kᵀ, scaled before (Q, K, or both) or after, or both; a mask added, or chosen by a truth value; perhaps in float32
-    output = softmax(logits)·V, perhaps with what is no number left out, as torch writes rows that are masked whole
+    logits = Q·Kᵀ, scaled before (Q, K, or both) or after, or both; a mask is added, or selects by a truth value; perhaps in FP32
+    output = softmax(logits)·V, perhaps with NaN replaced, as torch writes rows whose keys are all masked
 
-What is left as it is has a reason, by which whoever exported the model can tell what to change.
+A softmax that is not fused gets a reason, which tells the exporter's user what to change.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from trtconvert.models.onnx.sizes import Numbers
 from trtconvert.models.onnx.steps import Graph, Step
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of values, in one run."""
+"""Shapes of values in one run."""
 
 _MOVES = ("Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten")
-"""What only changes shapes: a factor before it may stand behind it."""
+"""Operators that only change shapes: a factor may move from before to behind them."""
 
 _LEAST = -1e4
-"""What masks put in the place of a logit is at most this: softmax makes 0 of it."""
+"""Largest value that a mask puts in the place of a logit; its softmax is 0."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """A softmax that is no attention that can be converted.
+    """A softmax without attention that can be converted.
 
     Attributes:
-        name: of its node; shape: of its logits.
+        name: of its node.
+        shape: of its logits.
         reason: what is missing.
     """
 
@@ -43,16 +44,17 @@ class Left:
 
 
 class _Unlike(Exception):
-    """Why it is no attention."""
+    """The steps are no attention; the text is the reason."""
 
 
 def fuse_attention(graph: Graph, shapes: Shapes, known: Mapping[str, Numbers]) -> list[Left]:
-    """Put one step in the place of those of each attention, in place.
+    """Replaces the steps of each attention by one step, in place.
 
     Args:
-        shapes: of values, and known: single numbers, constant or of sizes.
+        shapes: of values.
+        known: single numbers, constant or computed from sizes.
     Returns:
-        What was not matched.
+        The softmaxes that were not matched.
     """
     left, changes = [], dict[Step, Sequence[Step]]()
     finder = _Finder(graph, shapes, known)
@@ -73,10 +75,10 @@ class _Finder:
         self._shapes, self._known = dict(shapes), known
 
     def around(self, softmax: Step) -> tuple[Step, list[Step]]:
-        """The last product of the attention around a softmax, and the steps that take its place.
+        """Returns the last product of the attention around a softmax, and the steps that replace it.
 
         Raises:
-            _Unlike: there is none.
+            _Unlike: there is no attention.
         """
         shape = self._shapes.get(softmax.outputs[0], ())
         axis = softmax.attributes.get("axis", -1 if softmax.opset >= 13 else 1)
@@ -90,7 +92,7 @@ class _Finder:
         return product, logits.steps(product, probabilities)
 
     def _by_einsum(self, softmax: Step) -> bool:
-        """Whether logits come from an Einsum at once, or through what keeps the order of their axes."""
+        """Whether the logits come from an Einsum, directly or through steps that keep the order of their axes."""
         shape, value = self.shape(softmax.outputs[0]), softmax.inputs[0]
         while (step := self.made(value)) is not None and step.op != "Einsum" and self.shape(value) == shape:
             if not (value := next((name for name in step.inputs if self.shape(name) == shape), "")):
@@ -98,13 +100,13 @@ class _Finder:
         return step is not None and step.op == "Einsum"
 
     def _after(self, softmax: Step) -> tuple[Step, int]:
-        """The product that reads the probabilities, and which of its factors they are."""
+        """Returns the product that reads the probabilities, and the place of the probabilities among its factors."""
         value = softmax.outputs[0]
         while True:
             readers = self._read[value]
             passing = [step for step in readers if step.op in ("Cast", "Identity", "Dropout")]
             ops = sorted(step.op for step in readers)
-            if ops == ["IsNaN", "Where"]:  # torch: rows that are masked whole give zeros
+            if ops == ["IsNaN", "Where"]:  # torch: rows whose keys are all masked give zeros
                 chosen = next(step for step in readers if step.op == "Where")
                 value = chosen.outputs[0]
             elif len(readers) == 1 and passing:
@@ -125,18 +127,18 @@ class _Finder:
             raise _Unlike("no MatMul after it, but " + ", ".join(map(_called, readers)))
         return products[0], products[0].inputs.index(value)
 
-    # Read by _Logits ----------------------------------------------------------------------------------------------
+    # Used by _Logits ----------------------------------------------------------------------------------------------
 
     def made(self, value: str) -> Step | None:
         return self._made.get(value)
 
     def learn(self, step: Step, shape: tuple[int, ...]) -> None:
-        """Take up a step that was made here, of one output."""
+        """Adds a new step of one output."""
         self._made[step.outputs[0]] = step
         self._shapes[step.outputs[0]] = shape
 
     def equation(self, step: Step) -> Product | None:
-        """What an Einsum multiplies; None of other steps, and of other equations."""
+        """Returns the product of an Einsum; None for other steps, and for other equations."""
         if step.op != "Einsum":
             return None
         equation = step.attributes.get("equation", "")
@@ -153,7 +155,7 @@ class _Finder:
         return float(self._known[value].ravel()[0])
 
     def is_nothing(self, value: str) -> bool:
-        """Whether a mask is zeros alone, as torch's baddbmm leaves one."""
+        """Whether a mask is all zeros, as torch's baddbmm leaves one."""
         left, seen = [value], set[str]()
         while left:
             value = left.pop()
@@ -170,12 +172,12 @@ class _Finder:
                     return True
             elif step is not None and step.op in ("Expand", "Cast", "Identity"):
                 left.append(step.inputs[0])
-            elif step is not None and step.op == "Mul":  # of anything and zeros
+            elif step is not None and step.op == "Mul":  # zero if any factor is zero
                 left.extend(step.inputs)
         return False
 
     def scaled(self, value: str) -> Iterator[tuple[str, str, bool]]:
-        """What a value is a multiple of, the factor, and whether it divides."""
+        """Yields the value that is multiplied, its factor, and whether the factor divides."""
         step = self.made(value)
         if step is not None and step.op in ("Mul", "Div"):
             a, b = step.inputs
@@ -185,13 +187,13 @@ class _Finder:
                 yield b, a, False
 
     def transposed(self, value: str) -> str | None:
-        """What a value is the transpose of, in its last two axes."""
+        """Returns the value whose transpose, in the last two axes, a value is."""
         step, shape = self.made(value), self.shape(value)
         if step is None:
             return None
         if step.op == "Transpose" and step.attributes.get("perm") == [*_swapped(len(shape))]:
             return step.inputs[0]
-        # torch's exporter: three axes for the transpose, four around it
+        # torch's exporter reshapes to three axes for the transpose
         turn = self.made(step.inputs[0]) if step.op == "Reshape" else None
         flat = self.made(turn.inputs[0]) if turn is not None and turn.op == "Transpose" else None
         if turn is not None and flat is not None and flat.op == "Reshape" and turn.attributes.get("perm") == [0, 2, 1]:
@@ -201,7 +203,7 @@ class _Finder:
         return None
 
     def with_heads(self, value: str) -> str | None:
-        """Of a value [B·H, …, …], the one [B, H, …, …] that it was made of."""
+        """Returns the value [B, H, …, …] that was reshaped to a value [B·H, …, …]."""
         step, shape = self.made(value), self.shape(value)
         if step is None or step.op != "Reshape":
             return None
@@ -210,8 +212,8 @@ class _Finder:
         return step.inputs[0] if fits else None
 
     def heads_within(self, value: str) -> int:
-        """Into how many heads [B, H·D, N] was taken apart to make a value [B·H, D, N], or one that holds it between others, as
-        improved diffusion's [B·H, 3·D, N] of queries, keys and values; 1 where it was not."""
+        """Returns the number of heads into which [B, H·D, N] was split to give a value [B·H, D, N], or to give a tensor that the
+        value is a part of, such as improved diffusion's [B·H, 3·D, N] of queries, keys and values; 1 for none."""
         step, shape = self.made(value), self.shape(value)
         if step is not None and step.op in ("Split", "Slice"):
             whole = self.shape(step.inputs[0])
@@ -224,7 +226,7 @@ class _Finder:
         return heads if before[0] * heads == shape[0] and math.prod(before[2:]) == shape[2] else 1
 
     def logits(self, step: Step | None, axis: int) -> LogitsFactors | None:
-        """How a step multiplies queries and keys; None where it does not.
+        """Returns the factors of a step that multiplies queries and keys; None for another step.
 
         Args:
             axis: of the softmax, in the logits.
@@ -240,21 +242,17 @@ class _Finder:
 
 
 class _Logits:
-    """How the logits before a softmax are made.
-
-    Args:
-        axis: of the softmax, counted from the first.
-    """
+    """The steps that compute the logits before a softmax over an axis, counted from the first."""
 
     def __init__(self, finder: _Finder, softmax: Step, axis: int) -> None:
         self._finder, self._softmax, self._axis = finder, softmax, axis
         self._shape = finder.shape(softmax.outputs[0])
         self._leading: dict[str, bool] = {}
-        """Values, and whether they are logits."""
+        """Whether values are logits."""
         self._factors: list[tuple[str, bool]] = []
-        """Of the logits, and whether each divides."""
+        """Factors of the logits, and whether each divides."""
         self._masks: list[tuple[str, str, int]] = []
-        """Kind ("added", "kept", "dropped"), value, and how many of the factors it stands behind."""
+        """Kind ("added", "kept", "dropped"), value, and the number of factors that are applied after the mask."""
         self._new: list[Step] = []
         value = softmax.inputs[0]
         while (factors := finder.logits(step := finder.made(value), axis)) is None:
@@ -265,7 +263,7 @@ class _Logits:
         self._product, self._of = step, factors
 
     def _before(self, step: Step, value: str) -> str:
-        """What a step does with logits is noted; where they come from."""
+        """Records the effect of a step on the logits; returns the logits before it."""
         finder = self._finder
         for source, factor, divides in finder.scaled(value):
             self._factors.append((factor, divides))
@@ -289,11 +287,11 @@ class _Logits:
                 if finder.is_number(fill) and finder.number(fill) <= _LEAST:
                     self._masks.append((kind, condition, len(self._factors)))
                     return logits
-            raise _Unlike(f"{step.title} before it puts no large negative number in the places that are masked")
+            raise _Unlike(f"{step.title} before it puts no large negative number in the masked places")
         raise _Unlike(f"no MatMul before it, but {_called(step)}")
 
     def _leads_to_product(self, value: str) -> bool:
-        """Whether a value is logits: a product of their shape, behind steps that keep it."""
+        """Whether a value is logits: a product of their shape, perhaps behind steps that keep the shape."""
         found, way = self._leading, [value]
         while way:
             last = way[-1]
@@ -310,7 +308,7 @@ class _Logits:
         return finder.shape(value) == self._shape and finder.logits(finder.made(value), self._axis) is not None
 
     def _same_shape(self, value: str) -> Sequence[str]:
-        """What a value is made of by a step that logits keep their shape through; nothing of a product."""
+        """Returns the inputs of a step that keeps the shape of logits; nothing for a product."""
         finder, step = self._finder, self._finder.made(value)
         if step is None or finder.shape(value) != self._shape or finder.logits(step, self._axis) is not None:
             return ()
@@ -321,7 +319,7 @@ class _Logits:
         return step.inputs if step.op == "Add" else step.inputs[1:] if step.op == "Where" else ()
 
     def steps(self, last: Step, probabilities: int) -> list[Step]:
-        """Steps that replace the last product. `probabilities` is the number of its factor that holds the probabilities."""
+        """Returns the steps that replace the last product, whose factor at `probabilities` holds the probabilities."""
         of, rank = self._of, len(self._of.axes.order)
         values, (of_values, of_output) = last.inputs[1 - probabilities], self._output(last, probabilities)
         q = self._unscaled(self._product.inputs[of.queries])
@@ -344,22 +342,18 @@ class _Logits:
         return steps
 
     def _output(self, last: Step, probabilities: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The orders of `output_of` for the last product.
-
-        Raises:
-            _Unlike: it is no product of probabilities and values.
-        """
+        """Returns the orders of `output_of` for the last product."""
         axes, rank = self._of.axes, len(self._of.axes.order)
         if last.op == "MatMul" and axes.order == _same(rank):
             return _same(rank), _same(rank)
         product = self._finder.equation(last)
         found = None if product is None else output_of(product, probabilities, axes)
         if found is None:
-            raise _Unlike(f"{_called(last)} after it is no product of its probabilities and of values")
+            raise _Unlike(f"{_called(last)} after it does not multiply its probabilities by values")
         return found
 
     def _unscaled(self, value: str) -> str:
-        """The value without its factors, which are noted. Steps that only move a scaled value are made again on the unscaled."""
+        """Returns the value without its factors, which are recorded. Steps that move the scaled value are repeated unscaled."""
         finder, moves, name = self._finder, list[Step](), value
         while (step := finder.made(name)) is not None:
             found = next(finder.scaled(name), None)
@@ -378,9 +372,9 @@ class _Logits:
         return value
 
     def _keys(self, value: str) -> tuple[str, tuple[int, ...]]:
-        """Keys, perhaps of which a value is the transpose, and the order that makes [batch, …, tokens, channels] of them."""
+        """Returns the keys, before a transpose if there is one, and their order as [batch, …, tokens, channels]."""
         value, order = self._unscaled(value), self._of.of_keys
-        if self._product.op == "MatMul":  # which takes keys that samples share, without an axis for them
+        if self._product.op == "MatMul":  # keys that samples share may lack the axis of samples
             order = _swapped(len(self._finder.shape(value)))
         if order == _swapped(len(order)) and (found := self._finder.transposed(value)) is not None:
             return self._unscaled(found), _same(len(order))
@@ -389,11 +383,11 @@ class _Logits:
     def _with_heads(
         self, operands: Sequence[tuple[str, tuple[int, ...]]]
     ) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
-        """How many heads lie among the samples, and the same operands with an axis of heads."""
+        """Returns the number of heads among the samples, and the operands with an axis of heads."""
         finder, found = self._finder, list[tuple[int, str | None]]()
         for value, order in operands:
             whole = finder.with_heads(value) if order[0] == 0 else None
-            # Tokens that are taken apart are windows, which are samples of their own.
+            # Tokens that are split are windows, which are samples of their own.
             within = finder.heads_within(value) if order == (0, 2, 1) else 1
             found.append((within if whole is None else finder.shape(whole)[1], whole))
         heads = found[0][0] if len({count for count, _ in found}) == 1 else 1
@@ -410,11 +404,7 @@ class _Logits:
         return value if order == _same(len(order)) else self._step("Transpose", [value], {"perm": [*order]})
 
     def _mask(self, heads: int) -> str:
-        """One mask, of all; empty where there is none.
-
-        Args:
-            heads: how many there are that the logits have no axis for; 0 where they have one.
-        """
+        """Returns all masks as one; "" for none. heads: of logits without an axis for them; 0 if they have one."""
         if not self._masks:
             return ""
         if len(self._masks) == 1 and self._masks[0][0] != "added":
@@ -425,7 +415,7 @@ class _Logits:
             for kind, value, before in self._masks:
                 added = value
                 if kind == "added":
-                    for factor, divides in self._factors[:before]:  # they scale what was added before them too
+                    for factor, divides in self._factors[:before]:  # they scale the mask too
                         added = self._step("Div" if divides else "Mul", [added, factor], {})
                 else:
                     added = self._step("trtconvert::as_added", [value], {"kept": kind == "kept"})
@@ -460,7 +450,7 @@ def _swapped(rank: int) -> tuple[int, ...]:
 
 
 def _called(step: Step) -> str:
-    """A step for messages, an Einsum with its equation."""
+    """Describes a step for messages, an Einsum with its equation."""
     equation = step.attributes.get("equation", "")
     text = equation.decode() if isinstance(equation, bytes) else str(equation)
     return f"{step.title} ({text})" if step.op == "Einsum" else step.title or "the graph's output"

@@ -1,8 +1,8 @@
-"""A step that is being computed, and the types of the module that computes it."""
+"""A step during its computation, and the types of the module that computes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from trtconvert.models.onnx.steps import Step
 
 Value = Tensor | Numbers
 Table = Mapping[str, Callable[..., Any]]
-"""Operators by name, each a function of a call and its inputs."""
+"""Operators by name: functions of a call and its inputs."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Types:
     """Floating-point types of a module.
 
     Attributes:
-        stored: ONNX's number of the type that the graph is in.
-        current: type of the module's weights now.
-        device: where its weights are.
+        stored: ONNX's number of the graph's type.
+        current: type of the module's weights.
+        device: of the module's weights.
     """
 
     stored: int
@@ -34,9 +34,12 @@ class Types:
     device: torch.device
 
     def of(self, kind: int, given: torch.dtype) -> torch.dtype:
-        """What a cast to ONNX's type gives of a tensor of a type.
+        """Returns the type of a cast from a type to one of ONNX's types.
 
-        What a graph computes in float32 on purpose, beside a type of 16 bits, stays in it, and nothing is computed in float64.
+        FP32 that a 16-bit graph casts to on purpose stays FP32, and nothing is computed in float64.
+
+        Raises:
+            KeyError: torch has no such type.
         """
         if kind in _FLOATS:
             if kind == self.stored and kind != _FLOAT:
@@ -54,7 +57,7 @@ _OTHERS = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: tor
 
 @dataclass(frozen=True)
 class Call:
-    """A step that is being computed."""
+    """A step during its computation."""
 
     step: Step
     types: Types
@@ -64,7 +67,7 @@ class Call:
         return value.decode() if isinstance(value, bytes) else value
 
     def tensor(self, value: Value) -> Tensor:
-        """A value as a tensor."""
+        """Returns a value as a tensor."""
         if isinstance(value, Tensor):
             return value
         flat = listed(value)
@@ -75,19 +78,19 @@ class Call:
         return torch.stack(parts).reshape(value.shape)
 
     def sizes(self, value: Value | None) -> list[Any]:
-        """Numbers that decide shapes.
+        """Returns numbers that decide shapes.
 
         Raises:
-            UserError: they are computed of values.
+            UserError: they depend on the inputs' values.
         """
         if value is None or isinstance(value, np.ndarray):
             return [] if value is None else listed(value)
         raise self.refused(
-            "its sizes or places follow the values of the inputs", "sizes that follow those of the inputs"
+            "sizes or places that depend on the inputs' values", "sizes that depend on the inputs' sizes"
         )
 
     def axes(self, value: Value | None, name: str = "axes") -> list[int] | None:
-        """Axes from an input, or, in older opsets, an attribute; None where there are none."""
+        """Returns axes from an input, or, in older opsets, from an attribute; None for none."""
         if value is not None:
             return [int(axis) for axis in self.sizes(value)]
         return self.get(name)
@@ -97,12 +100,12 @@ class Call:
             f"{self.step.title} cannot be converted",
             expected=expected,
             got=got,
-            remedy="export the model in another way, or convert the torch model that it came from",
+            remedy="export the model in another way, or convert the original torch model",
         )
 
 
 def together(call: Call, *values: Value) -> list[Any]:
-    """Operands as torch takes them: of one floating-point type, the narrower one, and single numbers as such."""
+    """Returns operands for torch: tensors in the narrowest of their floating-point types, and single numbers as numbers."""
     rank = max((x.dim() for x in values if isinstance(x, Tensor)), default=0)
     operands: list[Any] = []
     for x in values:
@@ -112,13 +115,8 @@ def together(call: Call, *values: Value) -> list[Any]:
             operands.append(x.reshape(()) if x.numel() == 1 and x.dim() == 1 and rank > 1 else x)
     if not any(isinstance(x, Tensor) for x in operands):
         operands[0] = call.tensor(numbers([operands[0]], ()))
-    kinds = {x.dtype for x in operands if isinstance(x, Tensor) and x.is_floating_point()}
-    if len(kinds) > 1:
-        kind = min(kinds, key=lambda kind: torch.finfo(kind).bits)
-        operands = [
-            x.to(kind) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != kind else x for x in operands
-        ]
-    return operands
+    tensors = iter(in_narrowest_type([x for x in operands if isinstance(x, Tensor)]))
+    return [next(tensors) if isinstance(x, Tensor) else x for x in operands]
 
 
 def require_one_output(call: Call) -> None:
@@ -127,12 +125,14 @@ def require_one_output(call: Call) -> None:
 
 
 def as_weight(x: Tensor, call: Call, value: Value | None) -> Tensor | None:
-    """A weight beside a tensor of activations, in its type."""
+    """Returns a weight in the type of the activations that it is used with."""
     return None if value is None else call.tensor(value).to(x.dtype)
 
 
-def of_one_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    if x.dtype == y.dtype:
-        return x, y
-    kind = min((x.dtype, y.dtype), key=lambda kind: torch.finfo(kind).bits)
-    return x.to(kind), y.to(kind)
+def in_narrowest_type(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Casts floating-point tensors to the narrowest of their types."""
+    kinds = {x.dtype for x in tensors if x.is_floating_point()}
+    if len(kinds) < 2:
+        return list(tensors)
+    kind = min(kinds, key=lambda kind: torch.finfo(kind).bits)
+    return [x.to(kind) if x.is_floating_point() else x for x in tensors]

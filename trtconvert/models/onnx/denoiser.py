@@ -1,4 +1,4 @@
-"""The steps of a graph as a torch module: its scopes are modules, its weights parameters under the names that they have."""
+"""The steps of a graph as a torch module: scopes are modules, and weights are parameters of the same names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMED = {
     "trtconvert::attention",
     "trtconvert::linear",
 }
-"""Operators that are computed by the module of their scope, by whose path sites and layers are called."""
+"""Operators that the module of their scope computes, whose path names sites and layers."""
 
 _WEIGHTS = {
     "Conv": (1, 2),
@@ -45,11 +45,11 @@ _WEIGHTS = {
     "com.microsoft::Attention": (1, 2),
     "trtconvert::linear": (1, 2),
 }
-"""Which inputs of products are weights, where they are constant: the product is of their type, whatever it reads."""
+"""The inputs of products that are weights if they are constant; the product has the weights' type."""
 
 
 def constant_value(tensor: ir.TensorProtocol) -> Value:
-    """A constant: numbers, where there are few whole ones or one; else a tensor, FP32 where it is floating-point."""
+    """Returns a constant as numbers, if it is one number or a few whole ones; else as a tensor, FP32 for floating point."""
     array = tensor.numpy()
     if array.dtype.kind in "fV" or tensor.dtype.is_floating_point():
         array = array.astype(np.float32)
@@ -57,14 +57,14 @@ def constant_value(tensor: ir.TensorProtocol) -> Value:
             return numbers([array.ravel()[0].item()], array.shape)
     elif array.size <= sizes.MOST and array.ndim <= 1:
         return numbers([x.item() for x in array.ravel()], array.shape)
-    value = torch.from_numpy(np.array(array, order="C"))  # of its own: the file's is read as it is needed
+    value = torch.from_numpy(np.array(array, order="C"))  # a copy, as the array reads the file on demand
     if isinstance(tensor, ir.ExternalTensor):
         tensor.release()
     return value
 
 
 def compute_step(step: Step, types: Types, inputs: Sequence[Value | None]) -> Any:
-    """What a step gives: of numbers alone numbers, where it can be."""
+    """Computes a step; on numbers alone it returns numbers, if it can."""
     given = [x for x in inputs if x is not None]
     if given and all(isinstance(x, np.ndarray) and x.ndim <= 1 for x in given):
         found = sizes.compute(step, inputs)  # type: ignore[arg-type]  # all of them are numbers
@@ -80,12 +80,12 @@ def run_steps(
     last: Mapping[Step, Sequence[str]],
     by: Callable[[str], nn.Module | None] = lambda _: None,
 ) -> Iterator[tuple[Step, list[Any]]]:
-    """Compute steps in their order.
+    """Computes steps in their order, and yields each with its outputs.
 
     Args:
-        values: constants and inputs; takes up what is computed until it is no longer read.
-        last: what is no longer read after a step.
-        by: of a scope the module that computes its products.
+        values: constants and inputs; also holds outputs until their last use.
+        last: values that are dropped after a step.
+        by: returns the module that computes the products of a scope.
     Raises:
         UserError: a step cannot be computed.
     """
@@ -108,7 +108,7 @@ def run_steps(
 
 
 def last_reads(graph: Graph) -> dict[Step, list[str]]:
-    """After which step a value is no longer read."""
+    """Returns the values whose last use is in each step."""
     seen, last = set(graph.outputs), dict[Step, list[str]]()
     for step in reversed(graph.steps):
         for name in {*step.inputs, *step.outputs} - seen:
@@ -118,12 +118,12 @@ def last_reads(graph: Graph) -> dict[Step, list[str]]:
 
 
 def folded(graph: Graph, stored: ir.DataType) -> dict[str, Value]:
-    """The constants of a graph, with what steps compute of constants alone; those steps go."""
+    """Returns the constants of a graph, and computes the steps that read constants alone; these steps are removed."""
     values = {name: constant_value(tensor) for name, tensor in graph.constants.items()}
     types = Types(int(stored), torch.float32, torch.device("cpu"))
     left = []
     for step in graph.steps:
-        # A size that was expanded is read from the file at every run; a constant that grows would be kept.
+        # A constant that an operator expands is read from the file in its small form at every run.
         grows = step.op in ("ConstantOfShape", "Expand", "Tile", "Range")
         if grows or not all(name in values for name in step.inputs if name) or step.op not in OPERATORS:
             left.append(step)
@@ -142,7 +142,7 @@ def folded(graph: Graph, stored: ir.DataType) -> dict[str, Value]:
 
 
 def _with_weights(step: Step, values: dict[str, Value]) -> Step:
-    """A step whose weights of one number are tensors too, which are of the module's type wherever it is; takes them up."""
+    """Makes tensors of a step's weights that are single numbers, so that they take the module's type; `values` gets them."""
     inputs = list(step.inputs)
     for place in _WEIGHTS.get(step.op, ()):
         number = values.get(step.input(place))
@@ -155,13 +155,14 @@ def _with_weights(step: Step, values: dict[str, Value]) -> Step:
 def with_branches_taken(
     path: Path, graph: Graph, values: Mapping[str, Value], types: Types, examples: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Put what an If computes into its place, where sizes or constants say which branch that is, in place. Exporters that trace
-    write one where torch squeezes an axis whose size they do not know.
+    """Replaces each If by the branch that sizes or constants choose, in place. Exporters that trace write an If where torch
+    squeezes an axis of unknown size.
 
     Args:
-        values: constants; examples: inputs of all sizes that matter.
+        values: constants.
+        examples: inputs of the opt, min and max sizes.
     Raises:
-        UserError: a condition follows the values of the inputs, or is not the same for all sizes.
+        UserError: a condition depends on values of the inputs, or differs between sizes.
     """
     while (step := next((step for step in graph.steps if step.op == "If"), None)) is not None:
         before = Graph(graph.steps[: graph.steps.index(step)], {}, graph.inputs, (step.inputs[0],))
@@ -169,10 +170,10 @@ def with_branches_taken(
         conditions = [_condition(before, values, types, inputs) for inputs in examples]
         if None in conditions or len(set(conditions)) != 1:
             raise UserError(
-                f"{path} decides while it runs what it computes, which engines cannot follow",
-                expected="an If whose condition follows from sizes that do not vary",
+                f"{path} decides at run time which branch it computes, which engines cannot follow",
+                expected="an If whose condition depends on constant sizes alone",
                 got=f"{step.title}, whose condition "
-                + ("follows values" if None in conditions else "is not the same for all sizes"),
+                + ("depends on values" if None in conditions else "differs between sizes"),
                 remedy="export the model by tracing it, not scripted, or give one number for each in model.options.sizes",
             )
         branch: Branch = step.attributes["then_branch" if conditions[0] else "else_branch"]
@@ -184,19 +185,20 @@ def with_branches_taken(
 
 
 def _condition(before: Graph, values: Mapping[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> bool | None:
-    """The one output of a graph as a truth value; None where it follows the values of the inputs."""
+    """Returns the one output of a graph as a truth value; None if it depends on values of the inputs."""
     (name,) = before.outputs
     found = values[name] if name in values else observed(before, values, types, inputs)[1].get(name)
     return bool(found.ravel()[0]) if isinstance(found, np.ndarray) else None
 
 
 def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> list[Left]:
-    """Make one step of each attention, linear layer, group norm and GELU, in place.
+    """Fuses the steps of each attention, linear layer, group norm and GELU, in place.
 
     Args:
-        values: constants; takes up weights in other forms. inputs: an example of each.
+        values: constants; gets weights in other forms.
+        inputs: an example of each.
     Returns:
-        What looks like attention, and is not matched.
+        The softmaxes that are not part of an attention that can be fused.
     """
     shapes, known = observed(graph, values, types, inputs)
     left = fuse_attention(graph, shapes, known)
@@ -211,10 +213,11 @@ def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[
 def observed(
     graph: Graph, constants: Mapping[str, Value], types: Types, inputs: Mapping[str, Tensor]
 ) -> tuple[Shapes, dict[str, Numbers]]:
-    """Shapes of all values in a run on tensors without numbers, and what is a single number whatever the inputs hold.
+    """Runs a graph on fake tensors. Returns the shapes of all values, and the single numbers that do not depend on the inputs'
+    values.
 
     Raises:
-        UserError: the graph cannot be run so.
+        UserError: a step fails.
     """
     with shapes_alone() as mode, torch.inference_mode():
         values: dict[str, Value] = dict(constants)
@@ -229,48 +232,50 @@ def observed(
                         known[name] = x
         except TrtconvertError:
             raise
-        except Exception as error:  # whatever torch raises for shapes that do not fit
+        except Exception as error:  # whatever torch raises for unfit shapes
             place = (getattr(error, "__notes__", None) or ["in the graph"])[0]
             if isinstance(error, (AttributeError, TypeError, KeyError, AssertionError)):
                 raise UserError(
                     "a step of the graph cannot be converted",
-                    expected="operators with inputs of the kinds that denoisers have",
+                    expected="operators with inputs of the usual kinds",
                     got=f"{first_line(error)}, {place}",
-                    remedy="export the model in another way, or convert the torch model that it came from; and please report it",
+                    remedy="export the model in another way, or convert the original torch model; and please report it",
                 ) from error
             raise UserError(
                 "the graph cannot be run with these sizes",
-                expected="sizes that it takes: " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
+                expected="sizes that the graph takes: "
+                + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
                 got=f"{first_line(error)}, {place}",
-                remedy="correct model.options.sizes; where the graph has made constants of sizes, give those that it was "
-                "exported with, or export it with dynamic axes",
+                remedy="correct model.options.sizes; a graph whose sizes became constants needs the sizes that it was exported "
+                "with, or must be exported with dynamic axes",
             ) from error
     return shapes, known
 
 
 class Scope(nn.Module):
-    """A module that a graph was traced through: holds its weights, and computes its products."""
+    """A module that the graph was traced through: holds its weights, and computes its products."""
 
     def forward(self, step: Step, types: Types, inputs: Sequence[Value | None]) -> Any:
         return compute_step(step, types, inputs)
 
 
 class _Kept(dict[str, Tensor]):
-    """Constants that nothing changes: copies of a module share them."""
+    """Constants that never change: copies of a module share them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         return _Kept(self)
 
 
 class GraphDenoiser(nn.Module):
-    """A graph as a module that takes its inputs by name and gives one of its outputs.
+    """A graph as a module that takes its inputs by name and returns one of its outputs.
 
     Args:
-        graph: of which steps are computed; values: its constants.
-        stored: the type that it is in.
-        keep: constants that stay in FP32 whatever type the module is made of.
-        truths: inputs that are truth values in the graph, and come as whole numbers.
-        channels: of the output that are given, the first ones; None for all.
+        graph: its steps are computed.
+        values: the graph's constants.
+        stored: type of the graph.
+        keep: constants that stay in FP32, whatever the module's type.
+        channels: number of the output's first channels that are returned; None for all.
+        truths: inputs that are truth values in the graph; they are passed as whole numbers.
     """
 
     def __init__(
@@ -291,7 +296,7 @@ class GraphDenoiser(nn.Module):
         self._numbers = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
         self._kept = _Kept()
         self._places: dict[str, str] = {}
-        """Names of parameters, by those of constants."""
+        """Names of parameters, by the names of constants."""
         self._scopes = {step.scope: self._scope(step.scope) for step in self._steps if step.op in _NAMED and step.scope}
         names = _weight_names(graph, values)
         for name, value in values.items():
@@ -302,7 +307,7 @@ class GraphDenoiser(nn.Module):
             else:
                 path, _, attribute = names[name].rpartition(".")
                 module = self._scope(path) if path else self
-                place = _free(module, attribute)
+                place = _free_name(module, attribute)
                 module.register_parameter(place, nn.Parameter(value, requires_grad=False))
                 self._places[name] = f"{path}.{place}" if path else place
 
@@ -312,18 +317,18 @@ class GraphDenoiser(nn.Module):
             found = module._modules.get(part)
             if found is None:
                 found = Scope()
-                module.add_module(_free(module, part), found)
+                module.add_module(_free_name(module, part), found)
             module = found
         return module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphDenoiser:
         super()._apply(fn, recurse)
-        # To another device; their type, whose precision another would lose, is theirs.
+        # Kept constants change their device and not their type, whose precision they need.
         self._kept = _Kept({name: x.to(fn(x.flatten()[:0]).device) for name, x in self._kept.items()})
         return self
 
     def forward(self, **named: Tensor) -> Tensor:
-        """The inputs by name → the prediction."""
+        """Takes the inputs by name; returns the prediction."""
         parameters = dict(self.named_parameters())
         first = next(iter(parameters.values()))
         types = Types(self._stored, first.dtype, first.device)
@@ -340,10 +345,10 @@ class GraphDenoiser(nn.Module):
 
 
 def kept_constants(graph: Graph, values: Mapping[str, Value], stored: ir.DataType, timestep: str) -> set[str]:
-    """Constants that are not of the denoiser's type, and stay in FP32: those that only the timestep and positions meet before
-    they come to the first product.
+    """Returns the constants that stay in FP32: those that only the timestep and positions meet before their first product.
 
-    In a graph of 16 bits they are those of FP32; one of FP32 does not tell, and is looked at as torch computes it.
+    In a 16-bit graph these are the FP32 constants. An FP32 graph does not have the distinction: the types of torch's computation
+    tell instead.
     """
     if stored != ir.DataType.FLOAT:
         return {
@@ -370,7 +375,7 @@ def _is_two(value: Value | None) -> bool:
 
 
 def _with_scopes(steps: Sequence[Step]) -> list[Step]:
-    """Steps of which each product has a scope: its own name where nothing tells."""
+    """Gives each product a scope; without a known one its own name."""
     scopes = Counter(step.scope for step in steps)
 
     def own(step: Step) -> str:
@@ -381,7 +386,7 @@ def _with_scopes(steps: Sequence[Step]) -> list[Step]:
 
 
 def _weight_names(graph: Graph, values: Mapping[str, Value]) -> dict[str, str]:
-    """Names of parameters: those that exporters have kept, else by the scope of the step that reads them."""
+    """Returns names for parameters: names that exporters kept, or else names by the scope of the step that reads them."""
     read: dict[str, tuple[Step, int]] = {}
     for step in graph.steps:
         for place, name in enumerate(step.inputs):
@@ -407,8 +412,7 @@ def _weight_names(graph: Graph, values: Mapping[str, Value]) -> dict[str, str]:
     return names
 
 
-def _free(module: nn.Module, name: str) -> str:
-    """A name for a part of a module that is not taken by what it has."""
+def _free_name(module: nn.Module, name: str) -> str:
     name = name or "weight"
     while hasattr(module, name):
         name += "_"

@@ -1,4 +1,4 @@
-"""ONNX's operators that compute numbers one by one."""
+"""ONNX's elementwise operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _each(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _first_as_tensor(first: Any, *others: Any) -> Tensor:
-    """An operand of functions that want a tensor first, of the type that a number has beside the others."""
+    """Returns the first operand as a tensor, for functions that need one; a number gets the type that others give it."""
     if isinstance(first, Tensor):
         return first
     like = next(x for x in others if isinstance(x, Tensor))
@@ -30,18 +30,16 @@ def _first_as_tensor(first: Any, *others: Any) -> Tensor:
 
 
 def _type_beside(number: Any, like: Tensor) -> torch.dtype:
-    """The type of a number beside a tensor, which it does not widen."""
+    """Returns the type of a number beside a tensor, which it does not widen."""
     return like.dtype if like.is_floating_point() or not isinstance(number, (float, torch.SymFloat)) else torch.float32
 
 
 def _operator(function: Callable[[Any, Any], Any]) -> Callable[..., Tensor]:
-    """Of Python's operators, which take numbers on either side."""
+    """Wraps an operator of Python, which takes numbers on either side."""
     return lambda call, a, b: function(*together(call, a, b))
 
 
 def _of_tensor(function: Callable[[Call, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Of functions that take no number."""
-
     def computed(call: Call, x: Tensor) -> Tensor:
         return function(call, x)
 
@@ -74,7 +72,7 @@ def _divided(call: Call, a: Value, b: Value) -> Tensor:
 def _power(call: Call, x: Value, exponent: Value) -> Tensor:
     base, by = together(call, x, exponent)
     if isinstance(by, (int, float)) and by == 2 and isinstance(base, Tensor):
-        # The squares of norms leave float16 early: as torch's norms do, these are computed in float32.
+        # Squares in norms overflow float16 early: they are computed in float32, as in torch's norms.
         base = base.float() if base.is_floating_point() else base
         return base * base
     return torch.pow(base, by)
@@ -105,14 +103,6 @@ def _cast(call: Call, x: Value) -> Value:
         raise call.refused(f"a cast to ONNX's type {call.get('to')}", "types that torch computes with") from error
 
 
-def _cast_like(call: Call, x: Value, like: Value) -> Tensor:
-    return call.tensor(x).to(call.tensor(like).dtype)
-
-
-def _gelu(call: Call, x: Tensor) -> Tensor:
-    return F.gelu(x, approximate=call.get("approximate", "none"))
-
-
 def _biased_gelu(call: Call, x: Tensor, bias: Value | None = None) -> Tensor:
     given = x if bias is None else _operator(lambda a, b: a + b)(call, x, bias)
     return F.gelu(given, approximate="tanh" if call.step.op.endswith("FastGelu") else "none")
@@ -120,10 +110,6 @@ def _biased_gelu(call: Call, x: Tensor, bias: Value | None = None) -> Tensor:
 
 def _sloped(call: Call, x: Tensor, slope: Value) -> Tensor:
     return torch.where(x < 0, x * call.tensor(slope).to(x.dtype), x)
-
-
-def _rounded_shift(call: Call, x: Tensor) -> Tensor:
-    return torch.clamp(x * call.get("alpha", 0.2) + call.get("beta", 0.5), 0, 1)
 
 
 ELEMENTWISE: Table = {
@@ -134,7 +120,7 @@ ELEMENTWISE: Table = {
     "Asin": _unary(torch.asin),
     "Atan": _unary(torch.atan),
     "Cast": _cast,
-    "CastLike": _cast_like,
+    "CastLike": lambda call, x, like: call.tensor(x).to(call.tensor(like).dtype),
     "Ceil": _unary(torch.ceil),
     "Clip": _clip,
     "Cos": _unary(torch.cos),
@@ -146,10 +132,10 @@ ELEMENTWISE: Table = {
     "Erf": _unary(torch.erf),
     "Exp": _unary(torch.exp),
     "Floor": _unary(torch.floor),
-    "Gelu": _gelu,
+    "Gelu": _of_tensor(lambda call, x: F.gelu(x, approximate=call.get("approximate", "none"))),
     "Greater": _each(torch.gt),
     "GreaterOrEqual": _each(torch.ge),
-    "HardSigmoid": _rounded_shift,
+    "HardSigmoid": _of_tensor(lambda call, x: (x * call.get("alpha", 0.2) + call.get("beta", 0.5)).clamp(0, 1)),
     "HardSwish": _unary(F.hardswish),
     "Identity": lambda call, x: x,
     "IsInf": _unary(torch.isinf),

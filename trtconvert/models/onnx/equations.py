@@ -1,8 +1,7 @@
-"""Equations of Einsum, of two factors: which axes of queries, keys, values and logits they are, in whatever order and by whatever
-letters.
+"""Reads Einsum equations of two factors: finds the axes of queries, keys, values and logits, in any order and of any letters.
 
-    logits:  (batch, query, channel), (batch, key, channel) → (batch, query, key)
-    output:  (batch, query, key),     (batch, key, channel) → (batch, query, channel)
+logits:  (batch, query, channel), (batch, key, channel) → (batch, query, key)
+output:  (batch, query, key),     (batch, key, channel) → (batch, query, channel)
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Product:
 
 @dataclass(frozen=True)
 class LogitsAxes:
-    """Places of axes in logits: of samples and heads, of queries, and of keys, over which their softmax is taken."""
+    """Places of axes in logits: of samples and heads, of queries, and of keys, which the softmax runs over."""
 
     batch: tuple[int, ...]
     query: int
@@ -37,7 +36,7 @@ class LogitsAxes:
 
 @dataclass(frozen=True)
 class LogitsFactors:
-    """Which factor holds the queries, and the orders that make [batch, …, tokens, channels] of queries and of keys."""
+    """The factor that holds the queries, and the orders of axes that turn queries and keys into [batch, …, tokens, channels]."""
 
     axes: LogitsAxes
     queries: int
@@ -46,16 +45,16 @@ class LogitsFactors:
 
 
 def product_of(equation: str, ranks: Sequence[int]) -> Product | None:
-    """What an equation says; None where `axes_of` does not read it."""
+    """Returns the axes of an equation; None if `axes_of` cannot read it."""
     axes = axes_of(equation, ranks)
     return None if axes is None else Product(axes[:2], axes[2])
 
 
 def logits_of(product: Product, axis: int) -> LogitsFactors | None:
-    """The product of queries and keys that an equation is; None where it is none.
+    """Returns the factors of an equation that multiplies queries and keys; None for other equations.
 
     Args:
-        axis: of the result, over which the softmax is taken.
+        axis: of the result, which the softmax runs over.
     """
     key = product.result[axis]
     if (key in product.factors[0]) == (key in product.factors[1]):
@@ -74,11 +73,12 @@ def logits_of(product: Product, axis: int) -> LogitsFactors | None:
 
 
 def output_of(product: Product, probabilities: int, axes: LogitsAxes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Two permutations: of the values to [batch, …, keys, channels], and of [batch, …, queries, channels] to the result.
-    None where the equation does not multiply probabilities by values.
+    """Returns two permutations: of the values to [batch, …, keys, channels], and of [batch, …, queries, channels] to the result.
+    None if the equation does not multiply probabilities by values.
 
     Args:
-        probabilities: which factor they are; axes: of the logits that they were made of.
+        probabilities: place of their factor.
+        axes: of the logits that the probabilities come from.
     """
     p, v, result = product.factors[probabilities], product.factors[1 - probabilities], product.result
     if len(p) != len(axes.order):

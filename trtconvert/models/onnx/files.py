@@ -1,4 +1,4 @@
-"""ONNX files: the graph, its weights beside it, and what is refused of either. Nothing here needs torch."""
+"""Reads ONNX files and the weights beside them, and refuses unfit ones. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtconvert.files import open_regular
 from trtconvert.models.onnx.flaws import first_flaw
 
 OPSETS = range(11, 27)
-"""Of ONNX's own operators, whose meanings are known here."""
+"""Supported opsets of ONNX's own operators."""
 
 _LOOPS = ("Loop", "Scan", "SequenceMap")
 
@@ -33,10 +33,10 @@ _AGAIN = "export or download the model again, whole"
 
 
 def read_graph(path: Path) -> ir.Model:
-    """A graph without local functions. Weights beside it are read when they are used.
+    """Reads a graph and inlines its local functions. Weights beside the file are read on demand.
 
     Raises:
-        UserError: no ONNX model, or a damaged one, or weights that are missing or lie elsewhere, or an opset that is not known.
+        UserError: the file is no ONNX model or damaged, weights are missing or elsewhere, or the opset is not supported.
     """
     model = load(path)
     if model.functions:
@@ -44,15 +44,15 @@ def read_graph(path: Path) -> ir.Model:
             InlinePass()(model)
         except (ir.passes.PassError, ir.passes.InvariantError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"the functions in {path} cannot be put into the places of their calls",
+                f"the functions in {path} cannot be inlined",
                 expected="calls with the inputs, outputs and attributes that the functions have",
-                got=first_line(_origin(error)),
+                got=first_line(_root_cause(error)),
                 remedy="export the model with torch.onnx.export; onnx.checker.check_model tells more",
             ) from error
     opset = model.graph.opset_imports.get("", model.opset_imports.get("", 0))
     if opset not in OPSETS:
         raise UserError(
-            f"{path} is of an opset that is not known",
+            f"{path} has an opset that is not supported",
             expected=f"operators of ONNX's opset {OPSETS[0]} to {OPSETS[-1]}",
             got=f"opset {opset}",
             remedy=f"export the model with opset_version={min(max(opset, 17), 23)}, or convert it with onnx.version_converter",
@@ -63,7 +63,7 @@ def read_graph(path: Path) -> ir.Model:
 def refuse_loops(path: Path, model: ir.Model) -> None:
     """
     Raises:
-        UserError: a node repeats what another graph in it computes.
+        UserError: a node is a loop.
     """
     if loops := [node for node in model.graph if node.op_type in _LOOPS]:
         raise UserError(
@@ -75,7 +75,7 @@ def refuse_loops(path: Path, model: ir.Model) -> None:
 
 
 def load(path: Path) -> ir.Model:
-    """A model as it is in the file.
+    """Reads a model as it is in the file, with the places of its weights checked.
 
     Raises:
         UserError: see `read_graph`.
@@ -104,14 +104,14 @@ def _read(path: Path) -> ir.Model:
             got=error.strerror or type(error).__name__,
             remedy="correct model.source in the recipe",
         ) from error
-    except (DecodeError, ValueError, KeyError, TypeError, AttributeError) as error:  # of bytes that are no graph
+    except (DecodeError, ValueError, KeyError, TypeError, AttributeError) as error:  # for bytes that are no graph
         raise _no_model(path, error) from error
     if (flaw := first_flaw(stored)) is not None:
         raise UserError(f"{path} {flaw.what}", expected=flaw.expected, got=flaw.got, remedy=flaw.remedy)
     try:
         model = ir.serde.deserialize_model(stored)
     except (ir.serde.SerdeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_model(path, _origin(error)) from error
+        raise _no_model(path, _root_cause(error)) from error
     if not model.graph.outputs or not len(model.graph):
         raise UserError(
             f"{path} is no ONNX model, or damaged",
@@ -131,21 +131,20 @@ def _no_model(path: Path, error: BaseException) -> UserError:
     )
 
 
-def _origin(error: BaseException) -> BaseException:
-    """What an error came from: libraries wrap it in others, which repeat the graph."""
+def _root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """Weights that lie in other files, of all graphs and of constants in nodes."""
+    """Yields weights in other files, of all graphs and of constants in nodes."""
     for _, tensor in _external(model):
         yield tensor
 
 
 def _external(model: ir.Model) -> Iterator[tuple[ir.Value | tuple[ir.Node, str], ir.ExternalTensor]]:
-    """The same with what has them: a value, or a node under a name."""
+    """Yields weights in other files with their holder: a value, or a node and an attribute's name."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         for value in [*graph.initializers.values()]:
             if isinstance(value.const_value, ir.ExternalTensor):
@@ -157,14 +156,9 @@ def _external(model: ir.Model) -> Iterator[tuple[ir.Value | tuple[ir.Node, str],
 
 
 def _refuse_unfit_place(path: Path, tensor: ir.ExternalTensor) -> None:
-    """
-    Raises:
-        UserError: weights lie outside of the model's folder, or are not there, or fewer than the graph says, or have names
-            elsewhere.
-    """
     folder, location = path.parent, os.path.normpath(tensor.location)
     file = folder / location
-    # Caches keep files under other names, to which links in the folder lead: those of the model's own file.
+    # Caches have links in the model's folder to files of other names in the folder of the model's own file.
     homes = (folder.resolve(), path.resolve().parent)
     outside = os.path.isabs(location) or location.split(os.sep)[0] == os.pardir
     if outside or not any(file.resolve().is_relative_to(home) for home in homes):
@@ -188,14 +182,15 @@ def _refuse_unfit_place(path: Path, tensor: ir.ExternalTensor) -> None:
         quoted, copy = shlex.quote(str(file)), shlex.quote(f"{file}.copy")
         raise UserError(
             f"{path}: the weights beside it have other names on this disk (hard links)",
-            expected=f"{file.name} with one name: what another program writes under another would change the model",
+            expected=f"{file.name} with one name: a program that writes under another name would change the model",
             got=f"{found.st_nlink} names",
-            remedy=f"make it a copy of its own: cp {quoted} {copy} && mv -f {copy} {quoted}",
+            remedy=f"replace it by a copy: cp {quoted} {copy} && mv -f {copy} {quoted}",
         )
 
 
 def _where_it_lies(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
-    """A weight, read where links lead to that `_refuse_unfit_place` has looked at: the library follows none out of the folder."""
+    """Returns a weight at the end of links, which `_refuse_unfit_place` checked: the library does not follow links out of a
+    folder."""
     if os.path.realpath(tensor.path) == os.path.join(os.path.realpath(tensor.base_dir), tensor.location):
         return tensor
     return ir.ExternalTensor(
@@ -211,12 +206,12 @@ def _where_it_lies(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
 
 
 def external_files(path: Path) -> list[Path]:
-    """The files of weights beside a model, in the order of their names."""
+    """Returns the files of weights beside a model, sorted by name."""
     return sorted({path.parent / os.path.normpath(tensor.location) for tensor in external_tensors(read_graph(path))})
 
 
 def stored_type(model: ir.Model) -> ir.DataType:
-    """The type of most bytes of a graph's floating-point weights."""
+    """Returns the type of most bytes of a graph's floating-point weights."""
     sizes = Counter[ir.DataType]()
     for graph in model.graphs():
         for value in graph.initializers.values():

@@ -1,4 +1,4 @@
-"""What is wrong with an ONNX file as it lies on the disk: what no library that reads it would say in words for its user."""
+"""Finds damage in an ONNX file, and describes it for users, which the libraries that read such files do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELDS = {
     ir.DataType.UINT64: "uint64_data",
     ir.DataType.STRING: "string_data",
 }
-"""Where numbers of a type are that are not raw; all others are in int32_data."""
+"""The fields that hold numbers that are not raw, by type; int32_data for all other types."""
 
 _COMPLEX = (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)
 
@@ -35,7 +35,7 @@ Function = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Flaw:
-    """What a user is told."""
+    """The parts of a message for the user."""
 
     what: str
     expected: str
@@ -44,70 +44,69 @@ class Flaw:
 
 
 def first_flaw(model: onnx.ModelProto) -> Flaw | None:
-    """The first flaw of a model. Takes time in proportion to its size."""
+    """Returns the first flaw of a model, in time proportional to its size."""
     return next(_flaws(model), None)
 
 
 def _flaws(model: onnx.ModelProto) -> Iterator[Flaw]:
-    yield from _of_graph(model.graph)
+    yield from _flaws_of_graph(model.graph)
     calls: dict[Function, list[Function]] = {}
     for function in model.functions:
         called: list[Function] = []
         calls[function.domain, function.name, function.overload] = called
-        yield from _of_names(function.input, (), function.node)
+        yield from _repeated_names(function.input, (), function.node)
         for node in function.node:
-            yield from _of_node(node, called)
+            yield from _flaws_of_node(node, called)
     if cycle := _cycle(calls):
         yield Flaw(
             "has a function that calls itself",
-            expected="functions that end, as a graph that repeats nothing has them",
+            expected="functions that do not repeat, as in a graph without loops",
             got=" calls ".join(f"{domain}::{name}" if domain else name for domain, name, _ in cycle),
-            remedy="export the model with torch.onnx.export, which writes no such functions; or take the call out",
+            remedy="export the model with torch.onnx.export, which writes no such functions; or remove the call",
         )
 
 
-def _of_graph(graph: onnx.GraphProto, called: list[Function] | None = None) -> Iterator[Flaw]:
-    """Flaws of a graph and of those in its nodes. called: takes up the functions that nodes may call."""
+def _flaws_of_graph(graph: onnx.GraphProto, called: list[Function] | None = None) -> Iterator[Flaw]:
+    """Yields flaws of a graph and of the graphs in its nodes. `called` gets the functions that nodes may call."""
     for tensor in graph.initializer:
-        yield from _of_tensor(tensor, f"the weight '{tensor.name}'")
-    yield from _of_names((value.name for value in graph.input), (x.name for x in graph.initializer), graph.node)
+        yield from _flaws_of_tensor(tensor, f"the weight '{tensor.name}'")
+    yield from _repeated_names((value.name for value in graph.input), (x.name for x in graph.initializer), graph.node)
     for what, values in (("input", graph.input), ("output", graph.output), ("value", graph.value_info)):
         for value in values:
             if value.type.HasField("tensor_type") and (kind := value.type.tensor_type.elem_type) not in _KNOWN:
                 yield _unknown_type(f"the {what} '{value.name}'", kind)
     for node in graph.node:
-        yield from _of_node(node, called)
+        yield from _flaws_of_node(node, called)
 
 
-def _of_node(node: onnx.NodeProto, called: list[Function] | None) -> Iterator[Flaw]:
+def _flaws_of_node(node: onnx.NodeProto, called: list[Function] | None) -> Iterator[Flaw]:
     if called is not None:
         called.append((node.domain, node.op_type, node.overload))
     for attribute in node.attribute:
         if not attribute.type and not attribute.ref_attr_name:
             yield Flaw(
                 f"has an attribute without a type, '{attribute.name}' of {_shown(node)}",
-                expected="a type of each attribute, as ONNX has them since version 2 of its files",
+                expected="a type of each attribute, as in ONNX files since version 2",
                 got="none",
                 remedy=_AGAIN,
             )
         if attribute.HasField("t"):
-            yield from _of_tensor(attribute.t, f"the constant '{attribute.name}' of {_shown(node)}")
+            yield from _flaws_of_tensor(attribute.t, f"the constant '{attribute.name}' of {_shown(node)}")
         for tensor in attribute.tensors:
-            yield from _of_tensor(tensor, f"a constant of '{attribute.name}' of {_shown(node)}")
+            yield from _flaws_of_tensor(tensor, f"a constant of '{attribute.name}' of {_shown(node)}")
         if attribute.HasField("g"):
-            yield from _of_graph(attribute.g, called)
+            yield from _flaws_of_graph(attribute.g, called)
         for graph in attribute.graphs:
-            yield from _of_graph(graph, called)
+            yield from _flaws_of_graph(graph, called)
 
 
-def _of_names(inputs: Iterable[str], weights: Iterable[str], nodes: Sequence[onnx.NodeProto]) -> Iterator[Flaw]:
-    """Two values of one name: nobody could say which of them is read."""
+def _repeated_names(inputs: Iterable[str], weights: Iterable[str], nodes: Sequence[onnx.NodeProto]) -> Iterator[Flaw]:
     made: dict[str, str] = {}
     for name in inputs:
         if name in made:
             yield _same_name(name, "an input", "another input")
         made[name] = "an input"
-    made |= {name: made.get(name, "a weight") for name in weights}  # of an input it is the default
+    made |= {name: made.get(name, "a weight") for name in weights}  # a weight may be the default of an input
     for node in nodes:
         for name in node.output:
             if name and name in made:
@@ -120,11 +119,11 @@ def _same_name(name: str, first: str, second: str) -> Flaw:
         f"has two values called '{name}'",
         expected="a name of its own for each input, weight and output of a node",
         got=f"{first} and {second}",
-        remedy="export the model again; or give the second one another name with onnx, also where it is read",
+        remedy="export the model again; or rename the second one with onnx, and its uses too",
     )
 
 
-def _of_tensor(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
+def _flaws_of_tensor(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     kind = tensor.data_type
     if kind not in _KNOWN or kind == ir.DataType.UNDEFINED:
         yield _unknown_type(what, kind)
@@ -132,16 +131,15 @@ def _of_tensor(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     if any(size < 0 for size in tensor.dims):
         yield Flaw(f"is damaged at {what}", "sizes from 0", str(list(tensor.dims)), _AGAIN)
     elif tensor.data_location == onnx.TensorProto.EXTERNAL:
-        yield from _of_place(tensor, what)
+        yield from _flaws_of_place(tensor, what)
     else:
-        yield from _of_numbers(tensor, what)
+        yield from _flaws_of_count(tensor, what)
 
 
-def _of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
-    """Where a tensor lies in another file."""
+def _flaws_of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     said = {entry.key: entry.value for entry in tensor.external_data}
     remedy = (
-        "export or download the model again, with the files beside it; or save it anew from where it is whole: "
+        "export or download the model again, with the files beside it; or save a whole one again: "
         "onnx.save(model, path, save_as_external_data=True)"
     )
     if not said.get("location") or "\0" in said["location"]:
@@ -157,15 +155,14 @@ def _of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
             )
 
 
-def _of_numbers(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
-    """Fewer or more numbers than the shape says."""
+def _flaws_of_count(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     kind, count = ir.DataType(tensor.data_type), math.prod(tensor.dims)
     if tensor.HasField("raw_data"):
         if kind == ir.DataType.STRING:
             yield Flaw(f"is damaged at {what}", "texts in string_data", "raw bytes", _AGAIN)
             return
         unit, expected, got = "bytes", -(-count * kind.bitwidth // 8), len(tensor.raw_data)
-    elif kind.bitwidth < 8 and kind != ir.DataType.STRING:  # several in one number
+    elif kind.bitwidth < 8 and kind != ir.DataType.STRING:  # several in one entry
         return
     else:
         unit, expected = "numbers", count * (2 if kind in _COMPLEX else 1)
@@ -181,7 +178,7 @@ def _of_numbers(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
 
 def _unknown_type(what: str, kind: int) -> Flaw:
     return Flaw(
-        f"gives {what} a type that is not known",
+        f"gives {what} an unknown type",
         expected="a type of ONNX, as 1 (FLOAT), 10 (FLOAT16), 16 (BFLOAT16) or 7 (INT64)",
         got=str(kind) if kind else "0 (UNDEFINED)",
         remedy=_NEWER if kind > 0 else _AGAIN,
@@ -189,7 +186,7 @@ def _unknown_type(what: str, kind: int) -> Flaw:
 
 
 def _cycle(calls: Mapping[Function, Iterable[Function]]) -> list[Function]:
-    """Functions that call each other in a circle, the first again at the end; none where there is no circle."""
+    """Returns functions that call each other in a circle, the first again at the end; nothing without a circle."""
     done = set[Function]()
     for start in calls:
         way: dict[Function, Iterator[Function]] = {}  # in order

@@ -1,4 +1,4 @@
-"""Which input of a graph is what, and of which sizes: as the recipe says, or as names and shapes tell."""
+"""Tells the inputs of a graph apart, and their sizes, by the recipe or by names and shapes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import onnx_ir as ir
 from trtconvert.attention.schedules import SIGMA_DATA, SIGMA_MAX, SIGMA_MIN
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError, did_you_mean
+from trtconvert.models.call_options import size_range
 
 BATCH = (1, 2, 4)
-"""Samples of a call where the recipe does not say: guidance takes twice as many as there are images."""
+"""Samples of a call, unless the recipe has them: guidance doubles the rows for each image."""
 
 _TIMESTEPS = re.compile(
     r"t|ts|times?|timesteps?|(\w+[._])?timesteps?([._]\w+)?|((log|ln)_?)?sigmas?|c_?noise|noise_labels?|t_?emb",
@@ -24,15 +25,15 @@ _TIMESTEPS = re.compile(
 _OF_SIGMA = {
     "sigma": re.compile(r"sigmas?", re.IGNORECASE),
     "log_sigma": re.compile(r"(log|ln)_?sigmas?", re.IGNORECASE),
-    "c_noise": re.compile(r"c_?noise|noise_labels?", re.IGNORECASE),  # as the networks of Karras et al. 2022 call it
+    "c_noise": re.compile(r"c_?noise|noise_labels?", re.IGNORECASE),  # its name in the networks of Karras et al. 2022
 }
-"""Names of timestep inputs that hold no timestep, by what they hold, see `NOISE_INPUTS`."""
+"""Names of timestep inputs that hold no timestep, by their contents, see `NOISE_INPUTS`."""
 
 _IMAGES = re.compile(r"denoised(_\w+)?|(pred_)?x_?0(_pred)?|x_?start|pred_original_sample", re.IGNORECASE)
-"""Names of outputs that are the image."""
+"""Names of outputs that are the denoised image."""
 
 ASSUMED = "assumed"
-"""How the meaning of an option begins that neither the file nor its names tell."""
+"""Begins the description of an option that neither the file nor its names tell."""
 
 _SAMPLES = (
     "sample",
@@ -49,7 +50,7 @@ _SAMPLES = (
 _OUTPUTS = ("out_sample", "sample_out", "output", "out", "prediction", "noise_pred", "latent", "velocity")
 
 _OF_BATCH = re.compile(r"batch|^\d*b(s|sz)?$|^bs|samples?$|^n$|steps?$", re.IGNORECASE)
-"""Names of dimensions that are samples, and of those of a timestep."""
+"""Names of dimensions that count samples, or the timesteps of samples."""
 
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
 _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
@@ -57,12 +58,13 @@ _INTEGERS = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a graph takes and gives.
+    """The inputs and the output of a graph.
 
     Attributes:
         sample, timestep, output: names.
-        specs: the sample, the timestep and the others, in this order. The timestep is [batch] whatever the graph takes.
-        own: shapes in the graph, by name; truths: inputs that are truth values there.
+        specs: the sample, the timestep and the others, in this order. The timestep is [batch], whatever its shape in the graph.
+        own: shapes in the graph, by name.
+        truths: inputs that are truth values in the graph.
         dims: see `DiffusionModel`.
     """
 
@@ -88,13 +90,15 @@ def read_inputs(
     output: str | None,
     sizes: Mapping[str, Any],
 ) -> Inputs:
-    """
+    """Tells the inputs of a graph apart.
+
     Args:
-        sample, timestep, output: names that the recipe gives; sizes: of symbolic dimensions, a number or [min, opt, max].
+        sample, timestep, output: names in the recipe.
+        sizes: of symbolic dimensions, a number or [min, opt, max].
     Raises:
-        UserError: what is what cannot be told, or a size is missing.
+        UserError: an input or the output cannot be told, or a size is missing.
     """
-    values = _given(model)
+    values = _inputs_but_weights(model)
     _refuse_unfit(path, values)
     timestep = _timestep(path, values, timestep)
     outputs = {value.name or "": value for value in model.graph.outputs}
@@ -124,26 +128,25 @@ def read_inputs(
     )
 
 
-def _given(model: ir.Model) -> dict[str, ir.Value]:
-    """The inputs that are no weights."""
+def _inputs_but_weights(model: ir.Model) -> dict[str, ir.Value]:
     return {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
 
 
 def proposed_options(path: Path, model: ir.Model) -> dict[str, tuple[Any, str]]:
-    """Options of a first recipe for a graph: values, and what they mean. Those that cannot be told are to be filled in, and say
-    what with."""
+    """Returns options for a first recipe: values, and their descriptions. A description of an option that cannot be told lists
+    the choices."""
     options: dict[str, tuple[Any, str]] = {}
-    values, outputs = _given(model), {value.name or "": value for value in model.graph.outputs}
+    values, outputs = _inputs_but_weights(model), {value.name or "": value for value in model.graph.outputs}
     found: dict[str, str] = {}
-    for what, tell in (
+    for what, find in (
         ("timestep", lambda: _timestep(path, values, None)),
         ("output", lambda: _output(path, outputs, None)),
         ("sample", lambda: _sample(path, values, found["timestep"], outputs[found["output"]], None)),
     ):
         among = outputs if what == "output" else values
         try:
-            found[what] = tell()
-        except (UserError, KeyError):  # of names that do not tell, or did not before
+            found[what] = find()
+        except (UserError, KeyError):  # names do not tell it, or did not tell an earlier one
             options[what] = (next(iter(among)), "could not be told; one of " + ", ".join(among))
             found[what] = str(options[what][0])
     symbols = dict.fromkeys(
@@ -154,7 +157,8 @@ def proposed_options(path: Path, model: ir.Model) -> dict[str, tuple[Any, str]]:
     sizes = {
         name: list(BATCH) if name == batch else guessed[name]
         for name in symbols
-        if name == batch or not (isinstance(batch, str) and _OF_BATCH.search(name) and name not in _inner(values))
+        if name == batch
+        or not (isinstance(batch, str) and _OF_BATCH.search(name) and name not in _inner_dimensions(values))
     }
     if sizes:
         options["sizes"] = (sizes, "of the inputs' dimensions: a number, or [min, opt, max]")
@@ -169,25 +173,25 @@ def proposed_options(path: Path, model: ir.Model) -> dict[str, tuple[Any, str]]:
 
 
 def _proposed_training(path: Path, timestep: str, output: str) -> dict[str, tuple[Any, str]]:
-    """What the model was trained with, as far as names tell."""
+    """Returns options for the model's training, as far as names tell."""
     told, is_image = _noise_input_named(timestep), _IMAGES.fullmatch(output) is not None
     by_output = f"by the name of the output, {output}"
     options: dict[str, tuple[Any, str]] = {}
     if told is not None:
         options["noise_input"] = (
             told,
-            f"what {timestep} holds, by its name: sigma, log_sigma, c_noise, fraction or timestep",
+            f"contents of {timestep}, by its name: sigma, log_sigma, c_noise, fraction or timestep",
         )
         options["schedule"] = ("edm", f"{ASSUMED}: all noise levels of a range; or linear, scaled_linear, cosine, flow")
-        options["sigma_min"] = (SIGMA_MIN, f"{ASSUMED}: EDM's, the least noise that it was trained with")
+        options["sigma_min"] = (SIGMA_MIN, f"{ASSUMED}: EDM's, the least noise of the training")
         options["sigma_max"] = (SIGMA_MAX, f"{ASSUMED}: EDM's, the most")
         prediction, otherwise = "denoised", "or raw, epsilon, v_prediction, sample"
         if told == "c_noise" and not is_image:
-            # EDM's preconditioning gives its network c_noise; what has it inside is given σ.
+            # EDM's preconditioning passes c_noise to its network; a network with preconditioning inside takes σ.
             prediction, otherwise = "raw", "or denoised, epsilon, v_prediction, sample"
             options["sigma_data"] = (
                 SIGMA_DATA,
-                f"{ASSUMED}: EDM's, the deviation of the images that it was trained on",
+                f"{ASSUMED}: EDM's, the deviation of the images in training",
             )
     else:
         options["schedule"] = ("scaled_linear", f"{ASSUMED}: or linear, cosine, flow, edm")
@@ -207,7 +211,7 @@ def is_consistency(path: Path) -> bool:
 
 
 def _noise_input_named(timestep: str) -> str | None:
-    """What a timestep input holds that is not called a timestep; None for others."""
+    """Returns the contents of a timestep input whose name is not that of a timestep; None for others."""
     return next((told for told, names in _OF_SIGMA.items() if names.fullmatch(timestep)), None)
 
 
@@ -216,25 +220,26 @@ def refuse_what_names_contradict(
 ) -> None:
     """
     Args:
-        noise_input, prediction: that the recipe states; taken: the prediction that is taken where it states none.
+        noise_input, prediction: in the recipe.
+        taken: the prediction that is used where the recipe has none.
     Raises:
-        UserError: it does not state what a name contradicts.
+        UserError: a name suggests another noise input or prediction than the default, and the recipe has none.
     """
     told = _noise_input_named(inputs.timestep)
     if told is not None and noise_input is None:
         raise UserError(
             f"the input '{inputs.timestep}' of {path} holds no timestep, by its name",
-            expected=f"model.options.noise_input: {told}, or what it holds: sigma, log_sigma, c_noise, fraction, timestep",
+            expected=f"model.options.noise_input: {told}, or its contents: sigma, log_sigma, c_noise, fraction, timestep",
             got="none",
             remedy=f"add `noise_input: {told}` under model.options, with `schedule: edm` and `prediction: denoised` for a model "
-            "with preconditioning inside, or `prediction: raw` for EDM's network without it; or `noise_input: timestep`, where "
-            "it holds timesteps all the same",
+            "with preconditioning inside, or `prediction: raw` for EDM's network without it; or `noise_input: timestep`, if it "
+            "holds timesteps nevertheless",
         )
     if told == "c_noise" and prediction is None and not _IMAGES.fullmatch(inputs.output):
         raise UserError(
-            f"the input '{inputs.timestep}' of {path} is what EDM's preconditioning gives its network, by its name",
-            expected="model.options.prediction: raw, of such a network; denoised, of one with preconditioning inside; or what it "
-            "is",
+            f"the input '{inputs.timestep}' of {path} is an input of EDM's network, by its name",
+            expected="model.options.prediction: raw for such a network; denoised for one with preconditioning inside; or another "
+            "prediction",
             got="none",
             remedy="add `prediction: raw`, with `sigma_data: 0.5` or that of the training, or `prediction: denoised` under "
             "model.options",
@@ -242,7 +247,7 @@ def refuse_what_names_contradict(
     if prediction is None and _IMAGES.fullmatch(inputs.output) and taken not in ("sample", "denoised"):
         raise UserError(
             f"the output '{inputs.output}' of {path} is no {taken}, by its name",
-            expected="model.options.prediction: sample, of √ᾱ·x₀ + √(1-ᾱ)·n; denoised, of x₀ + σ·n; or what it is",
+            expected="model.options.prediction: sample, of √ᾱ·x₀ + √(1-ᾱ)·n; denoised, of x₀ + σ·n; or another prediction",
             got="none",
             remedy=f"add `prediction: sample` or `prediction: denoised` under model.options, or `prediction: {taken}`",
         )
@@ -252,16 +257,11 @@ def _shape_or_none(value: ir.Value) -> tuple[int | str, ...]:
     return _shape(value) if value.shape is not None else ()
 
 
-def _inner(values: Mapping[str, ir.Value]) -> set[int | str]:
-    """Dimensions that are not the first of an input."""
+def _inner_dimensions(values: Mapping[str, ir.Value]) -> set[int | str]:
     return {size for value in values.values() for size in _shape_or_none(value)[1:]}
 
 
 def _refuse_unfit(path: Path, values: Mapping[str, ir.Value]) -> None:
-    """
-    Raises:
-        UserError: an input has no shape, or a type that denoisers do not take, or is a weight.
-    """
     for name, value in values.items():
         weighs = [node for node, place in value.uses() if (node.op_type, place) in _WEIGHT_PLACES]
         static = value.shape is not None and all(isinstance(size, int) for size in value.shape) and len(value.shape) > 1
@@ -285,7 +285,7 @@ _WEIGHT_PLACES = {("Conv", 1), ("Gemm", 1), ("MatMul", 1)}
 
 
 def _shape(value: ir.Value) -> tuple[int | str, ...]:
-    """Numbers and names; what has neither is called after its place."""
+    """Returns the sizes and names of dimensions; a dimension with neither is named after its place."""
     assert value.shape is not None
     return tuple(
         size if isinstance(size, int) else size.value or f"{value.name}_{axis}" for axis, size in enumerate(value.shape)
@@ -293,7 +293,7 @@ def _shape(value: ir.Value) -> tuple[int | str, ...]:
 
 
 def _of_batch(shape: tuple[int | str, ...], batch: int | str) -> tuple[int | str, ...]:
-    """A shape that begins with the samples under the name that the denoised input has for them."""
+    """Renames the first dimension of a shape to that of the samples, if its name is one of samples."""
     if shape and isinstance(shape[0], str) and isinstance(batch, str) and _OF_BATCH.search(shape[0]):
         return (batch, *shape[1:])
     return shape
@@ -317,8 +317,8 @@ def _unclear(path: Path, what: str, found: Sequence[str], values: Mapping[str, i
     return UserError(
         f"which {'output' if what == 'output' else 'input'} of {path} is the {what} cannot be told",
         expected=f"model.options.{what} in the recipe, with one of: {described}",
-        got=", ".join(found) or "none that is called so",
-        remedy=f"add `{what}: {(found or list(values))[0]}` under model.options, with the name that is right",
+        got=", ".join(found) or "no usual name",
+        remedy=f"add `{what}: {(found or list(values))[0]}` under model.options, with the right name",
     )
 
 
@@ -372,9 +372,9 @@ def _dims(
     if unknown := [name for name in sizes if name not in symbols]:
         raise UserError(
             f"{path} has no dimension '{unknown[0]}'",
-            expected=", ".join(symbols) or "no sizes: all of them are numbers in the graph",
+            expected=", ".join(symbols) or "no sizes: all of them are constants of the graph",
             got=", ".join(unknown),
-            remedy=did_you_mean(unknown[0], symbols, "take it out of model.options.sizes"),
+            remedy=did_you_mean(unknown[0], symbols, "remove it from model.options.sizes"),
         )
     known = ({batch: list(BATCH)} if isinstance(batch, str) else {}) | dict(sizes)
     if missing := [name for name in symbols if name not in known]:
@@ -385,24 +385,11 @@ def _dims(
             got=", ".join(sizes) or "none",
             remedy=f"add `sizes: {{{proposed}}}` under model.options, with the sizes that you need",
         )
-    return {name: _range(name, known[name]) for name in symbols}
-
-
-def _range(name: str, given: Any) -> tuple[int, int, int]:
-    listed = [given] * 3 if isinstance(given, int) else given
-    whole = isinstance(listed, list) and len(listed) == 3 and all(type(size) is int for size in listed)
-    if not whole or not 1 <= listed[0] <= listed[1] <= listed[2]:
-        raise UserError(
-            f"model.options.sizes.{name} is no size",
-            expected="a whole number, or [min, opt, max]",
-            got=repr(given),
-            remedy="correct it in the recipe",
-        )
-    return listed[0], listed[1], listed[2]
+    return {name: size_range(f"sizes.{name}", known[name]) for name in symbols}
 
 
 def guessed_sizes(model: ir.Model, sample: str) -> dict[str, int]:
-    """Sizes to begin with, by the names of dimensions: channels as a first convolution has them, images of 64, prompts of 77."""
+    """Returns sizes to begin with, by dimension: the channels of a first convolution, images of 64, prompts of 77."""
     guessed: dict[str, int] = {}
     for value in model.graph.inputs:
         shape = list(_shape_or_none(value))

@@ -1,4 +1,4 @@
-"""Layers that are written out: products with constant weights and their biases, group norms by way of instance norms, GELUs."""
+"""Fuses layers that a graph writes out: products with constant weights and biases, group norms by instance norms, GELUs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trtconvert.models.onnx.call import Value
 from trtconvert.models.onnx.steps import Graph, Step
 
 _DEPTH = 8
-"""Products within each other that are looked at as one. A GELU has four; of more, each may double what is to be looked at."""
+"""Depth of nested products. A GELU has four; each further one may double the search."""
 
 
 def fuse_linear(graph: Graph, constants: dict[str, Value]) -> None:
-    """Make `trtconvert::linear` steps of products with constant matrices and the biases that are added, in place.
+    """Replaces products with constant matrices, and additions of their biases, by `trtconvert::linear` steps, in place.
 
-    Weights become [N, K], as torch's layers have them; of one that several steps read in one way there is one.
+    Weights become [N, K], as in torch's layers; steps that read one weight in the same way share one copy.
     """
     read = graph.readers()
     changes = dict[Step, Sequence[Step]]()
@@ -63,7 +63,7 @@ def fuse_linear(graph: Graph, constants: dict[str, Value]) -> None:
 
 
 def fuse_gelus(graph: Graph, values: Mapping[str, Value]) -> None:
-    """Make one step of each GELU that is written with Erf or Tanh, in place."""
+    """Replaces each GELU that is written with Erf or Tanh by one step, in place."""
     made, read = graph.producers(), graph.readers()
     changes = dict[Step, Sequence[Step]]()
 
@@ -72,7 +72,7 @@ def fuse_gelus(graph: Graph, values: Mapping[str, Value]) -> None:
         return float(value.ravel()[0]) if isinstance(value, np.ndarray) and value.size == 1 else None
 
     def factors(name: str, depth: int = _DEPTH) -> tuple[float, list[str]]:
-        """Of a product its number, and what else is multiplied."""
+        """Returns the numeric factor of a product, and its other factors."""
         step, known = made.get(name), number(name)
         if known is not None:
             return known, []
@@ -85,7 +85,7 @@ def fuse_gelus(graph: Graph, values: Mapping[str, Value]) -> None:
         return a * b, [*of_a, *of_b]
 
     def argument(step: Step) -> str:
-        """Of which value an Erf or a Tanh is that of its GELU; empty where it is none."""
+        """Returns the input of the GELU that an Erf or a Tanh belongs to; "" for none."""
         inner, others = factors(step.inputs[0])
         if step.op == "Erf":
             return others[0] if len(others) == 1 and abs(inner - 0.5**0.5) < 1e-4 else ""
@@ -117,11 +117,11 @@ def fuse_gelus(graph: Graph, values: Mapping[str, Value]) -> None:
 
 
 def fuse_group_norms(graph: Graph, shapes: Shapes, constants: dict[str, Value]) -> None:
-    """Make group norms of instance norms of [B, groups, …], with the weights that follow, in place."""
+    """Replaces instance norms of [B, groups, …], and the weights after them, by group norms, in place."""
     made, read = graph.producers(), graph.readers()
     changes = dict[Step, Sequence[Step]]()
     for step in graph.steps:
-        if step.op != "InstanceNormalization" or not _is_plain(step, constants):
+        if step.op != "InstanceNormalization" or not _has_ones_and_zeros(step, constants):
             continue
         before, after = made.get(step.inputs[0]), read[step.outputs[0]]
         if before is None or before.op != "Reshape" or len(after) != 1 or after[0].op != "Reshape":
@@ -136,12 +136,12 @@ def fuse_group_norms(graph: Graph, shapes: Shapes, constants: dict[str, Value]) 
             found = follows[0] if len(follows) == 1 and follows[0].op == op else None
             name = next((x for x in found.inputs if x != last.outputs[0]), "") if found is not None else ""
             weight = constants.get(name)
-            if found is None or not isinstance(weight, Tensor) or not _is_of_channels(weight, shape):
+            if found is None or not isinstance(weight, Tensor) or not _has_number_per_channel(weight, shape):
                 break
             constants[f"{name}:channels"] = weight.reshape(-1)
             inputs.append(f"{name}:channels")
             last = found
-        if len(inputs) == 2:  # a factor without a shift: what is added is nothing
+        if len(inputs) == 2:  # a factor without a shift: the shift is 0
             constants[f"{inputs[1]}:none"] = 0 * constants[inputs[1]]  # type: ignore[operator]
             inputs.append(f"{inputs[1]}:none")
         attributes = {"num_groups": groups, "epsilon": step.attributes.get("epsilon", 1e-5)}
@@ -151,8 +151,7 @@ def fuse_group_norms(graph: Graph, shapes: Shapes, constants: dict[str, Value]) 
     graph.replace(changes)
 
 
-def _is_plain(step: Step, constants: Mapping[str, Value]) -> bool:
-    """Whether a norm's own factors are ones and shifts zeros."""
+def _has_ones_and_zeros(step: Step, constants: Mapping[str, Value]) -> bool:
     for name, number in zip(step.inputs[1:], (1, 0), strict=False):
         value = constants.get(name)
         if value is None or not np.all(np.asarray(value, dtype=np.float32) == number):
@@ -160,7 +159,6 @@ def _is_plain(step: Step, constants: Mapping[str, Value]) -> bool:
     return len(step.inputs) == 3
 
 
-def _is_of_channels(weight: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a weight has a number for each channel of images of a shape, and nothing else."""
+def _has_number_per_channel(weight: Tensor, shape: Sequence[int]) -> bool:
     rank = len(shape) - 2
     return weight.numel() == shape[1] and tuple(weight.shape)[-rank - 1 :] == (shape[1], *[1] * rank)

@@ -31,8 +31,8 @@ from trtconvert.models.onnx.steps import Graph, Step, graph_of
 from trtconvert.runtime.signature import shape_of
 
 LARGEST_ERROR = 1e-3
-"""Relative L2 distance of the module's output from ONNX Runtime's of the file, both in FP32: orders of summation differ, and
-nothing else. Two implementations of one graph come to 1e-6, through a hundred layers to 1e-4."""
+"""Largest relative L2 distance of the module's output from ONNX Runtime's, both in FP32. They differ in orders of summation
+alone, by 1e-6, or 1e-4 through a hundred layers."""
 
 
 def onnx_model(
@@ -55,23 +55,24 @@ def onnx_model(
     conditions: str | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> DiffusionModel:
-    """The denoiser in an ONNX file.
+    """Loads the denoiser in an ONNX file.
 
     Args:
-        weights: the file; weights beside it are found as it names them.
-        sample, timestep, output: names of what is denoised, of the timestep and of the prediction, where they cannot be told.
+        weights: the file; weights beside it are found by their names in the file.
+        sample, timestep, output: names of the denoiser's input, of the timestep and of the prediction, where they cannot be told.
         sizes: of symbolic dimensions of the inputs, by name: a number, or [min, opt, max].
-        schedule, prediction, timesteps: what the model was trained with: linear, scaled_linear, cosine, flow or edm; epsilon,
-            v_prediction, sample, flow, denoised or raw; and how many timesteps.
-        noise_input: what its timestep input holds: timestep, fraction, sigma, log_sigma or c_noise; timestep_factor: how many
-            times that.
-        shift: of flow matching's steps; sigma_min, sigma_max: of edm's noise levels; sigma_data: deviation of the
-            images that its input is scaled for.
+        schedule, prediction, timesteps: of the training: linear, scaled_linear, cosine, flow or edm; epsilon, v_prediction,
+            sample, flow, denoised or raw; and the number of timesteps.
+        noise_input: contents of the timestep input: timestep, fraction, sigma, log_sigma or c_noise.
+        timestep_factor: multiplies these contents.
+        shift: of flow matching's steps.
+        sigma_min, sigma_max: of edm's noise levels.
+        sigma_data: deviation of the images that the input is scaled for.
         sampling: ode or consistency.
-        conditions: what the other inputs hold in samples: a file with a row for each of some, or "random".
+        conditions: values of the other inputs in samples: a file with a row for each of some samples, or "random".
         values: inputs that hold one number everywhere.
     Raises:
-        UserError: the file is none, or damaged, or the graph cannot be converted, or an option does not fit.
+        UserError: the file is no ONNX model or damaged, the graph cannot be converted, or an option does not fit.
     """
     _refuse_unfit_options(
         texts={"sample": sample, "timestep": timestep, "output": output, "conditions": conditions},
@@ -116,10 +117,6 @@ def onnx_model(
 
 
 def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        UserError: an option is of another kind.
-    """
     wrong = [(name, "text", value) for name, value in texts.items() if value is not None and not isinstance(value, str)]
     wrong += [
         (name, "a mapping of names to numbers", value)
@@ -138,7 +135,7 @@ def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any])
 def _denoiser(
     path: Path, model: ir.Model, inputs: Inputs, opt: Mapping[str, int]
 ) -> tuple[GraphDenoiser, tuple[int | str, ...], list[Left]]:
-    """The graph as a module, the shape of its prediction, and what looks like attention and is none."""
+    """Returns the graph as a module, the shape of its prediction, and the softmaxes that are not part of an attention."""
     graph, stored = graph_of(model), stored_type(model)
     graph.outputs = (inputs.output,)
     _with_timesteps(graph, inputs)
@@ -157,7 +154,7 @@ def _denoiser(
     if not any(step.op in _ATTENTION for step in graph.steps):
         raise UserError(
             f"no attention was found in {path}",
-            expected="a MatMul, a Softmax and a MatMul that make attention, or Attention of opset 23",
+            expected="a MatMul, a Softmax and a MatMul that form attention, or Attention of opset 23",
             got="; ".join(f"Softmax at {part.name}: {part.reason}" for part in left) or "no Softmax in the graph",
             remedy="export the model without fusions of other runtimes, with torch's scaled_dot_product_attention in it",
         )
@@ -183,7 +180,7 @@ def _empty(spec: InputSpec, inputs: Inputs, sizes: Mapping[str, int]) -> Tensor:
 
 
 def _with_timesteps(graph: Graph, inputs: Inputs) -> None:
-    """Let a graph that takes one timestep, a number, take [batch]: what makes an axis of the number is left out, in place."""
+    """Makes a graph whose timestep is a number take [batch], in place: steps that give the number an axis are removed."""
     if inputs.own[inputs.timestep]:
         return
     scalars, changes = {inputs.timestep}, dict[Step, Sequence[Step]]()
@@ -196,10 +193,6 @@ def _with_timesteps(graph: Graph, inputs: Inputs) -> None:
 
 
 def _refuse_unknown(path: Path, graph: Graph) -> None:
-    """
-    Raises:
-        UserError: the graph has operators that are not known.
-    """
     unknown = {step.op: step for step in graph.steps if step.op not in OPERATORS and step.op != "If"}
     if not unknown:
         return
@@ -209,9 +202,9 @@ def _refuse_unknown(path: Path, graph: Graph) -> None:
         f"{path} has operators that are not converted",
         expected="a model that is not quantised yet"
         if quantised
-        else "ONNX's own operators that denoisers are made of",
+        else "ONNX's own operators, as far as denoisers use them",
         got=", ".join(f"{op} (at {step.title.partition(' ')[2]})" for op, step in list(unknown.items())[:6]),
-        remedy="give the model before it was quantised: INT8 is what is made here"
+        remedy="give the model before it was quantised: INT8 is made here"
         if quantised
         else did_you_mean(op, (), "export the model from torch without fusions or plugins of other runtimes"),
     )
@@ -220,19 +213,15 @@ def _refuse_unknown(path: Path, graph: Graph) -> None:
 def _prediction(
     path: Path, inputs: Inputs, found: tuple[int, ...], opt: Mapping[str, int]
 ) -> tuple[tuple[int | str, ...], int | None]:
-    """The prediction's shape, and how many of the output's channels it is, None for all.
-
-    Raises:
-        UserError: it is not of the shape of what is denoised.
-    """
+    """Returns the prediction's shape, and the number of the output's channels that belong to it, None for all."""
     spec = inputs.specs[0]
     wanted = tuple(shape_of(spec.shape, opt))
     if found == wanted:
         return spec.shape, None
     if len(found) == len(wanted) > 3 and found == (wanted[0], 2 * wanted[1], *wanted[2:]):
-        return spec.shape, wanted[1]  # the others are the variance, as of DiT
+        return spec.shape, wanted[1]  # the other channels are the variance, as in DiT
     raise UserError(
-        f"the output of {path} is no prediction of what it denoises",
+        f"the output of {path} is not a prediction for its sample",
         expected=f"'{inputs.output}' of the shape of '{inputs.sample}', {list(wanted)}, or with twice as many channels",
         got=str(list(found)),
         remedy="name the right ones in model.options.sample and model.options.output",
@@ -240,17 +229,13 @@ def _prediction(
 
 
 def _as_site(left: Left) -> Site:
-    """What is listed of a softmax that stays as it is."""
+    """Returns the entry in the list of sites for a softmax that is not converted."""
     heads, tokens = (left.shape[1] if len(left.shape) == 4 else 1), left.shape[-2:] if len(left.shape) > 1 else (1, 1)
     return Site(left.name, heads, heads, 1, 1.0, False, tokens[0], tokens[-1], f"Softmax: {left.reason}")
 
 
 def _check_sizes(path: Path, model: DiffusionModel) -> None:
-    """Run the module on tensors without numbers, of the smallest and of the largest sizes.
-
-    Raises:
-        UserError: the graph takes one size only, whatever its inputs say.
-    """
+    """Runs the module on fake tensors of the smallest and of the largest sizes."""
     for place in (0, 2):
         sizes = {name: size[place] for name, size in model.dims.items()}
         with shapes_alone(), torch.inference_mode():
@@ -265,24 +250,20 @@ def _check_sizes(path: Path, model: DiffusionModel) -> None:
                     if list(got.shape) == list(shape_of(model.output.shape, sizes))
                     else f"an output {list(got.shape)}"
                 )
-            except Exception as error:  # whatever torch raises for shapes that do not fit
+            except Exception as error:  # whatever torch raises for unfit shapes
                 failed = "; ".join([first_line(error), *getattr(error, "__notes__", [])])
         if failed:
             raise UserError(
-                f"{path} does not take the sizes that are asked for",
+                f"{path} does not take the sizes in model.options.sizes",
                 expected="a graph that takes " + ", ".join(f"{name} {size}" for name, size in sizes.items()),
                 got=failed,
-                remedy="give one number for each in model.options.sizes, that which the graph was exported with, or export it "
+                remedy="give one number for each in model.options.sizes, the one that the graph was exported with, or export it "
                 "with dynamic axes",
             )
 
 
 def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: DiffusionModel, opt: Mapping[str, int]) -> None:
-    """Hold the module to ONNX Runtime's output of the file, in FP32.
-
-    Raises:
-        UserError: they differ: an operator means something else here than there.
-    """
+    """Compares the module's output with ONNX Runtime's, in FP32."""
     import onnxruntime
 
     example = found.example(0, opt)
@@ -319,10 +300,10 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
     error = float((got - exact).norm() / exact.norm().clamp_min(1e-30)) if got.shape == exact.shape else float("inf")
     if not error <= LARGEST_ERROR:
         raise UserError(
-            f"{path} computes something else in ONNX Runtime than what was made of it",
+            f"{path} computes something else in ONNX Runtime than in torch",
             expected=f"outputs that differ by {LARGEST_ERROR:g} at most, relative to them",
             got=f"{error:.3g}",
-            remedy="please report it with the model; or convert the torch model that it came from",
+            remedy="please report it with the model; or convert the original torch model",
         )
 
 
@@ -332,8 +313,8 @@ def _array(x: Tensor, is_truth: bool) -> np.ndarray:
 
 @contextmanager
 def _as_runtime_takes_it(path: Path) -> Iterator[Path]:
-    """A file itself, or a temporary copy that ONNX Runtime computes on a CPU: in FP32, and with masks of Attention that have a
-    row for each query, which it does not broadcast."""
+    """Yields a file that ONNX Runtime can compute on a CPU: the file itself, or a temporary copy in FP32, with masks of Attention
+    expanded to a row for each query, as ONNX Runtime does not broadcast them."""
     model = load(path)
     masked = [node for node in model.graph if node.op_type == "Attention" and not node.domain and len(node.inputs) > 3]
     for node in masked:

@@ -1,4 +1,4 @@
-"""ONNX's fused attention, and that which patterns make."""
+"""ONNX's operators of attention, and ours, which patterns become."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtconvert.models.onnx.call import Call, Table, Value, as_weight, require_one_output
+from trtconvert.models.onnx.call import Call, Table, Value, as_weight, in_narrowest_type, require_one_output
 from trtconvert.models.onnx.sizes import listed
 
 
 def _attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *factors: Value) -> Tensor:
-    """Of our own: what `attention` found of several steps.
-
-    Args:
-        q, k, v: [B, H, N, D], or [B, N, D].
-        factors: of the logits; those that `divided` names divide.
-    """
+    """Computes `trtconvert::attention`, made by `attention`, of [B, H, N, D] or [B, N, D]. Factors marked in `divided` divide."""
     scale = float(call.get("scale", 1.0))
     for value, divides in zip(factors, call.get("divided", []), strict=True):
         number = float(value.item() if isinstance(value, Tensor) else listed(value)[0])
         scale = scale / number if divides else scale * number
-    kind = min((x.dtype for x in (q, k, v)), key=lambda kind: torch.finfo(kind).bits)
-    q, k, v = (x.to(kind) for x in (q, k, v))
+    q, k, v = in_narrowest_type([q, k, v])
     return F.scaled_dot_product_attention(q, k, v, _mask_beside(call, q, mask), scale=scale)
 
 
@@ -38,7 +32,7 @@ def _mask_beside(call: Call, q: Tensor, mask: Value | None) -> Tensor | None:
 
 
 def _split_mask(call: Call, mask: Value) -> Tensor:
-    """A mask of [B·H, N, M], or of one for all, beside logits [B, H, N, M]."""
+    """Reshapes a mask [B·H, N, M], or one mask for all, for logits [B, H, N, M]."""
     tensor = call.tensor(mask)
     if tensor.dim() < 3:
         return tensor
@@ -47,14 +41,13 @@ def _split_mask(call: Call, mask: Value) -> Tensor:
 
 
 def _as_added(call: Call, mask: Value) -> Tensor:
-    """A mask of truth values as what is added to logits."""
     tensor = call.tensor(mask)
     kept = tensor if call.get("kept") else ~tensor
     return torch.zeros_like(tensor, dtype=call.types.current).masked_fill(~kept, -math.inf)
 
 
 def _attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *past: Value | None) -> Tensor:
-    """ONNX's Attention, since opset 23. [B, H, N, D], or [B, N, H·D]."""
+    """Computes ONNX's Attention, since opset 23. [B, H, N, D], or [B, N, H·D]."""
     require_one_output(call)
     if any(x is not None for x in past) or call.get("softcap", 0.0):
         raise call.refused("Attention with a cache or a softcap", "without")
@@ -67,8 +60,7 @@ def _attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None =
 
 
 def _heads_attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    kind = min((x.dtype for x in (q, k, v)), key=lambda kind: torch.finfo(kind).bits)
-    q, k, v = (x.to(kind) for x in (q, k, v))
+    q, k, v = in_narrowest_type([q, k, v])
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.get("scale") or None, **grouped)
 
@@ -82,7 +74,7 @@ def _multi_head(
     call: Call, q: Tensor, k: Value | None = None, v: Value | None = None, bias: Value | None = None,
     padding: Value | None = None, added: Value | None = None, *past: Value | None,
 ) -> Tensor:  # fmt: skip
-    """com.microsoft's MultiHeadAttention, of three-dimensional queries, keys and values, or packed ones, [B, N, H, 3, D]."""
+    """Computes com.microsoft's MultiHeadAttention of queries, keys and values [B, N, H·D], or packed ones [B, N, H, 3, D]."""
     require_one_output(call)
     heads = call.get("num_heads")
     if any(x is not None for x in past) or padding is not None:
@@ -107,7 +99,7 @@ def _multi_head(
 
 
 def _packed_attention(call: Call, x: Tensor, weight: Tensor, bias: Value | None = None, *more: Value | None) -> Tensor:
-    """com.microsoft's Attention, which holds the projections too. weight [K, 3·N]."""
+    """Computes com.microsoft's Attention, which includes the projections. weight [K, 3·N]."""
     require_one_output(call)
     if any(value is not None for value in more):
         raise call.refused("com.microsoft's Attention with a mask or a cache", "without")
@@ -118,7 +110,7 @@ def _packed_attention(call: Call, x: Tensor, weight: Tensor, bias: Value | None 
 
 
 def _rotary(call: Call, x: Tensor, cosines: Value, sines: Value, positions: Value | None = None) -> Tensor:
-    """ONNX's RotaryEmbedding, since opset 23. [B, H, N, D], or [B, N, H·D]."""
+    """Computes ONNX's RotaryEmbedding, since opset 23. [B, H, N, D], or [B, N, H·D]."""
     flat = x.dim() == 3
     heads = x.unflatten(2, (call.get("num_heads"), -1)) if flat else x.transpose(1, 2)  # [B, N, H, D]
     cos, sin = (call.tensor(value).to(x.dtype) for value in (cosines, sines))
@@ -142,7 +134,7 @@ ATTENTIONS: Table = {
     "RotaryEmbedding": _rotary,
     "com.microsoft::Attention": _packed_attention,
     "com.microsoft::MultiHeadAttention": _multi_head,
-    # of a pattern
+    # made by `attention`
     "trtconvert::as_added": _as_added,
     "trtconvert::attention": _attended,
     "trtconvert::join_heads": lambda call, x: x.flatten(0, 1),

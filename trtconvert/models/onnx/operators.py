@@ -1,6 +1,6 @@
-"""ONNX's operators in torch, as a denoiser has them. A module in 16 bits computes each in its own type, as engines do.
+"""ONNX's operators in torch, as far as denoisers use them. A 16-bit module computes each in its own type, like engines.
 
-Sources: ONNX's operator schemas; onnxruntime's ContribOperators.md for those of `com.microsoft`.
+Sources: ONNX's operator schemas; onnxruntime's ContribOperators.md for the operators of `com.microsoft`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trtconvert.models.onnx.shapes import SHAPES
 from trtconvert.models.onnx.steps import Step
 
 OPERATORS: dict[str, Callable[..., Any]] = {**ELEMENTWISE, **SHAPES, **REDUCTIONS, **PRODUCTS, **ATTENTIONS}
-"""By operator. What is constant in any graph (Constant) is no step."""
+"""Functions by operator. A Constant is no step."""
 
 
 def _tensors_alone(function: Callable[..., Any]) -> tuple[frozenset[int], int]:
-    """Which inputs a function takes as tensors alone, by what it says of its parameters, and from which place on all are so."""
+    """Returns the places of inputs that a function annotates as tensors alone, and the place from which all inputs are."""
     parameters = [*inspect.signature(function).parameters.values()][1:]
     places = frozenset(place for place, x in enumerate(parameters) if "Tensor" in str(x.annotation).split(" | "))
     last = parameters[-1] if parameters else None
@@ -37,7 +37,7 @@ _TENSORS_ALONE = {op: _tensors_alone(function) for op, function in OPERATORS.ite
 
 
 def compute(step: Step, types: Types, inputs: Sequence[Value | None]) -> Any:
-    """What a step gives: a value, or several. Where its operator wants a tensor, numbers are made one."""
+    """Computes a step: returns a value, or several. Numbers become tensors for operators that need tensors."""
     call, (places, rest) = Call(step, types), _TENSORS_ALONE[step.op]
     given = [
         _as_tensor(call, x, inputs) if isinstance(x, np.ndarray) and (place in places or place >= rest) else x
@@ -47,7 +47,7 @@ def compute(step: Step, types: Types, inputs: Sequence[Value | None]) -> Any:
 
 
 def _as_tensor(call: Call, x: Value, inputs: Sequence[Value | None]) -> Tensor:
-    """Numbers as a tensor, of the floating-point type of the first other input that has one: they do not widen it."""
+    """Returns numbers as a tensor of the floating-point type of the first other input that has one, which they do not widen."""
     tensor = call.tensor(x)
     kinds = (other.dtype for other in inputs if isinstance(other, Tensor) and other.is_floating_point())
     return tensor.to(next(kinds, tensor.dtype)) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""ONNX's products, convolutions and what resizes images."""
+"""ONNX's products and convolutions, and operators that resize images."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtconvert.models.onnx.call import Call, Table, Value, of_one_type, require_one_output
+from trtconvert.models.onnx.call import Call, Table, Value, in_narrowest_type, require_one_output
 
 
 def _product_of(call: Call, a: Value, b: Value) -> Tensor:
-    x, y = (call.tensor(value) for value in (a, b))
-    x, y = of_one_type(x, y)
-    return torch.matmul(x, y)
+    return torch.matmul(*in_narrowest_type([call.tensor(a), call.tensor(b)]))
 
 
 def _gemm(call: Call, a: Value, b: Value, c: Value | None = None) -> Tensor:
-    x, y = of_one_type(call.tensor(a), call.tensor(b))
+    x, y = in_narrowest_type([call.tensor(a), call.tensor(b)])
     found = (x.T if call.get("transA", 0) else x) @ (y.T if call.get("transB", 0) else y)
     found = found * call.get("alpha", 1.0) if call.get("alpha", 1.0) != 1 else found
     if c is None:
@@ -31,7 +29,7 @@ def _gemm(call: Call, a: Value, b: Value, c: Value | None = None) -> Tensor:
 
 
 def _linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Of our own: a product with a constant, as torch's layers have it. weight [N, K]."""
+    """Computes `trtconvert::linear`: a product with a constant, as in torch's layers. weight [N, K]."""
     return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
 
 
@@ -40,17 +38,15 @@ def _fused_product(call: Call, a: Tensor, b: Tensor) -> Tensor:
         raise call.refused("FusedMatMul with transBatch", "without")
     x = a.transpose(-1, -2) if call.get("transA", 0) else a
     y = b.transpose(-1, -2) if call.get("transB", 0) else b
-    return torch.matmul(*of_one_type(x, y)) * call.get("alpha", 1.0)
+    return torch.matmul(*in_narrowest_type([x, y])) * call.get("alpha", 1.0)
 
 
 def _einsum(call: Call, *operands: Tensor) -> Tensor:
-    kinds = {x.dtype for x in operands}
-    kind = min(kinds, key=lambda kind: torch.finfo(kind).bits)
-    return torch.einsum(call.get("equation"), *(x.to(kind) for x in operands))
+    return torch.einsum(call.get("equation"), *in_narrowest_type(operands))
 
 
 def _padding(call: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """A tensor and the padding on both sides that is left to do: uneven padding is done."""
+    """Applies uneven padding; returns the tensor, and the even padding that is left to apply."""
     count = len(kernel)
     auto = call.get("auto_pad", "NOTSET")
     pads = call.get("pads") or [0] * (2 * count)
@@ -114,7 +110,7 @@ _MAXIMA = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 def _resize(call: Call, x: Tensor, *given: Value | None) -> Tensor:
-    """Of images, as torch resizes them; checked against onnxruntime as all of a graph is."""
+    """Resizes images as torch does. `_check_numbers` compares the result with onnxruntime's."""
     scales, sizes = (given[0], None) if call.step.op == "Upsample" else ((*given, None, None, None)[1:3])
     count = x.dim() - 2
     mode, of = call.get("mode", "nearest"), call.get("coordinate_transformation_mode", "half_pixel")
@@ -143,7 +139,7 @@ def _resize(call: Call, x: Tensor, *given: Value | None) -> Tensor:
 
 
 def _dequantised(call: Call, x: Tensor, scale: Value, zero: Value | None = None) -> Tensor:
-    """Of constants: weights that were stored in 8 bits."""
+    """Computes the weights of constants that are stored in 8 bits."""
     factor = call.tensor(scale).float()
     shape = [1] * x.dim()
     if factor.dim() == 1 and factor.numel() > 1:
@@ -166,5 +162,5 @@ PRODUCTS: Table = {
     "Resize": _resize,
     "Upsample": _resize,
     "com.microsoft::FusedMatMul": _fused_product,
-    "trtconvert::linear": _linear,  # of a pattern
+    "trtconvert::linear": _linear,  # made by `layers`
 }

@@ -31,7 +31,6 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """In float32, see `_power`."""
     return x.float() * x.float() if x.is_floating_point() else x * x
 
 
@@ -53,7 +52,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if call.step.opset >= 13:
             return function(x, call.get("axis", -1))
         axis = call.get("axis", 1) % x.dim()
-        # Older ones take all axes from there on for one.
+        # Before opset 13 all axes from there on count as one.
         return function(x, -1) if axis == x.dim() - 1 else function(x.flatten(axis), -1).reshape(x.shape)
 
     return computed
@@ -82,12 +81,12 @@ def _rms_norm(call: Call, x: Tensor, weight: Value) -> Tensor:
 
 
 def _is_whole(weight: Tensor | None, shape: Sequence[int]) -> bool:
-    """Whether a norm has no such weight, or one number for each place: exporters put modulations, which broadcast, there too."""
+    """Whether a norm has no such weight, or a number for each place: exporters store modulations, which broadcast, there too."""
     return weight is None or tuple(weight.shape) == tuple(shape)
 
 
 def _skip_norm(call: Call, x: Tensor, skip: Tensor, weight: Value, *biases: Value | None) -> Any:
-    """(Simplified) LayerNormalization of a sum, which is its last output."""
+    """Computes a (Simplified) LayerNormalization of a sum, and returns the sum as its last output."""
     simple = call.step.op.endswith("SkipSimplifiedLayerNormalization")
     of_norm, of_sum = (None, *biases, None)[:2] if simple else (*biases, None, None)[:2]
     more = as_weight(x, call, of_sum)
@@ -155,7 +154,7 @@ REDUCTIONS: Table = {
     "ReduceSumSquare": _reduced(lambda x, axes, keep: _squares(x).sum(axes, keepdim=keep)),
     "SimplifiedLayerNormalization": _rms_norm,
     "Softmax": _softmax(F.softmax),
-    "trtconvert::group_norm": _group_norm,  # of a pattern
+    "trtconvert::group_norm": _group_norm,  # made by `layers`
     "com.microsoft::SkipLayerNormalization": _skip_norm,
     "com.microsoft::SkipSimplifiedLayerNormalization": _skip_norm,
 }

@@ -1,4 +1,4 @@
-"""Samples of a denoiser of which nothing is known but its graph: the recipe says the noise that it was trained with."""
+"""Samples of a denoiser that is known by its graph alone: the recipe has the noise levels of its training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from trtconvert.attention.schedules import (
 )
 from trtconvert.diffusion_model import Denoiser, InputSpec, resized
 from trtconvert.errors import UserError, did_you_mean, first_line
-from trtconvert.models.diffusers import as_images
 from trtconvert.models.parametrisation import (
     DENOISED,
     FLOW,
@@ -36,6 +35,7 @@ from trtconvert.models.parametrisation import (
     Parametrisation,
     Schedule,
 )
+from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.models.samplers import draw, followed, initial_noise
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.trajectory import begin
@@ -54,7 +54,7 @@ _FITS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "sigma_data": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
     "timestep_factor": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
 }
-"""Options that are numbers: what they have to be."""
+"""Options that are numbers, and their ranges."""
 
 
 def _is_number(x: Any) -> bool:
@@ -63,14 +63,17 @@ def _is_number(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a recipe says of the model's training; None where it does not.
+    """The model's training as the recipe describes it; None for options that it does not have.
 
     Attributes:
-        schedule: of `SCHEDULES`; timesteps: of the training, by default 1000; shift: of flow matching's steps; sigma_min,
-            sigma_max: of EDM's range, by default its own.
-        prediction: of `PREDICTIONS`; noise_input, timestep_factor: see `told` and `factor` of `Parametrisation`.
+        schedule: one of `SCHEDULES`.
+        prediction: one of `PREDICTIONS`.
+        noise_input, timestep_factor: see `told` and `factor` of `Parametrisation`.
+        timesteps: of the training, by default 1000.
+        shift: of flow matching's steps.
+        sigma_min, sigma_max: of a range of σ, by default EDM's.
         sampling: "ode" or "consistency".
-        sigma_data: see `Parametrisation`; EDM's, 0.5, by default where the prediction is raw.
+        sigma_data: see `Parametrisation`; by default EDM's, 0.5, for the prediction raw.
     """
 
     schedule: str | None = None
@@ -85,8 +88,8 @@ class Trained:
     sigma_data: float | None = None
 
     def parametrisation(self) -> Parametrisation:
-        """What is not said is Stable Diffusion's schedule, or EDM's where the input is made of σ; and the prediction
-        that is usual with it.
+        """Returns the parametrisation. Defaults are Stable Diffusion's schedule, or EDM's for an input of σ, and the schedule's
+        usual prediction.
 
         Raises:
             UserError: an option does not fit.
@@ -106,7 +109,7 @@ class Trained:
                     f"model.options.{option} is not known",
                     expected="one of " + ", ".join(known),
                     got=repr(got),
-                    remedy=did_you_mean(str(got), known, "take what the model was trained with"),
+                    remedy=did_you_mean(str(got), known, "give the value that the model was trained with"),
                 )
         self._refuse_unfit_numbers(schedule)
         consistency = self.sampling == CONSISTENCY
@@ -130,10 +133,6 @@ class Trained:
         return NoiseSchedule(ddpm_betas(timesteps, schedule))
 
     def _refuse_unfit_numbers(self, schedule: str) -> None:
-        """
-        Raises:
-            UserError: one is no such number, or it is nothing to the schedule.
-        """
         of_range = ("sigma_min", "sigma_max", "sigma_data")
         without = {EDM: ("timesteps", "shift"), FLOW: of_range}.get(schedule, ("shift", *of_range))
         for option, (expected, fits) in _FITS.items():
@@ -143,7 +142,7 @@ class Trained:
                     f"model.options.{option} does not fit",
                     expected=f"none, with the schedule {schedule}" if option in without else expected,
                     got=repr(got),
-                    remedy="take it out of the recipe, or correct the schedule"
+                    remedy="remove it from the recipe, or correct the schedule"
                     if option in without
                     else "correct it in the recipe",
                 )
@@ -151,12 +150,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the denoiser's further inputs hold in samples.
+    """Values of the denoiser's further inputs in samples.
 
     Attributes:
-        specs: of these inputs; sizes: of symbolic dimensions.
+        specs: of these inputs.
+        sizes: of symbolic dimensions.
         batch: name or number of the dimension of samples.
-        values: numbers that fill inputs; rows: tensors from a file, by input.
+        values: numbers that fill inputs.
+        rows: tensors from a file, by input.
     """
 
     specs: tuple[InputSpec, ...]
@@ -166,8 +167,8 @@ class Conditions:
     rows: Mapping[str, Tensor]
 
     def of(self, seeds: Sequence[int]) -> dict[str, Tensor]:
-        """A row for each sample, of a file's by turns; noise that follows the seed where there is no file. Inputs that samples
-        share are there once."""
+        """Returns a row for each sample: the file's rows by turns, or noise that the sample's seed draws. Inputs that samples
+        share have one row."""
         return {spec.name: self._of(place, spec, seeds) for place, spec in enumerate(self.specs)}
 
     def _of(self, place: int, spec: InputSpec, seeds: Sequence[int]) -> Tensor:
@@ -181,14 +182,16 @@ class Conditions:
             return resized(
                 chosen, InputSpec(spec.name, spec.dtype, spec.shape), {**self.sizes, str(self.batch): len(seeds)}
             ).to(kind)
-        if spec.dtype == "int64":
-            drawn = [torch.randint(0, 2, shape, generator=_seeded(place, seed)) for seed in (seeds if each else [0])]
-        else:
-            drawn = [_normal(shape, _seeded(place, seed)) for seed in (seeds if each else [0])]
+        drawn = [
+            torch.randint(0, 2, shape, generator=_seeded(place, seed))
+            if spec.dtype == "int64"
+            else torch.randn(tuple(shape), dtype=torch.float32, generator=_seeded(place, seed))
+            for seed in (seeds if each else [0])
+        ]
         return torch.stack(drawn) if each else drawn[0]
 
     def as_passed(self) -> dict[str, Tensor]:
-        """What is no noise: values, and of the file whole numbers and what samples share."""
+        """Returns the inputs that are not noise: constant values, and of a file whole numbers and inputs that samples share."""
         passed = {}
         for spec in self.specs:
             shared = spec.shape[:1] != (self.batch,)
@@ -201,10 +204,6 @@ def _seeded(place: int, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 0x9E3779B1 + place + 1) % 2**32)
 
 
-def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(tuple(shape), dtype=torch.float32, generator=generator)
-
-
 def read_conditions(
     path: Path,
     specs: tuple[InputSpec, ...],
@@ -213,12 +212,12 @@ def read_conditions(
     conditions: str | None,
     values: Mapping[str, Any],
 ) -> Conditions:
-    """What the recipe says of the denoiser's further inputs.
+    """Returns the values of the denoiser's further inputs as the recipe describes them.
 
     Args:
-        path: of the model; a file of conditions lies relative to its folder.
+        path: of the model; a file of conditions is relative to its folder.
     Raises:
-        UserError: it says nothing of one, or the file lacks one, or it is of another shape.
+        UserError: the recipe lacks an input, or the file lacks one or has another shape.
     """
     names = [spec.name for spec in specs]
     if unknown := [name for name in values if name not in names]:
@@ -232,7 +231,7 @@ def read_conditions(
         name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, (int, float))
     ]:
         raise UserError(
-            f"model.options.values.{bad[0]} is no number",
+            f"model.options.values.{bad[0]} is not a number",
             expected="a number that fills the input",
             got=repr(values[bad[0]]),
             remedy="correct it in the recipe",
@@ -240,11 +239,11 @@ def read_conditions(
     left = [spec for spec in specs if spec.name not in values]
     if left and conditions is None:
         raise UserError(
-            f"what {', '.join(spec.name for spec in left)} of {path} hold is not said",
+            f"the values of {', '.join(spec.name for spec in left)} of {path} are not given",
             expected="model.options.conditions: a .safetensors or .npz file with a row for each of some samples, or `random` "
             "for seeded noise, which calibrates worse",
             got="none",
-            remedy="add `conditions: random`, or a file, under model.options; or `values: {NAME: NUMBER}` for what is constant",
+            remedy="add `conditions: random`, or a file, under model.options; or `values: {NAME: NUMBER}` for constant inputs",
         )
     rows = {} if conditions in (None, RANDOM) else _read_rows(path.parent / str(conditions), left, sizes, batch)
     return Conditions(specs, sizes, batch, {name: float(value) for name, value in values.items()}, rows)
@@ -273,20 +272,22 @@ def _read_rows(path: Path, specs: Sequence[InputSpec], sizes: Mapping[str, int],
                 f"{path} does not fit '{spec.name}'",
                 expected=f"an array of {['samples', *wanted] if each else list(wanted)}",
                 got="no such array" if got is None else str(list(got)),
-                remedy="record it with the sizes of model.options.sizes, or set those",
+                remedy="record it with the sizes of model.options.sizes, or set its sizes there",
             )
     return {spec.name: found[spec.name] for spec in specs}
 
 
 @dataclass(frozen=True)
 class GraphSampler:
-    """See `trtconvert.diffusion_model.Sampler`. A sample depends on its seed alone.
+    """Draws samples, see `trtconvert.diffusion_model.Sampler`. A sample depends on its seed alone.
 
     Args:
-        trained: what the denoiser was trained with; sample, timestep: names of its inputs.
+        trained: the denoiser's training.
+        sample, timestep: names of its inputs.
         shape: of one sample.
-        batch: most samples of a call; exactly: whether there have to be as many.
-        conditions: what the other inputs hold.
+        batch: most samples of a call.
+        exactly: whether each call must have that many samples.
+        conditions: values of the other inputs.
     """
 
     trained: Parametrisation

@@ -1,4 +1,4 @@
-"""ONNX's operators of shapes and places."""
+"""ONNX's operators that change shapes and move values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtconvert.models.onnx.call import Call, Table, Value
+from trtconvert.models.onnx.call import Call, Table, Value, in_narrowest_type
 from trtconvert.models.onnx.sizes import Numbers, listed, numbers
 
 _WIDE = 2**31 - 1
-"""Beyond this an end of a slice means "to the end"."""
+"""An end of a slice beyond this means "to the end"."""
 
 
 def _shape(call: Call, x: Value) -> Numbers:
@@ -60,12 +60,7 @@ def _transpose(call: Call, x: Value) -> Tensor:
 
 
 def _concat(call: Call, *parts: Value) -> Tensor:
-    tensors = [call.tensor(part) for part in parts]
-    kinds = {x.dtype for x in tensors if x.is_floating_point()}
-    if len(kinds) > 1:
-        kind = min(kinds, key=lambda kind: torch.finfo(kind).bits)
-        tensors = [x.to(kind) for x in tensors]
-    return torch.cat(tensors, call.get("axis"))
+    return torch.cat(in_narrowest_type([call.tensor(part) for part in parts]), call.get("axis"))
 
 
 def _split(call: Call, x: Tensor, lengths: Value | None = None) -> Sequence[Tensor]:
@@ -73,7 +68,7 @@ def _split(call: Call, x: Tensor, lengths: Value | None = None) -> Sequence[Tens
     given = call.get("split") if lengths is None else call.sizes(lengths)
     if given is not None:
         return torch.split(x, given, axis)
-    # As many as there are; the last is the smaller one where they do not divide the axis.
+    # Equal parts; the last is smaller if the axis is not divisible.
     return torch.split(x, (x.shape[axis] + parts - 1) // parts, axis)
 
 

@@ -1,7 +1,7 @@
-"""Arithmetic of sizes: what a graph computes of shapes, in numbers that are known while it is traced.
+"""Arithmetic on sizes: computes a graph's steps on shapes, in numbers that are known while the graph is traced.
 
-A value of a few numbers is a numpy array of Python objects, int, float, bool, or what torch.export has for a size that varies.
-Rules of operators are ONNX's, on at most one axis.
+A value of few numbers is a numpy array of Python objects: int, float, bool, or torch.export's symbols. The rules are those of
+ONNX's operators, on at most one axis.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,14 @@ import torch
 from trtconvert.models.onnx.steps import Step
 
 MOST = 256
-"""Numbers that are kept so; more are a tensor."""
+"""Largest count of numbers in an array; more become a tensor."""
 
 Numbers = np.ndarray
-"""Of objects, with no axis or one."""
+"""An array of objects, of at most one axis."""
 
 
 def numbers(values: Any, shape: Sequence[int] | None = None) -> Numbers:
-    """An array of objects. `np.array` would ask sizes that vary for their length."""
+    """Returns an array of objects. `np.array` would ask symbols for their length."""
     flat = list(values)
     array = np.empty(len(flat), dtype=object)
     for place, value in enumerate(flat):
@@ -33,7 +34,7 @@ def numbers(values: Any, shape: Sequence[int] | None = None) -> Numbers:
 
 
 def compute(step: Step, inputs: Sequence[Numbers | None]) -> Numbers | list[Numbers] | None:
-    """What a step gives of numbers; None where it is not known here, and a tensor has to be made."""
+    """Computes a step on numbers; None if it is not known here, and needs tensors."""
     function = _OPERATORS.get(step.op)
     return None if function is None else function(step, *inputs)
 
@@ -54,7 +55,7 @@ def _divided(a: Any, b: Any) -> Any:
     if isinstance(a, (float, torch.SymFloat)) or isinstance(b, (float, torch.SymFloat)):
         return a / b
     negative = isinstance(a, int) and isinstance(b, int) and (a < 0) != (b < 0)
-    return -(-a // b) if negative else a // b  # ONNX rounds to zero; sizes are not negative
+    return -(-a // b) if negative else a // b  # ONNX rounds towards zero; symbols are not negative
 
 
 def _root(x: Any) -> Any:
@@ -76,9 +77,7 @@ def _cast(step: Step, x: Numbers) -> Numbers | None:
 
 
 def _whole(x: Any) -> Any:
-    return (
-        torch.sym_int(x) if isinstance(x, (float, torch.SymFloat)) else torch.sym_int(x) if isinstance(x, bool) else x
-    )
+    return torch.sym_int(x) if isinstance(x, (bool, float, torch.SymFloat)) else x
 
 
 def _gather(step: Step, x: Numbers, index: Numbers) -> Numbers:
@@ -94,7 +93,7 @@ def _slice(_: Step, x: Numbers, *bounds: Numbers | None) -> Numbers | None:
 
 
 def _reversed(x: Numbers, start: Any, end: Any, stride: Any) -> Numbers:
-    # An end before the first element is a large negative number in ONNX, which Python would count from the last.
+    # An end before the first element is a large negative number in ONNX, which Python would count from the end.
     low = len(x)
     return x[slice(start, None if end < -low else end, stride)]
 
@@ -147,21 +146,6 @@ def _split(step: Step, x: Numbers, parts: Numbers | None = None) -> list[Numbers
     return [x[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def _least(*values: Any) -> Any:
-    return _folded(torch.sym_min, values)
-
-
-def _most(*values: Any) -> Any:
-    return _folded(torch.sym_max, values)
-
-
-def _folded(function: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
-    first, *others = values
-    for value in others:
-        first = function(first, value)
-    return first
-
-
 _OPERATORS: Mapping[str, Callable[..., Any]] = {
     "Add": _each(operator.add),
     "Sub": _each(operator.sub),
@@ -175,8 +159,8 @@ _OPERATORS: Mapping[str, Callable[..., Any]] = {
     "Ceil": _each(math.ceil),
     "Sqrt": _each(_root),
     "Reciprocal": _each(lambda x: 1 / x),
-    "Min": _each(_least),
-    "Max": _each(_most),
+    "Min": _each(lambda *values: reduce(torch.sym_min, values)),
+    "Max": _each(lambda *values: reduce(torch.sym_max, values)),
     "Equal": _each(operator.eq),
     "Less": _each(operator.lt),
     "LessOrEqual": _each(operator.le),

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from trtconvert.errors import UserError
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
-"""Metadata of torch's exporter: paths of the modules that a node lies in, from the outermost, and its own name."""
+"""Metadata of torch's exporter: paths of the modules around a node, from the outermost, and the node's own name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,12 +22,12 @@ class Step:
     """A node.
 
     Attributes:
-        op: operator; of other domains than ONNX's own with the domain before it, "com.microsoft::Gelu".
-        inputs, outputs: names of values; empty where one is left out.
+        op: operator, with its domain unless it is ONNX's own: "com.microsoft::Gelu".
+        inputs, outputs: names of values; "" for one that is left out.
         attributes: Python values; tensors as numpy arrays, 16-bit ones as float32.
-        scope: path of the module that it comes from, as far as is known.
+        scope: path of the module that the node comes from, as far as it is known.
         title: for people.
-        opset: of its operator's domain.
+        opset: of the operator's domain.
     """
 
     op: str
@@ -39,13 +39,13 @@ class Step:
     opset: int = 20
 
     def input(self, place: int) -> str:
-        """The name of an input; empty where there is none."""
+        """Returns the name of an input; "" for none."""
         return self.inputs[place] if place < len(self.inputs) else ""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A graph in a node: what an If may compute. `captured` are the values around it that it reads, constants too."""
+    """A graph in an If. `captured` are the values that it reads from the graph around it, and constants."""
 
     steps: tuple[Step, ...]
     outputs: tuple[str, ...]
@@ -57,7 +57,7 @@ class Graph:
     """Steps in the order of their computation.
 
     Attributes:
-        constants: values that no step computes and no caller gives.
+        constants: values that are neither computed nor inputs.
         inputs, outputs: names.
     """
 
@@ -70,7 +70,7 @@ class Graph:
         return {name: step for step in self.steps for name in step.outputs}
 
     def readers(self) -> dict[str, list[Step]]:
-        """Who reads a value; the graph itself, of its outputs, as a step without a name."""
+        """Returns the steps that read each value; the graph itself reads its outputs as a step without a name."""
         found = defaultdict[str, list[Step]](list)
         for step in (*self.steps, Step("", self.outputs, ())):
             for name in step.inputs:
@@ -78,7 +78,7 @@ class Graph:
         return found
 
     def replace(self, changes: Mapping[Step, Sequence[Step]]) -> None:
-        """Put other steps into the places of some, and drop those whose results are not read."""
+        """Replaces steps by others, and removes steps whose results are not read."""
         changed = [new for step in self.steps for new in changes.get(step, (step,))]
         needed, kept = set(self.outputs), list[Step]()
         for step in reversed(changed):
@@ -89,10 +89,7 @@ class Graph:
 
 
 def graph_of(model: ir.Model) -> Graph:
-    """The main graph of a model that has no local functions.
-
-    Steps whose inputs are all constants are steps still.
-    """
+    """Returns the main graph of a model without local functions, with steps that read constants alone."""
     graph = model.graph
     constants: dict[str, ir.TensorProtocol] = {
         name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None
@@ -107,7 +104,7 @@ def graph_of(model: ir.Model) -> Graph:
 def _steps_of(
     nodes: ir.Graph, constants: dict[str, ir.TensorProtocol], opsets: Mapping[str, int], scopes: _Scopes
 ) -> list[Step]:
-    """The steps of a graph or of a branch; constants take up those that nodes hold."""
+    """Returns the steps of a graph or of a branch; `constants` gets the constants in nodes."""
     steps = list[Step]()
     for node in nodes:
         op = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
@@ -144,10 +141,6 @@ def _branch(
 
 
 def _refuse_unordered(steps: Sequence[Step], known: set[str]) -> None:
-    """
-    Raises:
-        UserError: a step reads what nothing before it computes.
-    """
     known = set(known)
     for step in steps:
         if missing := [name for name in step.inputs if name not in known]:
@@ -161,7 +154,6 @@ def _refuse_unordered(steps: Sequence[Step], known: set[str]) -> None:
 
 
 def _tensor(node: ir.Node) -> ir.TensorProtocol | None:
-    """What a Constant holds, in any of its forms."""
     ((name, attribute),) = node.attributes.items()
     value = attribute.value
     if name == "value":
@@ -182,7 +174,7 @@ def _value(attribute: ir.Attr) -> Any:
 
 
 class _Scopes:
-    """Paths of the modules that nodes come from: as torch's exporters say, or as their weights are called."""
+    """Returns the paths of the modules that nodes come from, by torch's exporters or by the names of weights."""
 
     def __init__(self, constants: Mapping[str, ir.TensorProtocol]) -> None:
         self._constants = constants
@@ -202,12 +194,11 @@ class _Scopes:
 
 
 def _joined(parts: Sequence[str]) -> str:
-    """A path of parts, some of which begin with the part before: "mlp", "mlp.0"."""
+    """Joins parts to a path; a part that the next one begins with is dropped: "mlp", "mlp.0"."""
     kept = [part for part, after in zip(parts, [*parts[1:], ""], strict=False) if not after.startswith(f"{part}.")]
     return ".".join(kept)
 
 
 def _valid(path: str) -> str:
-    """A path whose parts can be names of modules, without what torch puts before them."""
     parts = [re.sub(r"[^\w-]", "_", part) for part in path.split(".") if part]
     return ".".join(parts)
