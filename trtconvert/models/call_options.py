@@ -61,7 +61,7 @@ def size_range(name: str, size: int | Sequence[int]) -> tuple[int, int, int]:
     Raises:
         UserError: it is neither a whole number nor such a list.
     """
-    values = list(size) if isinstance(size, (list, tuple)) else [size] * 3
+    values: list[Any] = list(size) if isinstance(size, (list, tuple)) else [size] * 3
     if len(values) != 3 or not all(type(n) is int and n > 0 for n in values) or values != sorted(values):
         raise UserError(
             f"model.options.{name} is not a size",
