@@ -10,7 +10,7 @@ answers by seed: none may be missing, and none there twice. Nothing is asserted 
 
 With --minutes the clients ask without a break, and one replica is killed every --kill-every minutes. Seeds come again and again:
 the bench counts requests without an image, images that differ from the first image of their seed, and the memory of all processes
-of the server at the beginning and at the end.
+of the server by the minute.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def load(server: Served, clients: int, minutes: float, kill_every: float, **fiel
             os.kill(replicas[counts.kills % len(replicas)], signal.SIGKILL)
             counts.kills, next_kill = counts.kills + 1, now + 60 * kill_every
         counts.memory.append(server.memory())
-        time.sleep(max(0.0, min(60.0, end - time.monotonic(), next_kill - time.monotonic())))
+        time.sleep(max(1.0, min(60.0, end - time.monotonic(), next_kill - time.monotonic())))
     for thread in threads:
         thread.join()
     return counts
