@@ -88,7 +88,7 @@ class Subject:
 
     Attributes:
         rows: of a batch, for each sample. patterns: of layers that quantise deltas.
-        int8_by: how INT8 layers can be computed; deltas_by: those that quantise deltas, of which they are other engines.
+        int8_by: ways to compute INT8 layers; deltas_by: ways to compute layers that quantise deltas, which need other engines.
         trained: else its samples are none that a quality could be measured on.
     """
 
@@ -202,7 +202,7 @@ class Bench:
         ]
 
     def layers(self, variant: Variant) -> dict[str, ConvertedLayer]:
-        """INT8 layers, of which those of a pattern quantise deltas."""
+        """INT8 layers of a variant. The layers of its pattern quantise deltas."""
         if not variant.in_int8:
             return {}
         section = self.section.model_copy(update={"modiff": [variant.pattern] if variant.pattern else False})

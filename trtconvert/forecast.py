@@ -11,8 +11,9 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site
 from trtconvert.calib.calibrate import Parts
+from trtconvert.calib.candidates import MOST_EXACT, PROBES_FORWARDS
 from trtconvert.calib.data import SITE_STEPS_PER_BIN, samples_for_errors
-from trtconvert.calib.frontier import BISECTIONS, FRONTIER_DB, MOST_EXACT, MOST_RIVALS, PROBES_FORWARDS
+from trtconvert.calib.frontier import BISECTIONS, FRONTIER_DB, MOST_RIVALS
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.models.drawings import CountedDenoiser, WatchedSampler
 from trtconvert.models.placed import Place

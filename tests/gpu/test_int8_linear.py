@@ -398,7 +398,7 @@ def test_behind_what_quantises_in_a_graph(rows):
 
 @pytest.mark.parametrize("rows", [2, 130, 2048])
 def test_steps_of_deltas_in_a_graph(rows, arch):
-    """Two samples, of which the second is reset: two kernels, each with its cache in place."""
+    """Two samples; the second one is reset. Two kernels update their caches in place."""
     x = torch.empty(rows, 640, device="cuda").half()
     _, weight, scale, bias = draw(1, (640, 1280))
     scale /= 25  # results have numbers of the size of 1

@@ -265,7 +265,7 @@ def test_blocks_of_a_one_dimensional_convolution_are_left_to_peft(tmp_path, plac
     assert_close(merged(module, {"file": file}), expected)
 
 
-# What is refused --------------------------------------------------------------------------------------------------------
+# Refusals ---------------------------------------------------------------------------------------------------------------
 
 
 def changed(tensors: dict[str, Tensor], **others: Tensor | None) -> dict[str, Tensor]:

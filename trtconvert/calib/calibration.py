@@ -80,6 +80,14 @@ class Calibration:
             if site in modes
         }
 
+    def masks(self, shares: Mapping[str, Sequence[float]]) -> dict[str, Tensor]:
+        """Block masks [T, H, Bq, Bk] by site, of the sites that `shares` names.
+
+        Args:
+            shares: the share of attention that each site may lose, by timestep bin.
+        """
+        return {site: self.blocks[site].mask(row) for site, row in shares.items()}
+
     def save(self, path: Path) -> None:
         """One safetensors file with the provenance as JSON in its metadata."""
         of_inputs = {name: {INPUT_AMAX: amax} for name, amax in self.inputs.items()}
@@ -176,7 +184,7 @@ def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
 
 def masks_of_bundle(manifest: Manifest, calibration: Calibration) -> dict[str, Tensor]:
     """The block masks [T, H, Bq, Bk] of the sites that have some."""
-    return {site.name: calibration.blocks[site.name].mask(site.sparse) for site in manifest.sites if site.sparse}
+    return calibration.masks({site.name: site.sparse for site in manifest.sites if site.sparse})
 
 
 def _flaw_of_blocks(blocks: SiteBlocks, tables: Mapping[str, Tensor], bins: int) -> str:

@@ -19,6 +19,12 @@ from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 Handler = Callable[[Any], Tensor]
 
+MOST_EXACT = 64
+"""Largest number of candidates that the exact sensitivity measures with a forward of each candidate in each step."""
+
+PROBES_FORWARDS = 20
+"""Forwards that take about as long as the probes of one call."""
+
 
 def attention_units(
     scalings: Mapping[str, str], allowed: Collection[Mode], blocks: Collection[str] = (), shares: Sequence[float] = ()

@@ -159,12 +159,6 @@ BISECTIONS = 6
 FRONTIER_DB = (60, 50, 40, 30)
 """PSNR that the error model promises at points of the frontier; each point is then sampled."""
 
-MOST_EXACT = 64
-"""Largest number of candidates that the exact sensitivity measures with a forward of each candidate in each step."""
-
-PROBES_FORWARDS = 20
-"""Forwards that take about as long as the probes of one call."""
-
 MOST_RIVALS = 1 + len(_SHARES_OF_ERROR)
 """Of `Frontier.rivals`, at most."""
 

@@ -41,8 +41,8 @@ FACTOR_GAIN, OFFSET_GAIN = 0.9, 0.9
 operation on every element, so that they have to pay."""
 
 LEAST_DELTA = 2.0**-12
-"""Of the largest scale of whole activations: finer steps of deltas FP16 does not have, nor the ratio of the two. What does not
-change from step to step, as the tokens of a prompt, has these."""
+"""Least scale of deltas relative to the largest scale of whole activations: FP16 holds no finer steps of deltas, and no smaller
+ratio of the two scales. Inputs that stay the same, such as a prompt's tokens, have this scale."""
 
 MOST_NUMBERS = 2**25
 """Of activations that are looked at together, over several limits: 256 MiB in FP64."""

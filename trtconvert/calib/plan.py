@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trtconvert.attention.modes import INT8_VALUES
 from trtconvert.attention.sites import Site
 from trtconvert.bars import Steps
+from trtconvert.calib.block_plan import density
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.fixed_plans import fixed_plans
@@ -101,7 +102,7 @@ def search(
         return found
 
     points = search_plan(sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated)
-    densities = [space.density(point.plan(scalings), sensitivity.steps) for point in points]
+    densities = [density(point.sparse, space.blocks, len(sites), sensitivity.steps) for point in points]
     points = [point.model_copy(update={"density": x}) for point, x in zip(points, densities, strict=True)]
     return Frontier(gpu=space.cost.gpu, date=space.cost.date, limits=limits(budget), points=points)
 
@@ -149,7 +150,7 @@ def search_plan(
             int8_values=float((torch.isin(of_sites, int8_values).double().mean(0) * steps).sum()),
             modes=plan.site_modes,
             layers=plan.layer_modes,
-            modulated=[name for name, decision in plan.layers.items() if decision.delta],
+            modulated=plan.modulated,
             sparse=plan.shares,
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.sites import Site
-from trtconvert.calib.block_plan import attention_seconds, density
+from trtconvert.calib.block_plan import attention_seconds
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import AttentionShape, KernelCost
@@ -133,13 +133,5 @@ class SearchSpace:
     def int8_sites(self, plan: Plan) -> Int8Sites:
         """Attention of a plan in torch, with tables on the CPU."""
         tables = self._calibration.with_modes(plan.site_modes)
-        masks = {name: self.blocks[name].mask(row) for name, row in plan.shares.items()}
+        masks = self._calibration.masks(plan.shares)
         return Int8Sites(tables, self._timestep_max, plan.scalings, self._smooth_k, masks=masks)
-
-    def density(self, plan: Plan, steps: Tensor) -> float:
-        """Share of the blocks of all sites and denoising steps that a plan computes.
-
-        Args:
-            steps: [T] share of the denoising steps in each bin.
-        """
-        return density(plan.shares, self.blocks, len(self.sites), steps)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.bars import NoBar, Steps
-from trtconvert.calib.candidates import Candidate, candidates_of
-from trtconvert.calib.frontier import MOST_EXACT, PROBES_FORWARDS
+from trtconvert.calib.candidates import MOST_EXACT, PROBES_FORWARDS, Candidate, candidates_of
 from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.cuda_graphs import graphed
@@ -85,7 +84,7 @@ def measure_sensitivity(
     Args:
         units: of these sites and layers.
         sites: their modes do not matter.
-        layers: their modes do not matter either. Those that may quantise deltas have scales of deltas, and keep caches from
+        layers: their modes do not matter either. Layers that may quantise deltas have scales of deltas, and keep caches from
             step to step.
         blocks: of the sites that may have block masks.
         seeds: of the samples that are drawn, one batch.

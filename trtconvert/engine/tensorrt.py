@@ -303,7 +303,7 @@ def build_engine(
         choice = choose_alone(trt, model, profiles, options, watch)
 
         def fastest(layers: LayerKind) -> ChosenEngine:
-            # Of layers that quantise deltas the last kind has no plugins.
+            # The last kind has no plugins for layers that quantise deltas.
             without = kinds[-1] if component.caches else layers
             plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}), layers=without)
             with_layers = partial(build, layers=layers)

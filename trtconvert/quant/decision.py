@@ -155,7 +155,7 @@ class Plan:
             "layers": self.layer_modes,
             "scalings": self.scalings,
             "sparse": self.shares,
-            "modulated": [name for name, decision in self.layers.items() if decision.delta],
+            "modulated": self.modulated,
             "dense": self.dense,
             "name": self.name,
             "speed": self.speed,
@@ -175,6 +175,11 @@ class Plan:
     def scalings(self) -> dict[str, str]:
         """Scales of queries and keys of the attention sites, `calibrated` or `dynamic`."""
         return {name: decision.scaling for name, decision in self.attention.items()}
+
+    @property
+    def modulated(self) -> list[str]:
+        """Names of the layers that quantise deltas."""
+        return [name for name, decision in self.layers.items() if decision.delta]
 
     @property
     def shares(self) -> dict[str, list[float]]:

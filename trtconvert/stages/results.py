@@ -89,10 +89,8 @@ class Planned:
 
     def masks(self) -> dict[str, Tensor]:
         """Block masks [T, H, Bq, Bk] of the sites that have one in the plan."""
-        if not (shares := self.plan.shares):
-            return {}
-        blocks = self.calibrated.calibration.blocks
-        return {site: blocks[site].mask(row) for site, row in shares.items()}
+        shares = self.plan.shares
+        return self.calibrated.calibration.masks(shares) if shares else {}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def is_finite(x: Tensor) -> bool:
 
 
 def finite(x: Tensor) -> Tensor:
-    """The same as a tensor on the numbers' device, for which a caller need not wait."""
+    """`is_finite` as a boolean tensor on the device of the numbers, so that the caller does not wait for the device."""
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
     if x.is_complex():

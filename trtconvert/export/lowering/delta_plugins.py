@@ -32,7 +32,8 @@ _GELUS = {"none": 2, "tanh": 3}  # TrtConvertActivation of activation.h
 def fuse_deltas(model: ir.Model) -> int:
     """Replace the linear layers that quantise deltas, in place: those with FP16 caches.
 
-    Layers that read one tensor are taken together, and not where a convolution reads it too. What is left is for `lower_deltas`.
+    Layers that read one tensor are replaced together, unless a convolution reads the tensor too. `lower_deltas` lowers the other
+    layers.
 
     Returns:
         How many layers were replaced.

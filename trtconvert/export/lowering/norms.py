@@ -41,7 +41,7 @@ def fuse_norms(model: ir.Model) -> int:
     `norm` is FP32, [2, D] for norms of each head, [2, H, D] for norms across heads. Where the first tokens have other weights
     than the rest, the attribute `norm_split` says how many, and `norm` is [2, 2, D]: of q and k, of these and those. Only nodes
     in 16 bit, whose q and k are both normed right at the node, in the same way, with one ε and constant weights; across heads
-    only nodes of layout BNHD. What a plugin rotates is normed first, so `fuse_rotary` comes before. The weights get another
+    only nodes of layout BNHD. A plugin norms before it rotates, so `fuse_rotary` runs first. The weights get another
     name: not for engines whose weights are to be replaced.
 
     Returns:

@@ -28,7 +28,7 @@ def lower_to_plugin(
 ) -> int:
     """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
 
-    What the plugin does as it reads q, k and v is taken out of the graph: rotary embeddings (`fuse_rotary`), norms
+    Operations that the plugin does while it reads q, k and v leave the graph: rotary embeddings (`fuse_rotary`), norms
     (`fuse_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
     (`share_projections`). Nodes that take any of these have no other lowering any more. Residual connections and their layer
     norms beside them become plugins as well (`fuse_residual_norms`), and linear layers between these (`fuse_linear_layers`).
