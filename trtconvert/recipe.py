@@ -945,10 +945,7 @@ def _kind(value: Any) -> str:
         float: "a number",
         datetime.date: "a date",
     }
-    return next(
-        (words for kind, words in kinds.items() if isinstance(value, kind)),
-        "nothing" if value is None else "a tagged value",
-    )
+    return next((words for kind, words in kinds.items() if isinstance(value, kind)), "nothing")
 
 
 def _fields_at(keys: tuple) -> Iterator[str]:
