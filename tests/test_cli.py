@@ -198,7 +198,7 @@ def test_run_does_not_write_over_a_file_of_the_bundle(digits_build, tmp_path, mo
     copy = shutil.copytree(digits_build.bundle, tmp_path / "bundle")
     (copy / "notes").mkdir()
     monkeypatch.chdir(copy)
-    refusal(run("run", ".", "-n", 1, "--steps", 2, "-o", name), "a file of the bundle", "give another file with -o")
+    refusal(run("run", ".", "-n", 1, "--steps", 2, "-o", name), "would change the bundle", "give another file with -o")
     check_files(copy, read_manifest(copy))
     assert run("run", ".", "-n", 1, "--steps", 2, "-o", "notes/mine.png").exit_code == 0
 

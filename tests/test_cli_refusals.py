@@ -255,4 +255,4 @@ def test_host_memory_that_runs_out_is_no_fault_of_ours(monkeypatch):
 def test_a_prompt_that_is_no_text_is_refused_before_anything_is_loaded(tmp_path):
     """As the command line reads bytes that are not in the terminal's encoding."""
     outcome = run("run", tmp_path / "none", "-p", "a cat", "-p", "caf\udce9", "-o", tmp_path / "grid.png")
-    refusal(outcome, "half of a surrogate pair", r"'caf\udce9'", "remedy: type the prompt anew")
+    refusal(outcome, "half of a surrogate pair", r"'caf\udce9'", "remedy: type the prompt again")

@@ -173,7 +173,7 @@ def _not_yaml(line: int | None, got: str) -> YamlError:
         "not valid YAML",
         expected="YAML",
         got=got,
-        remedy="correct the line: check the indentation and the space after ':', and put dates and numbers that are text in quotes",
+        remedy="correct the line: check the indentation, the space after ':', and quotes",
     )
 
 

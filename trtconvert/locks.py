@@ -66,7 +66,9 @@ def lock(
             )
         if waited >= _SAID_AFTER and not said:
             said = True
-            (say or _tell)(f"waiting for {holder(handle)}, which holds the lock of {path}; for {_duration(wait)} at most")
+            (say or _tell)(
+                f"waiting for {holder(handle)}, which holds the lock of {path}; for {_duration(wait)} at most"
+            )
         time.sleep(min(pause, max(wait - waited, 0)))
         pause = min(1.5 * pause, _LONGEST)
     if noted:

@@ -144,7 +144,7 @@ def test_what_is_no_bundle_is_refused(tmp_path, gpu):
 def test_a_damaged_bundle_is_refused(bundle, gpu):
     with (bundle / "denoiser.onnx").open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(UserError, match=r"denoiser\.onnx in the bundle .* is not what was built"):
+    with pytest.raises(UserError, match=r"denoiser\.onnx in the bundle .* is damaged"):
         compiled(bundle)
 
 
