@@ -135,7 +135,7 @@ def test_a_cache_that_cannot_be_written_is_found_by_the_doctor(monkeypatch, tmp_
 
 
 NO_PART = {
-    "click", "pydantic", "ruamel.yaml", "rich", "jinja2", "safetensors", "scikit-learn", "cuda-bindings", "accelerate",
+    "click", "filelock", "pydantic", "ruamel.yaml", "rich", "jinja2", "safetensors", "scikit-learn", "cuda-bindings", "accelerate",
 }  # fmt: skip
 """Dependencies that no stage's outcome depends on: they read, show or carry; the digits that scikit-learn has are hashed."""
 

@@ -356,15 +356,15 @@ class NeedsGpu:
 NEED_GPU = {
     ("README.md", "optimize(pipe"): NeedsGpu(
         "the GPU that it builds an engine for; tests/models/test_optimize.py converts for a CPU",
-        "there is nothing here to build an engine with",
+        "no engine can be built on this machine",
     ),
     ("converting.md", "optimize(pipe"): NeedsGpu(
         "the GPU that it builds an engine for; tests/models/test_optimize.py converts for a CPU",
-        "there is nothing here to build an engine with",
+        "no engine can be built on this machine",
     ),
     ("production.md", "graphs=4, streams=4"): NeedsGpu(
         "streams, CUDA graphs and refit are an engine's; tests/gpu/runtime/test_documented_calls.py runs it",
-        "does not run on 'cuda:0'",
+        "cannot run on 'cuda:0'",
     ),
 }
 """By the page and a part of the block."""

@@ -298,7 +298,7 @@ def test_the_current_folder_keeps_a_name_that_leads_to_what_replaces_it(tmp_path
     found = settled(Path("."))
     write(found, "2")
     assert contents(found) == {"a": b"2", "b": b"2"}
-    with pytest.raises(UserError, match="enter it again"):
+    with pytest.raises(UserError, match="enter the folder again"):
         settled(Path("."))
     assert settled(tmp_path) == tmp_path
 

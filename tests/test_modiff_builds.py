@@ -92,7 +92,7 @@ def test_records_that_contradict_each_other_are_found(bundle):
     first, *others = component.caches
     layers = [layer.model_copy(update={"modulated": False}) for layer in component.layers]
     assert found() == ""
-    assert "caches: none, of layers" in found(caches=[])
+    assert "caches: none, but layers" in found(caches=[])
     assert "caches: of other layers" in found(layers=layers)
     assert "caches: of other layers" in found(caches=[c for c in component.caches if c.name != "modiff.q.o_hat"])
     assert "the type 'int8'" in found(caches=[first.model_copy(update={"dtype": "int8"}), *others])

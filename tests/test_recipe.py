@@ -114,7 +114,7 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
             "layers:\n  modiff: auto\n  modes: static\n",
             3,
             "layers.modiff",
-            "true or patterns with stated layers.modes",
+            "true or patterns with stated layers.modes: modiff: auto needs layers.modes: auto",
             "'auto'",
         ),
         (
@@ -129,12 +129,12 @@ def test_a_merged_key_is_placed_where_it_is_merged(tmp_path):
         ("engine:\n  shapes:\n    batch: [1, 2]\n", 4, "engine.shapes.batch", "a size, or [min, opt, max]", "[1, 2]"),
         ("engine:\n  shapes:\n    batch: [0, 1, 2]\n", 4, "engine.shapes.batch", "greater than or equal to 1", "0"),
         ("engine:\n  shapes:\n    batch: [1, 2, x]\n", 4, "engine.shapes.batch", "a whole number", "'x'"),
-        ("plan:\n  max_lpips: 0.02\n", 2, "plan", "lpips_weights as well", "a mapping"),
+        ("plan:\n  max_lpips: 0.02\n", 2, "plan", "lpips_weights as well, which max_lpips needs", "a mapping"),
         (
             "plan:\n  max_feature_distance: 1\n",
             2,
             "plan",
-            "features as well",
+            "features as well, which max_feature_distance needs",
             "a mapping",
         ),
         (

@@ -242,22 +242,22 @@ def test_a_manifest_of_guidance_that_cannot_be_is_told(fused_build):
     component = manifest.components["denoiser"]
     assert component.guidance is not None and contradiction(manifest) == ""
     for changes, told in (
-        ({"scale": "timesteps"}, "guidance.scale: timesteps, which is no input"),
-        ({"scale": "label"}, "guidance.scale: label, which is no input with a float32 number"),
+        ({"scale": "timesteps"}, "guidance.scale: timesteps, which is not an input"),
+        ({"scale": "label"}, "guidance.scale: label, which is not an input with a float32 number"),
         ({"negative": {}}, "guidance.negative: none"),
-        ({"negative": {"label": "label"}}, "guidance.negative.label: label, where two inputs"),
-        ({"negative": {"label": "x"}}, "guidance.negative.label: x, which has another type or shape"),
+        ({"negative": {"label": "label"}}, "guidance.negative.label: label; both must be inputs"),
+        ({"negative": {"label": "x"}}, "guidance.negative.label: x, of another type or shape"),
         (
             {"negative": {"label": "negative_label", "negative_label": "label"}},
-            "guidance: label, which has several parts",
+            "guidance: label in several roles",
         ),
-        ({"scale": "timestep"}, "guidance: timestep, which has several parts in it"),
+        ({"scale": "timestep"}, "guidance: timestep in several roles"),
     ):
         other = component.model_copy(update={"guidance": component.guidance.model_copy(update=changes)})
         assert told in contradiction(manifest.model_copy(update={"components": {"denoiser": other}}))
     further = component.inputs[-1].model_copy(update={"name": "style"})
     other = component.model_copy(update={"inputs": [*component.inputs, further]})
-    assert "guidance: style, which has an entry for each sample, and no part in it" in contradiction(
+    assert "guidance: style has a row for each sample, but no role" in contradiction(
         manifest.model_copy(update={"components": {"denoiser": other}})
     )
     other = component.model_copy(update={"inputs": []})

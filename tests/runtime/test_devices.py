@@ -219,10 +219,7 @@ def on_two(digits_build):
 def test_a_bundle_on_two_devices_draws_the_same(digits_build, on_two):
     """The batch of eight of its engine is one of sixteen now."""
     one = runtime.load(digits_build.bundle, device="cpu")
-    assert (
-        on_two.backend.endswith("; samples shared out among 2 sessions")
-        and on_two["denoiser"].signature.watch is not None
-    )
+    assert on_two.backend.endswith("; samples shared by 2 sessions") and on_two["denoiser"].signature.watch is not None
     assert on_two["denoiser"].signature.batches([torch.zeros(1, 1, 8, 8), torch.zeros(1), torch.zeros(1)]) == (2, 16)
     seeds = range(5)
     expected = draw_digits(AnyBatch(one["denoiser"]), seeds, steps=2, solver="ddim")
@@ -297,5 +294,5 @@ def test_several_devices_are_another_argument(digits_build):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is asked for one")
 def test_gpus_that_are_not_there_are_refused(digits_build):
-    with pytest.raises(BackendUnavailable, match="does not run on 'cuda:0'"):
+    with pytest.raises(BackendUnavailable, match="cannot run on 'cuda:0'"):
         runtime.load(digits_build.bundle, devices=["cuda:0", "cuda:1"])
