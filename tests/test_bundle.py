@@ -147,7 +147,7 @@ def test_a_bundle_with_a_field_of_a_later_version_is_whole(bundle):
     refused(
         bundle,
         "was made by another version",
-        "got: the field colour",
+        "got: the unknown field colour",
         "install the trtconvert that made it",
     )
 

@@ -150,6 +150,6 @@ def test_what_no_recipe_can_be_for_is_refused(tmp_path, monkeypatch, model, told
     monkeypatch.chdir(tmp_path)
     refusal(run("init", model), *told)
     assert not (tmp_path / "recipe.yaml").exists()
-    refusal(run("init", "sdxl", "--prompts", "none.txt"), "no file of prompts", "with a prompt a line")
+    refusal(run("init", "sdxl", "--prompts", "none.txt"), "no file of prompts", "with one prompt a line")
     (tmp_path / "empty.txt").write_text("\n \n")
     refusal(run("init", "sdxl", "--prompts", "empty.txt"), "there are no prompts in", "leave --prompts out")

@@ -89,7 +89,7 @@ def test_sites_that_stay_are_grouped_likewise(manifest, digits_build):
 def test_an_engine_says_how_its_layers_are_computed(manifest, digits_build):
     text = "\n".join(f"{label} {text}" for label, text in shown(manifest, digits_build.bundle))
     assert re.search(r"engines .* attention: INT8, our plugin; layers: INT8, TensorRT's kernels\n", text)
-    assert "by how INT8 layers are computed 91.3 µs native, 1234 µs exact: the fastest is kept" in text
+    assert "91.3 µs native, 1234 µs exact INT8 layers: the fastest engine is kept" in text
     assert re.search(r"ONNX .* attention and layers: INT8, the op's function body", text)
 
 
@@ -101,7 +101,7 @@ def test_a_refittable_engine_says_which_layers_new_weights_reach(manifest, digit
     changed = {"denoiser": component.model_copy(update={"engines": engines})}
     told = shown(manifest.model_copy(update={"components": changed}), digits_build.bundle)
     assert ("", "sm90: refittable") in told
-    assert ("", "sm90: 2 INT8 layers in plugins, which new weights and LoRAs reach; the others run in 16 bits") in told
+    assert ("", "sm90: 2 INT8 layers in plugins, which take new weights and LoRAs; the others run in 16 bits") in told
 
 
 def test_modes_by_timestep_are_told_in_runs(manifest, digits_build):

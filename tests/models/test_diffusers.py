@@ -270,7 +270,7 @@ def test_what_would_change_the_model_is_not_there(flux):
         transformer = bundle.as_diffusers()
         assert not hasattr(transformer, "load_lora_adapter")
         for name, remedy in (
-            ("set_attn_processor", r"(?s)a change of its attention.*remedy: .*perturbed attention"),
+            ("set_attn_processor", r"(?s)a change of the attention.*remedy: .*perturbed attention"),
             ("num_parameters", r"(?s)it runs as it was converted.*remedy: .*the pipeline's own model"),
             ("fuse_lora", r"(?s)a LoRA for a model without weights.*remedy: .*section loras"),
         ):

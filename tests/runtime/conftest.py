@@ -22,7 +22,7 @@ from trtconvert.engine import loading, tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import refitted_constants
 from trtconvert.runtime import graph as graphs
-from trtconvert.runtime.lane import Lane, Plan
+from trtconvert.runtime.lane import Lane, LoadedEngine
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTComponent
 from trtconvert.weights.unquantised import save_unquantised
@@ -76,7 +76,9 @@ def plan_of():
     """Makes plans of engines that compute in one memory."""
     scratch, types = Scratch(torch.device("cpu")), (torch.float32, torch.float32)
     scratch.reserve(HostEngine.device_memory_size_v2)
-    return lambda engine: Plan(TRT, engine, LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
+    return lambda engine: LoadedEngine(
+        TRT, engine, LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch
+    )
 
 
 @pytest.fixture

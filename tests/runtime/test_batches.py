@@ -69,5 +69,5 @@ def test_more_samples_are_verified_and_drawn_than_the_engine_takes_at_once(tmp_p
     assert drawn.exit_code == 0 and "6 samples" in drawn.output, drawn.output
     refusal(
         run("run", tmp_path / "bundle", "-o", tmp_path / "bundle" / "denoiser.onnx.png"),
-        "would count as one",
+        "would change the bundle",
     )

@@ -16,7 +16,7 @@ from trtconvert.engine import loading, tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.diffusers import _Denoising
-from trtconvert.runtime.lane import Call, Lane, Plan
+from trtconvert.runtime.lane import CallShapes, Lane, LoadedEngine
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.tensorrt import TensorRTComponent
@@ -201,11 +201,11 @@ def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machin
     """Each launch reads what the one before wrote; a beginning takes effect in the next one."""
     scratch, types, device = Scratch(torch.device("cpu")), (torch.float32, torch.float32), torch.device("cpu")
     scratch.reserve(HostEngine.device_memory_size_v2)
-    plan = Plan(
+    plan = LoadedEngine(
         TRT, CountingEngine(cuda), LOG, ("t", "b"), types, ("y",), types[:1], device, scratch, ("last", "s"), types
     )
     lane, trajectory, t, b = Lane(plan, machine.stream(7), 4), Trajectory(), aligned(900.0), aligned(0.0)
-    call = Call(0, ((2,), (2,)), ((2,),), ((2,), (2,)))
+    call = CallShapes(0, ((2,), (2,)), ((2,),), ((2,), (2,)))
     lane.run(call, (t, b), trajectory)
     before = [x.data_ptr() for x in lane.caches_of(trajectory)]
     machine.recording, cuda.recording, copied = True, [], []
@@ -226,7 +226,7 @@ def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machin
     lane.forget_caches(trajectory)
     assert launch() == [1, 1] and launch() == [2, 2]
     # Calls of another batch have other caches; those of the recording stay, and begin anew with the others.
-    other = Call(0, ((3,), (3,)), ((3,),), ((3,), (3,)))
+    other = CallShapes(0, ((3,), (3,)), ((3,),), ((3,), (3,)))
     lane.run(other, (torch.full((3,), 800.0), torch.zeros(3)), trajectory)
     assert lane.caches_memory == 2 * 2 * (2 + 3) * 4 and launch() == [3, 3]
     lane.forget_caches(trajectory)

@@ -264,7 +264,7 @@ def test_caches_of_some_samples_alone_cannot_be_forgotten(digits_build, devices)
 
 def test_the_command_takes_devices(digits_build, tmp_path):
     outcome = run("run", digits_build.bundle, "-n", 3, "--steps", 2, "--devices", "cpu,cpu", "-o", tmp_path / "x.png")
-    assert outcome.exit_code == 0 and "shared out among 2 sessions" in " ".join(outcome.output.split()), outcome.output
+    assert outcome.exit_code == 0 and "shared by 2 sessions" in " ".join(outcome.output.split()), outcome.output
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_bundle_without_ranges_is_told_and_its_timesteps_are_checked(bundle, t
     manifest = read_manifest(tmp_path / "bundle")
     denoiser = manifest.components["denoiser"].model_copy(update={"input_ranges": {}})
     write_manifest(tmp_path / "bundle", manifest.model_copy(update={"components": {"denoiser": denoiser}}))
-    with pytest.warns(RuntimeWarning, match="timesteps alone are checked"):
+    with pytest.warns(RuntimeWarning, match="only timesteps are checked"):
         loaded = runtime.load(tmp_path / "bundle", check=True)
     with loaded:
         assert calls(loaded["denoiser"], **far(tiny_models.build().inputs[0].name, 20.0)) == []

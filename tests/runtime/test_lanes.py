@@ -16,9 +16,9 @@ from support import at_once
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime import lane as _lane
-from trtconvert.runtime.lane import Call, Lane
+from trtconvert.runtime.lane import CallShapes, Lane
 
-CALLS = {length: Call(0, ((length,), (length,)), ((length,),)) for length in (4, 6, 8, REFUSED)}
+CALLS = {length: CallShapes(0, ((length,), (length,)), ((length,),)) for length in (4, 6, 8, REFUSED)}
 
 
 def right(lane, length):
@@ -192,7 +192,7 @@ def test_contexts_of_an_engine_are_made_and_go_one_at_a_time(cuda, machine, plan
 
 
 def contexts_of(lane):
-    return lane._plan.engine.contexts
+    return lane._loaded.engine.contexts
 
 
 @pytest.mark.parametrize("graphs", [0, 4])
@@ -315,7 +315,7 @@ def test_a_recording_takes_shapes_that_were_worked_out_anew(machine, open_lane, 
     """As after many other shapes: what is known of calls is forgotten, and their shapes are equal and not the same."""
     lane = open_lane(0)
     assert right(lane, 4)
-    monkeypatch.setitem(CALLS, 4, Call(0, ((4,), (4,)), ((4,),)))
+    monkeypatch.setitem(CALLS, 4, CallShapes(0, ((4,), (4,)), ((4,),)))
     machine.recording = True
     assert right(lane, 4)
     assert not any(recording for context in contexts_of(lane) for _, recording in context.told)
