@@ -213,8 +213,7 @@ class _Threads:
         if free is None:
             self._read(piece, first, sources)
             return
-        with torch.cuda.device(self._device):  # threads do not inherit the device, and pinned memory belongs to a device's
-        context
+        with torch.cuda.device(self._device):  # threads do not inherit the device of pinned memory
             if not hasattr(self._own, "pinned"):
                 self._own.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
                 self._own.stream = torch.cuda.Stream()
