@@ -132,9 +132,7 @@ def test_pipelines_that_use_a_half_by_itself_draw_the_same(model_of, arguments):
     model = model_of("stable_diffusion")
     engine = Engine(fused_form(model))
     expected = with_pipeline(model, model.denoiser, **arguments)
-    with pytest.warns(
-        RuntimeWarning, match="otherwise than in the sum of guidance.*remedy: .*engine.guidance: separate"
-    ):
+    with pytest.warns(RuntimeWarning, match="outside the sum of guidance.*remedy: .*engine.guidance: separate"):
         drawn = with_pipeline(model, engine, **arguments)
     assert relative_error(drawn, expected) < SAME_ARITHMETIC
     if "guidance_scale" in arguments:  # rows without guidance are samples
@@ -233,7 +231,7 @@ def test_a_bundle_gives_the_sum_with_a_scale_for_each_sample(digits_build, fused
     expected = both[:3] + scale.view(-1, 1, 1, 1) * (both[3:] - both[:3])
     assert relative_error(found, expected) < WHOLE_DENOISER
     assert relative_error(found[0], both[3]) < WHOLE_DENOISER  # 1 is the conditional prediction alone
-    with pytest.raises(UserError, match=r"other inputs than it has.*\n.*negative_label, guidance_scale"):
+    with pytest.raises(UserError, match=r"does not have the component's inputs.*\n.*negative_label, guidance_scale"):
         fused["denoiser"](x, timestep, label)
 
 

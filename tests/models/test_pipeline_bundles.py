@@ -230,7 +230,7 @@ def test_what_diffusers_calls_optional_is_missed_where_it_was_saved(tmp_path, na
     others = {
         key: part for key, part in pipe.components.items() if isinstance(part, torch.nn.Module) and key not in optional
     }
-    with pytest.raises(UserError, match=rf"(?s)has no {', '.join(optional)} for.*text_encoder=….*None to go without"):
+    with pytest.raises(UserError, match=rf"(?s)has no {', '.join(optional)} for.*text_encoder=….*None leaves one out"):
         make_pipeline(tmp_path / "kept", others)
     assert make_pipeline(tmp_path / "kept", others | dict.fromkeys(optional)).text_encoder is None
 
@@ -277,7 +277,9 @@ def test_a_part_that_the_installed_diffusers_wants_and_the_saved_pipeline_lacks_
     index = json.loads((folder / INDEX).read_text())
     del index["tokenizer"]
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"(?s)cannot be made of the parts.*'tokenizer'.*remedy: pass those"):
+    with pytest.raises(
+        UserError, match=r"(?s)cannot be made from the saved parts.*'tokenizer'.*remedy: pass the missing"
+    ):
         make_pipeline(folder, models_of)
 
 

@@ -113,7 +113,9 @@ def test_a_bundle_draws_prompts_of_any_length_in_the_range(tmp_path):
         for length in (4, 7, 12):
             pipe("a bird in a tree", **drawn, max_sequence_length=length)
         assert len(errors) == 3 and max(errors) <= INT8_CALL
-        with pytest.raises(UserError, match=r"(?s)tokens 4\.\.12.*model.options.tokens.*max_sequence_length within it"):
+        with pytest.raises(
+            UserError, match=r"(?s)tokens 4\.\.12.*model.options.tokens.*max_sequence_length within the range"
+        ):
             pipe("a bird in a tree", **drawn, max_sequence_length=13)
 
 

@@ -238,7 +238,7 @@ def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machin
 def test_a_recording_of_another_batch_is_refused_until_it_was_called(on_gpu, machine):
     counts(on_gpu, 900.0)
     machine.recording = True
-    with pytest.raises(UserError, match="not ready to be recorded"):
+    with pytest.raises(UserError, match="not ready to be captured"):
         counts(on_gpu, 900.0, 3)
     machine.recording = False
     assert counts(on_gpu, 900.0, 3) == [1] * 3

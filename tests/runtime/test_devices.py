@@ -115,7 +115,7 @@ def test_more_samples_than_all_devices_take_go_in_turns():
 def test_rows_that_cannot_be_shared_out_are_told(rows):
     x, timestep, _, table = inputs_of(4)
     parts = [Part(), Part()]
-    with pytest.raises(UserError, match=rf"'frames' has rows for other samples(.|\n)*4 rows, or a(.|\n)*\[{rows}, 1\]"):
+    with pytest.raises(UserError, match=rf"'frames' does not have a row(.|\n)*4 rows, or a(.|\n)*\[{rows}, 1\]"):
         DataParallel(parts)(x, timestep, torch.randn(rows, 1), table)
     assert not parts[0].sizes
 
@@ -203,7 +203,7 @@ def test_a_fixed_batch_is_refused():
     part = Part()
     fixed = [spec.model_copy(update={"shape": [4, *spec.shape[1:]]}) for spec in part.signature.component.inputs[:1]]
     part.signature.component = part.signature.component.model_copy(update={"inputs": fixed})
-    with pytest.raises(UserError, match=r"cannot be shared out(.|\n)*exactly 4(.|\n)*one device"):
+    with pytest.raises(UserError, match=r"cannot share the denoiser(.|\n)*exactly 4(.|\n)*one device"):
         DataParallel([part, part])
 
 
@@ -270,8 +270,8 @@ def test_the_command_takes_devices(digits_build, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"devices": ["cuda:0", "cuda:0"]}, "the device cuda:0 is there twice"),
-        ({"devices": [0, torch.device("cuda", 0)]}, "the device cuda:0 is there twice"),
+        ({"devices": ["cuda:0", "cuda:0"]}, "the device cuda:0 was given twice"),
+        ({"devices": [0, torch.device("cuda", 0)]}, "the device cuda:0 was given twice"),
         ({"devices": ["cpu", "cuda:0"]}, "runs on GPUs or on the CPU"),
         ({"devices": ["gpu0"]}, "there is no device 'gpu0'"),
         ({"devices": []}, "a list of one or more"),

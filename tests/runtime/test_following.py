@@ -291,7 +291,7 @@ def test_timesteps_that_are_computed_with_need_the_schedulers_index():
     run_pipeline(scheduler, steps, line, view=False)
     assert len(line.seen) == 3
     scheduler, steps = pipeline_steps("DDIMScheduler")  # which has none
-    with pytest.warns(RuntimeWarning, match="does not tell which step"):
+    with pytest.warns(RuntimeWarning, match="the step of a call is unknown"):
         run_pipeline(scheduler, steps, line := Named(), view=False)
     assert len(line.seen) == 5
 
@@ -347,8 +347,8 @@ def test_an_image_that_starts_in_the_middle():
         ("DDPMScheduler", {}, "not known"),
         ("HeunDiscreteScheduler", {}, "not known"),
         ("LCMScheduler", {}, "not known"),
-        ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, "adds noise, by algorithm_type"),
-        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "adds noise, by stochastic_sampling"),
+        ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, "adds noise with algorithm_type"),
+        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "adds noise with stochastic_sampling"),
     ],
 )
 def test_schedulers_that_add_noise_are_computed(name, config, why):
@@ -360,7 +360,7 @@ def test_schedulers_that_add_noise_are_computed(name, config, why):
 
 def test_models_that_are_given_other_timesteps_are_computed():
     scheduler, steps = pipeline_steps("DDIMScheduler")
-    with pytest.warns(RuntimeWarning, match="other timesteps than its scheduler has"):
+    with pytest.warns(RuntimeWarning, match="timesteps differ from its scheduler"):
         run_pipeline(scheduler, steps, line := Named(), scaled=0.5)
     assert len(line.seen) == 5
 

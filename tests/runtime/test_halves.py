@@ -227,7 +227,7 @@ def test_a_step_leaves_nothing_in_memory():
 
 
 def test_conditions_of_other_samples_are_told_in_the_call():
-    with pytest.raises(UserError, match=r"'c' has rows for other samples(.|\n)*4 rows, or a multiple(.|\n)*\[3\]"):
+    with pytest.raises(UserError, match=r"'c' does not have a row(.|\n)*4 rows, or a multiple(.|\n)*\[3\]"):
         called(Engine(), c=C[:3])
 
 
@@ -253,7 +253,7 @@ def test_what_is_no_batch_is_left_to_the_denoiser_to_refuse(x):
     ],
 )
 def test_writing_into_a_half_is_refused(mode, use):
-    with mode, pytest.raises(UserError, match=r"writes into what its denoiser gave(.|\n)*engine.guidance: separate"):
+    with mode, pytest.raises(UserError, match=r"writes into a prediction(.|\n)*engine.guidance: separate"):
         use(called(Engine()))
 
 
@@ -281,6 +281,6 @@ def test_inference_tensors_that_are_written_to_count_as_they_were():
         c = called(engine, x, halves, C[2:])
         x.add_(1)
         u = called(engine, x, halves, C[:2])
-        with pytest.warns(RuntimeWarning, match="otherwise than in the sum of guidance"):
+        with pytest.warns(RuntimeWarning, match="outside the sum of guidance"):
             found = u + G * (c - u)  # of other samples: no sum of guidance
     torch.testing.assert_close(found, (X + 1 + C[:2, None]) + G * (C[2:, None] - 1 - C[:2, None]))

@@ -219,7 +219,7 @@ def test_a_recording_of_the_callers_wants_a_call_of_its_shapes_before(machine, o
         assert right(lane, length)
     machine.recording = True
     for length in (4, 8):
-        with pytest.raises(UserError, match=r"(?s)not ready to be recorded.*same shapes.*got: other shapes.*remedy: "):
+        with pytest.raises(UserError, match=r"(?s)not ready to be captured.*same shapes.*got: other shapes.*remedy: "):
             right(lane, length)
         # What the message asks for.
         machine.recording = False
@@ -274,7 +274,7 @@ def test_a_call_that_failed_makes_nothing_ready_to_be_recorded(machine, open_lan
     assert right(lane, 6)
     for memory in (False, True):
         machine.recording = machine.memory = True
-        with pytest.raises(UserError, match="not ready to be recorded"):
+        with pytest.raises(UserError, match="not ready to be captured"):
             right(lane, 4)
         machine.recording, machine.memory = False, memory
         with contextlib.nullcontext() if memory else pytest.raises(torch.OutOfMemoryError):
@@ -292,7 +292,7 @@ def test_a_recording_that_fails_leaves_those_before_it_as_they_are(machine, open
     with monkeypatch.context() as failing, pytest.raises(BackendUnavailable):
         failing.setattr(HostContext, "execute_async_v3", lambda self, stream: False)
         right(lane, 4)
-    with pytest.raises(UserError, match="not ready to be recorded"):
+    with pytest.raises(UserError, match="not ready to be captured"):
         right(lane, 4)
     machine.recording = False
     assert right(lane, 4)

@@ -58,7 +58,7 @@ def test_a_file_that_has_become_shorter(wanted, tmp_path):
     orders, _ = wanted
     content = (tmp_path / "numbers").read_bytes()
     (tmp_path / "numbers").write_bytes(content[:-1])
-    with pytest.raises(UserError, match=r"(?s)numbers has become shorter.*remedy: "):
+    with pytest.raises(UserError, match=r"(?s)numbers became shorter.*remedy: "):
         list(read_ahead(orders, CPU, 10**9))
 
 

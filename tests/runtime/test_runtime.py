@@ -85,7 +85,7 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, digits_build, batch):
     assert relative_error(together[-1], alone) <= SAME_ARITHMETIC
 
 
-WIDER, OF_THE_MODEL = "widen engine.shapes in the recipe", "give it in that shape"
+WIDER, OF_THE_MODEL = "widen engine.shapes in the recipe", "pass a tensor of that shape"
 
 
 @pytest.mark.parametrize(

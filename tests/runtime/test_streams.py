@@ -73,7 +73,7 @@ def test_a_stream_that_the_caller_recorded_keeps_its_memory(machine, component, 
     machine.recording = True
     assert computes(made)
     machine.current = 12
-    with pytest.raises(UserError, match=r"(?s)not ready to be recorded.*got: no call on this stream"):
+    with pytest.raises(UserError, match=r"(?s)not ready to be captured.*got: no call on this stream"):
         computes(made)
     machine.recording = False
     for machine.current in (12, 13, 12):

@@ -80,7 +80,7 @@ def test_no_request_is_lost_with_a_replica_or_at_the_end(bundle):
         assert [status for _, status, _, _ in rounds[0].answers] == [200] * 12
         assert server.process.wait(60) == 0
     said = "\n".join(server.lines[before:])
-    assert "SIGTERM: no more requests are taken; 12 are finished, in at most 60 s" in said
+    assert "SIGTERM: new requests are refused; finishing 12 within 60 s" in said
     assert said.endswith("ended; every request was answered")
 
 

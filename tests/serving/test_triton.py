@@ -256,7 +256,7 @@ def test_requests_of_one_execution_are_drawn_as_they_were_alone(model, digits):
         (inputs(PROMPT=[b"\xff"]), "UTF-8"),
         (inputs(SEED=[-1]), "from 0"),
         (inputs(SEED=[1], STEPS=[21]), "at most 20"),
-        (inputs(SEED=[1], SIZE=["16x16"]), "8x8, which it draws"),
+        (inputs(SEED=[1], SIZE=["16x16"]), "8x8 or auto"),
         (inputs(SEED=[1], FORMAT=["bmp"]), "png, jpeg, webp"),
         ({}, "no inputs"),
     ],

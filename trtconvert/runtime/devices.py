@@ -319,7 +319,7 @@ def _widest(profiles: Sequence[Ranges], dim: str) -> tuple[int, int]:
 
 @contextmanager
 def _naming(part: Component) -> Iterator[None]:
-    """What fails in the block is told with the component's device."""
+    """Add the component's device to errors of the block."""
     try:
         yield
     except Exception as error:
@@ -327,7 +327,7 @@ def _naming(part: Component) -> Iterator[None]:
 
 
 def _named(part: Component, error: BaseException) -> BaseException:
-    """An error with the device that it is of."""
+    """Return an error with the component's device in its message."""
     if isinstance(error, (UserError, BackendUnavailable)):
         made: TrtconvertError = type(error)(
             f"on {part.device}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
@@ -341,11 +341,11 @@ def _named(part: Component, error: BaseException) -> BaseException:
 def parse_devices(
     device: str | int | torch.device | None, devices: Sequence[str | int | torch.device] | None
 ) -> list[str | int | torch.device | None]:
-    """The devices of a bundle, the first of which has its other components.
+    """Return the devices of a bundle.
 
     Raises:
-        UserError: device and devices were given; several as device; none of them, one that is none, a GPU twice, or GPUs beside
-            the CPU.
+        UserError: both arguments were given, `device` holds several devices, or `devices` is empty, names an unknown device, a
+            GPU twice, or GPUs and the CPU.
     """
     if devices is None:
         if isinstance(device, str) or not isinstance(device, Collection):
