@@ -135,7 +135,7 @@ def test_a_manifest_that_is_none_of_ours_is_refused(bundle, content, got):
 
 def test_a_bundle_of_another_format_is_refused(bundle):
     rewrite(bundle, format=FORMAT + 1)
-    refused(bundle, "bundle format", f"expected: {FORMAT}", f"got: {FORMAT + 1}", "install the trtconvert that made it")
+    refused(bundle, "bundle format", f"expected: {FORMAT}", f"got: {FORMAT + 1}", "install the trtconvert that made the bundle")
 
 
 def test_a_bundle_with_a_field_of_a_later_version_is_whole(bundle):
@@ -148,7 +148,7 @@ def test_a_bundle_with_a_field_of_a_later_version_is_whole(bundle):
         bundle,
         "was made by another version",
         "got: the unknown field colour",
-        "install the trtconvert that made it",
+        "install the trtconvert that made the bundle",
     )
 
 

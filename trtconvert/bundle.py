@@ -622,7 +622,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} has a bundle format that this trtconvert cannot read",
             expected=str(FORMAT),
             got=str(found),
-            remedy="build the bundle again, or install the trtconvert that made it",
+            remedy="build the bundle again, or install the trtconvert that made the bundle",
         )
     try:
         manifest = Manifest.model_validate(content)

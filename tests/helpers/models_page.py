@@ -14,55 +14,54 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 _HEAD = """# Pipelines
 
-`tests/models` builds each pipeline of the first table: its own class of diffusers, with random weights of a few layers, is
-converted, and draws with the bundle's denoiser in the place of its own. Others are tried in the same way when they are built: no
-pipeline is known by its name. This page is made of the tests' lists, and a test holds it to them.
+`tests/models` builds each pipeline of the first table: its class of diffusers, with random weights of a few layers, is converted,
+and draws with the bundle's denoiser in place of its own. A build treats other pipelines in the same way, because no pipeline is
+known by its name. This page is generated from the tests' lists, and a test compares them.
 
 | pipeline | denoiser | samples are of | tested with, beside sizes |
 | --- | --- | --- | --- |
 """
 
 _BETWEEN = """
-Labels of classes are drawn by the seed of each sample, or are those of `model.options.call.class_labels` by turns. Pipelines
-that are saved without text encoders get embeddings that are noise, seeded by the sample. Images come from the recipe's
-`model.images`.
+The seed of each sample decides its class label, unless `model.options.call.class_labels` lists labels. Pipelines that are saved
+without text encoders get seeded noise as embeddings. Images come from the recipe's `model.images`.
 
 ## Prompts of any length
 
-`model.options.tokens: [min, opt, max]` gives the denoiser, and text encoders that are converted, a range of tokens:
+`model.options.tokens: [min, opt, max]` gives the denoiser and converted text encoders a range of tokens:
 
-- Pipelines with an argument `max_sequence_length` that pad prompts to it (Flux, SD 3, PixArt, Wan, LTX) are called with any
-  length in the range, also with embeddings of one.
-- Those that pad to a length of their own (77 of CLIP) draw prompts as they are, and take embeddings (`prompt_embeds`) of any
+- Pipelines that pad prompts to their argument `max_sequence_length` (Flux, SD 3, PixArt, Wan, LTX) may be called with any length
+  in the range, and with embeddings of any length in the range.
+- Pipelines that pad to a fixed length (77 for CLIP) draw prompts at this length, and take embeddings (`prompt_embeds`) of any
   length in the range, as tools for long prompts make them: `tokens: [77, 77, 231]`.
-- Those that do not pad (Qwen-Image) need a range. Its prompts are checked against it before anything is calibrated.
-- Those that pass a list with each prompt's own tokens (Z-Image) need a number or a range: the bundle's denoiser pads shorter
-  prompts and masks what it has added.
+- Pipelines that do not pad (Qwen-Image) need a range. Prompts are checked against the range before the calibration.
+- Pipelines that pass a list with each prompt's tokens (Z-Image) need a number or a range: the bundle's denoiser pads shorter
+  prompts and masks the padding.
 
-A number instead of a range is the length that prompts are padded to. A prompt or embeddings outside of the range are refused,
-with what to change.
+A number in place of a range is the padded length of prompts. A prompt or embeddings outside of the range are refused with a
+remedy.
 
 ## Timesteps of tokens and frames, sound, experts
 
-- Where tokens or frames of a sample have timesteps of their own (Wan 2.2 5B, LTX, SkyReels V2, AnyFlow), the noisiest decides the
+- If tokens or frames of a sample have different timesteps (Wan 2.2 5B, LTX, SkyReels V2, AnyFlow), the noisiest decides the
   timestep bin. The others are an input of the engine, as shares of that timestep.
-- Several predictions of one call (LTX-2: video and sound) lie side by side in one output of the engine. Sizes are one number each
-  then. The quality gate of predictions weighs all numbers alike; PSNR is that of the video.
-- LTX-2's guidance by skipped attention and by separate modalities makes calls of other kinds, which the engine refuses:
-  `call: {stg_scale: 0, audio_stg_scale: 0, modality_scale: 1, audio_modality_scale: 1}`.
+- Several predictions of one call (LTX-2: video and sound) are concatenated in one output of the engine, and each size must be one
+  number. The gate of predictions weighs all numbers equally; PSNR is that of the video.
+- LTX-2's guidance by skipped attention and by separate modalities makes other calls, which the engine refuses. Turn this guidance
+  off: `call: {stg_scale: 0, audio_stg_scale: 0, modality_scale: 1, audio_modality_scale: 1}`.
 - PSNR of sound is that of its amplitudes at full scale.
-- Of mixtures of experts that send tokens by their values (HiDream) each expert computes all tokens: twice the work for 2 of 4.
-- The engine of a model with a ControlNet takes what the ControlNet gives; the ControlNet stays in the pipeline.
+- In mixtures of experts that route tokens by their values (HiDream), each expert computes all tokens: twice the work for 2 of 4.
+- The engine of a model with a ControlNet takes the ControlNet's outputs; the ControlNet stays in the pipeline.
 - HunyuanVideo 1.5 needs `batch: 1`: the VAE of diffusers decodes one video at a time.
 
 ## Sizes
 
-Where a pipeline rounds sizes, or draws at the nearest of its own (`use_resolution_binning`), a build says so before it
-calibrates: "draws height 1000 as 992". Ranges of height and width need `call: {use_resolution_binning: false}`.
+If a pipeline rounds sizes, or draws at the nearest of its own sizes (`use_resolution_binning`), a build prints this before the
+calibration: "draws height 1000 as 992". Ranges of height and width need `call: {use_resolution_binning: false}`.
 
 ## Refused
 
-Before anything is calibrated, with what stands in the way:
+These pipelines are refused before the calibration:
 
 | pipeline | why |
 | --- | --- |
@@ -72,14 +71,14 @@ Before anything is calibrated, with what stands in the way:
 _OF_TESTS = ("base_num_frames", "max_area", "max_sequence_length", "decode_timestep", "intermediate_timesteps")
 """Arguments that fit the sizes of tiny models."""
 
-_AFTER = """| AnyFlowFARPipeline | its model gives a cache of keys and values, which the next chunk's calls take |
-| Cosmos3OmniPipeline | what is denoised is a list in a packed sequence with the prompt, and has no timestep for each sample |
-| QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, values of a mask decide |
+_AFTER = """| AnyFlowFARPipeline | its model returns a cache of keys and values for the calls of the next chunk |
+| Cosmos3OmniPipeline | the noisy sample is a list in a packed sequence with the prompt, without a timestep for each sample |
+| QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, operations depend on values of a mask |
 
-These three are tried without being saved, with stand-ins for their tokenizers. Not tried, since diffusers makes their prompts by
-large models of transformers alone: Ideogram4Pipeline, whose second network would be `denoiser: unconditional_transformer`, and
-GlmImagePipeline with its own tokens. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6 is tried
-without sound, and its upscaler is not. Cosmos 2 needs the package cosmos_guardrail; it is tried with a stand-in.
+The last three are tested without saving them, with stand-ins for their tokenizers. Ideogram4Pipeline, whose second network would
+be `denoiser: unconditional_transformer`, and GlmImagePipeline with its own tokens are not tested, because diffusers makes their
+prompts with large models of transformers only. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6
+is tested without sound and without its upscaler. Cosmos 2 needs the package cosmos_guardrail, and is tested with a stand-in.
 """
 
 

@@ -190,7 +190,7 @@ def test_numbers_that_are_not_finite_are_found(component):
     component(torch.full((2,), 900.0), torch.zeros(2))
     component.check_caches()
     component.caches["s"][1] = torch.inf
-    with pytest.raises(UserError, match=r"(?s)in the cache s that are not finite.*1 of 2.*reset_cache\(\)"):
+    with pytest.raises(UserError, match=r"(?s)the cache s holds numbers that are not finite.*1 of 2.*reset_cache\(\)"):
         component.check_caches()
     component.reset_cache()
     assert counts(component, 800.0) == [1, 1]
@@ -264,7 +264,7 @@ def test_an_engine_without_the_caches_of_the_manifest_is_refused(cuda, machine, 
     monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, HostEngine(cuda)))
     (tmp_path / "plan").write_bytes(b"plan")
     record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90")
-    with pytest.raises(BackendUnavailable, match=r"(?s)not the engine that the manifest.*last\.next, s\.next"):
+    with pytest.raises(BackendUnavailable, match=r"(?s)other inputs and outputs than the manifest.*last\.next, s\.next"):
         TensorRTComponent(
             tmp_path / "plan", record, RECORD, device=torch.device("cpu", 0), scratch=Scratch(torch.device("cpu"))
         )

@@ -272,14 +272,14 @@ def test_the_command_takes_devices(digits_build, tmp_path):
     [
         ({"devices": ["cuda:0", "cuda:0"]}, "the device cuda:0 was given twice"),
         ({"devices": [0, torch.device("cuda", 0)]}, "the device cuda:0 was given twice"),
-        ({"devices": ["cpu", "cuda:0"]}, "runs on GPUs or on the CPU"),
+        ({"devices": ["cpu", "cuda:0"]}, "must be all GPUs or all the CPU"),
         ({"devices": ["gpu0"]}, "there is no device 'gpu0'"),
         ({"devices": []}, "a list of one or more"),
         ({"devices": "cuda:0"}, "a list of one or more"),
         ({"devices": 0.5}, "a list of one or more"),
         ({"devices": b"cpu"}, "a list of one or more"),
         ({"devices": {"cpu", "cuda:0"}}, "a list of one or more"),
-        ({"devices": ["cpu"], "device": "cpu"}, "with device or with devices"),
+        ({"devices": ["cpu"], "device": "cpu"}, "device and devices exclude"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(digits_build, arguments, told):
@@ -288,7 +288,7 @@ def test_devices_that_cannot_be_are_refused(digits_build, arguments, told):
 
 
 def test_several_devices_are_another_argument(digits_build):
-    with pytest.raises(UserError, match=r"several are devices=(.|\n)*remedy: correct the argument device"):
+    with pytest.raises(UserError, match=r"several, as devices=(.|\n)*remedy: correct the argument device"):
         runtime.load(digits_build.bundle, device=["cuda:0"])  # type: ignore[arg-type]
 
 

@@ -51,7 +51,7 @@ def test_inputs_far_outside_warn_once(bundle):
     with runtime.load(bundle, check=True) as loaded:
         assert calls(loaded["denoiser"]) == []
         (told,) = calls(loaded["denoiser"], **far(name, 20.0))
-        assert f"'{name}'" in told and "calibrated on" in told and "remedy: " in told
+        assert f"'{name}'" in told and "in its calibration" in told and "remedy: " in told
         assert calls(loaded["denoiser"], **far(name, 20.0)) == []
 
 
@@ -68,7 +68,7 @@ def test_timesteps_beyond_the_schedule_warn_once(bundle, timestep):
     beyond = {model.timestep_input: torch.full_like(inputs[model.timestep_input], timestep)}
     with runtime.load(bundle, check=True) as loaded:
         told = [text for text in calls(loaded["denoiser"], **beyond) if "schedule" in text]
-        assert len(told) == 1 and "where its schedule has 0 to 1000" in told[0]
+        assert len(told) == 1 and "but its schedule has 0 to 1000" in told[0]
         assert calls(loaded["denoiser"], **beyond) == []
 
 

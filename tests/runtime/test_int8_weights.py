@@ -241,7 +241,7 @@ def test_a_bias_that_stays_is_not_given(load, tmp_path):
 def test_a_weight_without_the_bias_that_follows_from_it(geglu):
     made, loaded = geglu
     state = made.model.denoiser.state_dict()
-    with pytest.raises(UserError, match=r"(?s)layer up .*up.weight and up.bias.*got: +up.weight.*give both"):
+    with pytest.raises(UserError, match=r"(?s)layer up .*up.weight and up.bias.*got: +up.weight.*pass both"):
         loaded.refit({"up.weight": state["up.weight"]})
     assert loaded.refit({name: state[name] for name in ("up.weight", "up.bias")}) == 3
     assert loaded.refit({"down.weight": state["down.weight"]}) == 3  # it has none of its own

@@ -108,7 +108,7 @@ def test_a_driver_without_memory_for_a_graph_is_asked_later(cuda, open_lane, mon
 def test_a_call_that_is_refused_leaves_no_shapes_behind(open_lane):
     lane = open_lane(0)
     assert right(lane, 4)
-    with pytest.raises(BackendUnavailable, match=r"the engine's 'y' is \[7\], the manifest says \[10\]"):
+    with pytest.raises(BackendUnavailable, match=r"the engine's 'y' is \[7\], but the manifest has \[10\]"):
         right(lane, REFUSED)
     assert right(lane, 4) and contexts_of(lane)[0].shape == (4,)
 
@@ -247,7 +247,7 @@ def test_a_recording_that_torch_knows_nothing_of_is_refused(machine, open_lane):
     lane = open_lane(0)
     assert right(lane, 4)
     machine.recording, machine.torchs = True, False
-    with pytest.raises(UserError, match=r"(?s)torch knows nothing.*remedy: record with torch\.cuda\.graph"):
+    with pytest.raises(UserError, match=r"(?s)torch does not know the capture.*remedy: capture with torch\.cuda\.graph"):
         right(lane, 4)
     assert not lane.is_needed
     machine.torchs = True

@@ -110,7 +110,7 @@ def test_a_shape_outside_the_profile_is_refused(loaded, inputs, name, value, got
 )
 def test_sizes_that_differ_between_inputs_are_refused_as_such(loaded, inputs, name, value):
     """Each is in the range; nothing has to be built again."""
-    parts = (f"the shape of '{name}'", "expected: batch 2", f"got: {list(value.shape)}, which is [batch]", ".expand()")
+    parts = (f"the shape of '{name}'", "expected: batch 2", f"got: {list(value.shape)}, for [batch]", ".expand()")
     refused(loaded["denoiser"], parts=parts, **inputs | {name: value})
 
 
@@ -265,7 +265,7 @@ def test_a_file_that_is_not_there_and_no_new_bundle_either_ends_the_loading(tiny
 )
 def test_tensors_without_numbers_in_memory_are_refused(tiny_build, x, said):
     with runtime.load(tiny_build.bundle) as bundle:
-        refused(bundle["denoiser"], x, torch.zeros(1), parts=("no numbers to read", said))
+        refused(bundle["denoiser"], x, torch.zeros(1), parts=("not a dense tensor", said))
 
 
 @pytest.mark.parametrize("backend", ["TensorRT", "cuda", "", None])
@@ -452,7 +452,7 @@ def test_an_engine_of_the_same_gpu_goes_before_others_of_its_architecture():
         assert fitting_engine("denoiser", others, here) is others[1]
         for anywhere in ({"hardware_compatible": True}, {"gpu": ""}):
             fitting_engine("denoiser", [engine(**{"gpu": "NVIDIA H100"} | anywhere)], here)
-    match = r"timed on NVIDIA H100, this is NVIDIA H200.*`trtconvert compile`"
+    match = r"timed on NVIDIA H100, but this is NVIDIA H200.*`trtconvert compile`"
     with pytest.warns(RuntimeWarning, match=match) as told:
         assert fitting_engine("denoiser", others[:1], here) is others[0]
     assert told[0].filename == __file__

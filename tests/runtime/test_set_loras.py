@@ -187,7 +187,7 @@ def test_loras_and_other_weights_do_not_mix(tiny, tmp_path):
         loaded.refit(module.state_dict())
     loaded.set_loras([])
     assert loaded.refit({"qkv.weight": module.qkv.weight}) == 1
-    with pytest.raises(UserError, match=r"(?s)built with.*refit.*load the bundle again"):
+    with pytest.raises(UserError, match=r"(?s)built weights.*refit.*load the bundle again"):
         loaded.set_loras([(file, 1.0)])
 
 

@@ -18,7 +18,7 @@ def test_a_layout_that_is_found_late_is_refused_as_at_once(component, tmp_path):
     """What is known of inputs does not tell it."""
     made, _ = component(tmp_path / "a.plan", graphs=0)
     assert computes(made)
-    with pytest.raises(UserError, match=r"(?s)no numbers to read.*to_dense"):
+    with pytest.raises(UserError, match=r"(?s)not a dense tensor.*to_dense"):
         made(torch.zeros(4).to_sparse(), torch.zeros(4))
     assert computes(made)
 

@@ -73,14 +73,14 @@ def test_the_size_that_a_bundle_draws_can_be_asked_for(digits, monkeypatch):
         answers = drawer(Batch(Shape(height, width, 2, True), (Order(1, "1", "png"), Order(2, "2", "png"))))
         for answer in answers:
             assert isinstance(answer, Refusal) and answer.whose == "client"
-            assert answer.expected.startswith("8x8,") and answer.got == f"{width}x{height}"
+            assert answer.expected.startswith("8x8 ") and answer.got == f"{width}x{height}"
     drawer.close()
 
 
 def test_another_size_than_a_bundle_draws_is_refused_before_any_is_known(digits):
     drawer = Drawer(digits, "cpu")
     (answer,) = drawer(Batch(Shape(16, 16, 2, True), (Order(1, "1", "png"),)))
-    assert isinstance(answer, Refusal) and answer.expected.startswith("8x8,") and answer.got == "16x16"
+    assert isinstance(answer, Refusal) and answer.expected.startswith("8x8 ") and answer.got == "16x16"
     drawer.close()
 
 
