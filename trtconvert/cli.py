@@ -38,7 +38,7 @@ _OTHER_FILE = "give another file with -o"
 
 
 def _output(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option("-o", "--output", type=_PATH, default=Path(default), show_default=True)
+    return click.option("-o", "--output", type=_PATH, default=Path(default))
 
 
 def _require_suffix(output: Path, suffix: str, what: str) -> None:
@@ -179,7 +179,7 @@ class _Commands(click.Group):
         sys.exit(code)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="trtconvert")
 @click.option("--debug", is_flag=True, help="Print tracebacks, and why calls are not captured in CUDA graphs.")
 def main(debug: bool) -> None:
@@ -378,11 +378,9 @@ def inspect(bundle: Path, out: Output) -> None:
     help="Prompt of a sample; several prompts take turns. For bundles with components.",
 )
 @click.option("-n", "--samples", type=click.IntRange(1, 1024), help="One per prompt by default, or 16.")
-@click.option("--steps", type=click.IntRange(1), default=50, show_default=True)
-@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1025), default=0, show_default=True, help="Seed of the first sample."
-)
+@click.option("--steps", type=click.IntRange(1), default=50)
+@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1025), default=0, help="Seed of the first sample.")
 @click.option(
     "--weights",
     type=_PATH,
@@ -478,12 +476,10 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
 @main.command()
 @_BUNDLE
 @click.option("--weights", type=_PATH, help="Weights of the full-precision model for the comparison.")
-@click.option("-n", "--samples", type=click.IntRange(10), default=10_000, show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
-@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**62), default=100_000, show_default=True, help="Seed of the first sample."
-)
+@click.option("-n", "--samples", type=click.IntRange(10), default=10_000)
+@click.option("--steps", type=click.IntRange(1), default=100)
+@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim")
+@click.option("--seed", type=click.IntRange(0, 2**62), default=100_000, help="Seed of the first sample.")
 @click.option(
     "--features",
     help="digits-classifier, emoji-classifier, inception, or package.module:function; default: that of a shipped model.",
@@ -498,7 +494,6 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
-    show_default=True,
     help="Device of the torch model and of the feature extractor. auto: the GPU, if there is one and the model fits.",
 )
 @_OFFLOAD
@@ -506,19 +501,15 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
     default="float32",
-    show_default=True,
     help="Type of the full-precision model. 16 bits compare with the pipeline as it usually runs, and draw faster.",
 )
 @click.option(
     "--int8",
     type=click.Choice(["bundle", "torch"]),
     default="bundle",
-    show_default=True,
     help="Draw the INT8 samples with the bundle, or with the torch model and the bundle's scales and modes.",
 )
-@click.option(
-    "--batch", type=click.IntRange(1, 256), default=64, show_default=True, help="Largest number of samples of a batch."
-)
+@click.option("--batch", type=click.IntRange(1, 256), default=64, help="Largest number of samples of a batch.")
 @click.option("--work", type=_PATH, help="Folder of finished shards; default: in the user's cache.")
 @_output("evaluation.json")
 @_speaking
@@ -632,7 +623,7 @@ def calibrate(
 @main.command()
 @_calibration_options
 @_output("inputs.safetensors")
-@click.option("--per-run", type=click.IntRange(1), default=4, show_default=True, help="Recorded steps of each run.")
+@click.option("--per-run", type=click.IntRange(1), default=4, help="Recorded steps of each run.")
 @_speaking
 def record(recipe: Path, data: str | None, samples: int | None, output: Path, per_run: int, out: Output) -> None:
     """Record denoiser inputs of RECIPE's model at stratified timesteps, each with the step before, as calibration data."""
@@ -742,7 +733,6 @@ _strategy = click.option(
     "--strategy",
     type=click.Choice(["names", "kandinsky"]),
     default="names",
-    show_default=True,
     help="How embeddings and last layers are recognised: by their names; or (kandinsky) by their place in a model of blocks; "
     "kandinsky leaves these and the VAE's decoder unchanged.",
 )
@@ -799,7 +789,6 @@ def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
     "--granularity",
     type=click.Choice(["block", "channel"]),
     default="block",
-    show_default=True,
     help="One scale per block of 128 × 128 weights, or per output channel as in engines.",
 )
 @click.option(
@@ -807,7 +796,6 @@ def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
     "fallback",
     type=click.Choice(["bf16", "fp16"]),
     default="bf16",
-    show_default=True,
     help="Type of tensors that become neither INT8 nor FP32.",
 )
 @click.option(
@@ -820,14 +808,12 @@ def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
     "--max-outliers",
     type=click.FloatRange(0, 1),
     default=0.01,
-    show_default=True,
     help="Largest share of elements over four times the root mean square of their block; other weights do not become INT8.",
 )
 @click.option(
     "--min-elements",
     type=click.IntRange(0),
     default=4096,
-    show_default=True,
     help="Smallest number of elements of a weight that becomes INT8.",
 )
 @_strategy
@@ -919,25 +905,20 @@ def _finite(*numbers: float) -> None:
 
 
 _MAX_BATCH = click.option(
-    "--max-batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Largest number of images of a batch."
+    "--max-batch", type=click.IntRange(1, 64), default=8, help="Largest number of images of a batch."
 )
-_DEFAULT_STEPS = click.option(
-    "--steps", type=click.IntRange(1), default=50, show_default=True, help="Default number of denoising steps."
-)
+_DEFAULT_STEPS = click.option("--steps", type=click.IntRange(1), default=50, help="Default number of denoising steps.")
 
 
 @main.command("serve")
 @_BUNDLE
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: all. There is no login."
-)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free port.")
+@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0: all. There is no login.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")
 @click.option("--name", help="Name of the model for clients; default: the name of the bundle's folder.")
 @click.option("--address", help="Ray cluster, auto or HOST:PORT; default: a cluster of this machine alone.")
 @click.option(
     "--replicas",
     default="auto",
-    show_default=True,
     metavar="auto|N|LEAST:MOST",
     help="Number of replicas: one per GPU, a fixed number, or a range that follows the load.",
 )
@@ -945,47 +926,31 @@ _DEFAULT_STEPS = click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "cpu"]),
     default="auto",
-    show_default=True,
     help="cuda: a GPU for each replica; cpu: ONNX Runtime; auto: cuda if the cluster has GPUs.",
 )
-@click.option(
-    "--cpus", type=click.FloatRange(0, 1024), default=1, show_default=True, help="Cores that each replica reserves."
-)
+@click.option("--cpus", type=click.FloatRange(0, 1024), default=1, help="Cores that each replica reserves.")
 @_MAX_BATCH
 @click.option(
     "--batch-wait-ms",
     type=click.FloatRange(0, 60_000),
     default=10,
-    show_default=True,
     help="Longest wait of an image for others of its shape while a replica is free.",
 )
 @click.option(
     "--queue-limit",
     type=click.IntRange(1, 100_000),
     default=64,
-    show_default=True,
     help="Largest number of images in work; further requests get status 429.",
 )
-@click.option(
-    "--max-images", type=click.IntRange(1, 100), default=10, show_default=True, help="Largest n of a request."
-)
+@click.option("--max-images", type=click.IntRange(1, 100), default=10, help="Largest n of a request.")
 @_DEFAULT_STEPS
-@click.option("--max-steps", type=click.IntRange(1), default=100, show_default=True, help="Largest steps of a request.")
-@click.option(
-    "--start-seconds",
-    type=click.FloatRange(1),
-    default=900,
-    show_default=True,
-    help="Longest start of a replica.",
-)
-@click.option(
-    "--request-seconds", type=click.FloatRange(0.1), default=600, show_default=True, help="Longest time of a request."
-)
+@click.option("--max-steps", type=click.IntRange(1), default=100, help="Largest steps of a request.")
+@click.option("--start-seconds", type=click.FloatRange(1), default=900, help="Longest start of a replica.")
+@click.option("--request-seconds", type=click.FloatRange(0.1), default=600, help="Longest time of a request.")
 @click.option(
     "--drain-seconds",
     type=click.FloatRange(0),
     default=60,
-    show_default=True,
     help="Longest wait for running requests after SIGTERM or Ctrl-C.",
 )
 @click.pass_context
@@ -1037,18 +1002,11 @@ def serve_command(
     "--batch-wait-ms",
     type=click.FloatRange(0, 60_000),
     default=10,
-    show_default=True,
     help="Longest wait of a request for others of its batch.",
 )
-@click.option(
-    "--queue-limit",
-    type=click.IntRange(1, 100_000),
-    default=64,
-    show_default=True,
-    help="Largest number of waiting requests.",
-)
+@click.option("--queue-limit", type=click.IntRange(1, 100_000), default=64, help="Largest number of waiting requests.")
 @_DEFAULT_STEPS
-@click.option("--max-steps", type=click.IntRange(1), default=100, show_default=True, help="Largest STEPS of a request.")
+@click.option("--max-steps", type=click.IntRange(1), default=100, help="Largest STEPS of a request.")
 @click.option("--force", is_flag=True, help="Replace existing models of these names.")
 def export_triton_command(
     bundle: Path,
