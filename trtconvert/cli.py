@@ -457,7 +457,6 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
         UserError: the sampler needs weights that were not given, takes none, or takes others than the given ones.
     """
     from trtconvert import models
-    from trtconvert.evaluate.evaluation import full_precision
 
     if weights is None or (prompts and not bundle.manifest.pipeline):
         return models.load_sampler(bundle, prompts)
@@ -468,6 +467,8 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
             got=f"--weights {weights}",
             remedy="leave --weights out",
         )
+    from trtconvert.evaluate.evaluation import full_precision
+
     model = full_precision(bundle, weights)
     assert model is not None  # because weights were given
     return model.sample
