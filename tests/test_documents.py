@@ -1,4 +1,4 @@
-"""JSON and headers of safetensors as they come from outside; YAML is in test_recipe.py."""
+"""JSON and safetensors headers from users; YAML is in test_recipe.py."""
 
 import json
 import os

@@ -33,7 +33,7 @@ with getattr(files, sys.argv[1])(Path(sys.argv[2])):
 
 @contextmanager
 def holding(function: str, path) -> Iterator[int]:
-    """Another process that is in a block of one of `files`' functions; gives its number."""
+    """Run another process inside a block of a function of `files`, and yield its PID."""
     command = [sys.executable, "-c", HOLDING, function, str(path)]
     process = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "holding\n"

@@ -1,4 +1,4 @@
-"""Builds whose layers quantise changes from step to step: bundles, what they compute, what is refused before a calibration."""
+"""Builds with MoDiff layers: bundles, their results, and refusals before the calibration."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_a_bundle_computes_a_trajectory_as_torch_does(bundle):
 
 
 def test_samplers_begin_anew_whatever_was_before(bundle):
-    """Samples are those of a denoiser that was never called."""
+    """Samples equal those of a denoiser without earlier calls."""
     model, seeds = build(), range(2)
     with runtime.load(bundle) as fresh, runtime.load(bundle) as used:
         expected = model.sample(fresh["denoiser"], seeds, steps=3, solver="ddim")

@@ -1,4 +1,4 @@
-"""Recipes: what is read, and what is refused with the line and the remedy."""
+"""Recipes: accepted fields, and refusals with the line and the remedy."""
 
 import json
 import os
@@ -297,7 +297,7 @@ def test_what_is_no_recipe_is_refused(tmp_path, content, problem):
 
 @pytest.mark.parametrize(("levels", "aliases"), [(9, 8), (40, 1)], ids=["wide", "deep"])
 def test_aliases_of_aliases_are_counted_before_they_are_replaced(tmp_path, levels, aliases):
-    """134 million entries, and 40 lists within each other."""
+    """134 million entries, and 40 nested lists."""
     lists = [f"    a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * aliases)}]\n" for i in range(1, levels)]
     started = time.monotonic()
     message = refused(tmp_path, "model:\n  source: a\n  options:\n    a0: &a0 [x]\n" + "".join(lists))
@@ -324,7 +324,7 @@ def test_a_recipe_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_the_shipped_recipe_fits_the_published_schema():
-    """The schema that editors get knows every field of the recipe, and every choice in it."""
+    """The schema for editors has every field of the recipe, and every choice."""
     schema = json.loads(json.dumps(json_schema()))
     recipe = load_recipe(SHIPPED).model_dump(mode="json", exclude_unset=True)
     assert set(schema["required"]) == {"model"}

@@ -1,4 +1,4 @@
-"""Builds that leave denoising steps out: what the bundle holds, draws and tells."""
+"""Builds that skip denoising steps: the content, images and messages of bundles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bundle(tmp_path_factory):
 
 
 def calls_of(bundle, **options):
-    """How often a bundle's model is run for 8 steps, and what is drawn."""
+    """Return the number of model runs for 8 steps, and the images."""
     with runtime.load(bundle, **options) as loaded:
         session, calls = loaded["denoiser"]._session, []
 

@@ -1,4 +1,4 @@
-"""`trtconvert init`: recipes that load and say what was found; those in recipes/ are the same."""
+"""`trtconvert init`: recipes load and contain the findings; those in recipes/ are the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPES = REPOSITORY / "recipes"
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_recipes_of_published_models_are_those_that_init_writes(name):
-    """`trtconvert init NAME -o recipes/NAME.yaml --force` writes one anew."""
+    """`trtconvert init NAME -o recipes/NAME.yaml --force` writes a recipe again."""
     path = RECIPES / f"{name}.yaml"
     assert path.read_text(encoding="utf-8") == recipe_text(name, path)
     recipe = load_recipe(path)
@@ -33,7 +33,7 @@ def test_every_pipeline_is_a_class_of_diffusers():
 
 @pytest.fixture
 def pipeline(tmp_path):
-    """What `save_pretrained` of a Flux in BF16 leaves, as far as headers tell."""
+    """A Flux in BF16 as `save_pretrained` writes it, as far as headers show."""
     folder = tmp_path / "my flux"
     (folder / "transformer").mkdir(parents=True)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
@@ -71,7 +71,7 @@ def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_p
 
 
 def recipe_of_saved(pipe, folder):
-    """The text and the recipe that `init` makes of a pipeline which is saved in a folder."""
+    """Return the text and the recipe of `init` for a saved pipeline."""
     pipe.save_pretrained(folder)
     at = folder.parent / "recipe.yaml"
     at.write_text(recipe_text(str(folder), at))

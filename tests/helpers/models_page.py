@@ -73,7 +73,7 @@ _OF_TESTS = ("base_num_frames", "max_area", "max_sequence_length", "decode_times
 
 _AFTER = """| AnyFlowFARPipeline | its model returns a cache of keys and values for the calls of the next chunk |
 | Cosmos3OmniPipeline | the noisy sample is a list in a packed sequence with the prompt, without a timestep for each sample |
-| QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, operations depend on values of a mask |
+| QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, operations depend on a mask |
 
 The last three are tested without saving them, with stand-ins for their tokenizers. Ideogram4Pipeline, whose second network would
 be `denoiser: unconditional_transformer`, and GlmImagePipeline with its own tokens are not tested, because diffusers makes their

@@ -1,4 +1,4 @@
-"""What layers that quantise changes keep from step to step: whose it is, and when it begins anew, on both runtimes."""
+"""MoDiff caches on both runtimes: their trajectories, and when they reset."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ counts (float[length] t, float[length] b, float[length] last, float[length] s)
     "last.next" = Identity(t)
 }
 """
-"""y is how many calls a sample has had since it began, and b."""
+"""y is the number of a sample's calls since its reset, plus b."""
 
 
 class CountingContext(HostContext):
@@ -126,7 +126,7 @@ def falling(start: float = 900.0) -> Iterator[float]:
 
 
 def test_each_call_goes_on_from_the_one_before(component):
-    """Plain calls, and those of recorded graphs, of which there are two."""
+    """For plain calls, and for calls of the two captured graphs."""
     assert [counts(component, t) for t, _ in zip(falling(), range(9), strict=False)] == [[i, i] for i in range(1, 10)]
     assert list(component.caches) == ["last", "s"] and component.caches["s"].tolist() == [9, 9]
     if isinstance(component, TensorRTComponent):
@@ -198,7 +198,7 @@ def test_numbers_that_are_not_finite_are_found(component):
 
 
 def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machine, monkeypatch):
-    """Each launch reads what the one before wrote; a beginning takes effect in the next one."""
+    """Each launch reads the caches of the launch before; a reset takes effect in the next launch."""
     scratch, types, device = Scratch(torch.device("cpu")), (torch.float32, torch.float32), torch.device("cpu")
     scratch.reserve(HostEngine.device_memory_size_v2)
     plan = LoadedEngine(
@@ -264,7 +264,9 @@ def test_an_engine_without_the_caches_of_the_manifest_is_refused(cuda, machine, 
     monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, HostEngine(cuda)))
     (tmp_path / "plan").write_bytes(b"plan")
     record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90")
-    with pytest.raises(BackendUnavailable, match=r"(?s)other inputs and outputs than the manifest.*last\.next, s\.next"):
+    with pytest.raises(
+        BackendUnavailable, match=r"(?s)other inputs and outputs than the manifest.*last\.next, s\.next"
+    ):
         TensorRTComponent(
             tmp_path / "plan", record, RECORD, device=torch.device("cpu", 0), scratch=Scratch(torch.device("cpu"))
         )

@@ -1,4 +1,4 @@
-"""A bundle on several devices, which are sessions on the CPU here: the samples of a call are shared out."""
+"""A bundle on several devices, for which sessions on the CPU stand in, that share the samples of a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLE = TensorRecord(name="table", dtype="float32", shape=["width"])
 
 
 class Part:
-    """What a session is to its caller: adds everything up, and counts the calls of a trajectory."""
+    """Stands in for a session: adds all inputs, and counts the calls of a trajectory."""
 
     device = torch.device("cpu")
     weights_memory, graphs_memory, graphs_recorded, caches_memory = 5, 4, 3, 2
@@ -217,7 +217,7 @@ def on_two(digits_build):
 
 
 def test_a_bundle_on_two_devices_draws_the_same(digits_build, on_two):
-    """The batch of eight of its engine is one of sixteen now."""
+    """Two engines for a batch of eight take a batch of sixteen."""
     one = runtime.load(digits_build.bundle, device="cpu")
     assert on_two.backend.endswith("; samples shared by 2 sessions") and on_two["denoiser"].signature.watch is not None
     assert on_two["denoiser"].signature.batches([torch.zeros(1, 1, 8, 8), torch.zeros(1), torch.zeros(1)]) == (2, 16)

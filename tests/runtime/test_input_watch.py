@@ -1,4 +1,4 @@
-"""`runtime.load(…, check=True)`: a denoiser that is given what it was not calibrated on says so, once."""
+"""`runtime.load(…, check=True)` warns once of inputs unlike the calibration's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bundle(tmp_path_factory) -> Path:
 
 
 def calls(denoiser, **changed):
-    """What a call of usual inputs with some changed warns of."""
+    """Return the warnings of a call with usual inputs, some of them changed."""
     model = tiny_models.build()
     inputs = model.example(3, {name: opt for name, (_, opt, _) in model.dims.items()}) | changed
     with warnings.catch_warnings(record=True) as told:
@@ -91,7 +91,7 @@ def test_a_bundle_without_ranges_is_told_and_its_timesteps_are_checked(bundle, t
 
 
 def record(**ranges):
-    """A denoiser of 4 timestep bins with conditions that all samples share."""
+    """A denoiser of 4 timestep bins with conditions for all samples together."""
     shapes = {"x": ["batch", 4], "timestep": ["batch"], "shared": [3]}
     inputs = [TensorRecord(name=name, dtype="float32", shape=shape) for name, shape in shapes.items()]
     return ComponentRecord(

@@ -1,4 +1,4 @@
-"""Loaded bundles: what a denoiser takes and what it refuses."""
+"""Loaded bundles: accepted and refused inputs of a denoiser."""
 
 import errno
 import functools
@@ -109,8 +109,8 @@ def test_a_shape_outside_the_profile_is_refused(loaded, inputs, name, value, got
     ("name", "value"), [("timestep", torch.zeros(3)), ("label", torch.zeros(1, dtype=torch.int64))]
 )
 def test_sizes_that_differ_between_inputs_are_refused_as_such(loaded, inputs, name, value):
-    """Each is in the range; nothing has to be built again."""
-    parts = (f"the shape of '{name}'", "expected: batch 2", f"got: {list(value.shape)}, for [batch]", ".expand()")
+    """Each size is in range, so that the remedy needs no new build."""
+    parts = (f"the shape of '{name}'", "expected: batch 2", f"got: {list(value.shape)} for [batch]", ".expand()")
     refused(loaded["denoiser"], parts=parts, **inputs | {name: value})
 
 
@@ -163,7 +163,7 @@ def test_loading_needs_no_weights_and_not_the_place_where_it_was_built(tiny_buil
 
 
 def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
-    """A matrix product in bfloat16, which it does not have on the CPU."""
+    """A matrix product in bfloat16, which ONNX Runtime lacks on the CPU."""
     types = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, [2, 2]) for name in "xy"]
     graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], "", types[:1], types[1:])
     path = tmp_path / "bfloat16.onnx"
@@ -196,7 +196,7 @@ def test_arguments_out_of_range_are_refused(tiny_build, argument, value):
 
 
 def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tmp_path):
-    """Its engine of before goes when the new manifest is there."""
+    """The old engine is removed when the new manifest is there."""
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     (old := bundle / "engines" / "old.plan").parent.mkdir(exist_ok=True)
     old.write_bytes(b"of before")
@@ -220,7 +220,7 @@ def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tm
 
 @pytest.mark.parametrize("goes", [True, False])
 def test_a_bundle_that_is_built_again_while_its_files_are_read_is_read_again(tiny_build, tmp_path, monkeypatch, goes):
-    """After they were checked: what was opened may be of before, of after, or nowhere."""
+    """After the check: the opened files may be old, new or missing."""
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     made = []
 
@@ -323,7 +323,7 @@ def test_a_gpu_that_does_not_exist_is_refused(monkeypatch, device):
 
 
 def test_closing_a_bundle_closes_every_component(tiny_build):
-    """Whatever one of them says."""
+    """Even if one of them raises."""
     closed = []
 
     def close(name):
@@ -375,7 +375,7 @@ def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path, mon
 
 
 def test_weights_of_the_onnx_model_have_the_names_of_the_state_dict(digits_build, digits):
-    """By which engines are refitted, transposed ones with a mark."""
+    """Refits use these names, with a suffix for transposed weights."""
     model = onnx.load(digits_build.bundle / "denoiser.onnx")
     found = {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}
     for name, weight in digits.denoiser.state_dict().items():

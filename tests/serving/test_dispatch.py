@@ -1,4 +1,4 @@
-"""The queue of images: batches by shape, a limit, replicas that go, clients that leave."""
+"""The queue of images: batches by shape, the limit, lost replicas, and disconnecting clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP side with replicas that stand in for those of a bundle."""
+"""The HTTP front, with stand-ins for replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trtconvert serve` says before anything is served."""
+"""Messages of `trtconvert serve` before it serves."""
 
 from __future__ import annotations
 
@@ -73,5 +73,7 @@ def test_a_damaged_bundle_and_a_taken_port_are_told_before_a_cluster_starts(digi
     refusal(
         run("serve", digits, *LOCAL, "--address", "127.0.0.1:1"), "cannot be reached at 127.0.0.1:1", "ray start --head"
     )
-    refusal(run("serve", digits, *LOCAL, "--address", "ray://127.0.0.1:1"), "--address is not the address of a Ray cluster")
+    refusal(
+        run("serve", digits, *LOCAL, "--address", "ray://127.0.0.1:1"), "--address is not the address of a Ray cluster"
+    )
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()

@@ -1,4 +1,4 @@
-"""A bundle served with two replicas on a Ray cluster of this machine: one is killed, and the server is stopped at work."""
+"""A bundle with two replicas on a Ray cluster of this machine: a replica is killed, and the server is stopped under load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = ("--replicas", 2, "--cpus", 0.5, "--max-batch", 4, "--queue-limit", 40
 
 
 def lose_none(server: Served, requests: int) -> None:
-    """Ask so many times, kill a replica half way, and check that each request was answered once, with its own image."""
+    """Send requests, kill a replica half way, and check that each request got its own image once."""
     seeds = range(requests)
     found = asked(server, seeds, 24, requests // 2, steps=10)
     assert [status for _, status, _, _ in found.answers] == [200] * requests
@@ -39,7 +39,7 @@ def lose_none(server: Served, requests: int) -> None:
 
 
 EXPECTED: list[np.ndarray] = []
-"""Of the first seeds, as a bundle draws them without a server."""
+"""Images of the first seeds, drawn by a bundle without a server."""
 
 
 def pixels(file: bytes) -> np.ndarray:
@@ -62,7 +62,7 @@ def bundle(digits):
 
 @pytest.mark.soak
 def test_no_request_is_lost_with_a_replica_or_at_the_end(bundle):
-    """Killed half way; and a server that is asked to stop finishes what it has taken, and takes no more."""
+    """A replica is killed half way; a stopping server finishes accepted requests and refuses new ones."""
     with served(bundle, *OPTIONS) as server:
         lose_none(server, 60)
         before = len(server.lines)
@@ -92,7 +92,7 @@ def test_a_thousand_requests_and_none_is_lost(bundle):
 
 @pytest.mark.soak
 def test_an_end_that_takes_too_long_is_cut_short(bundle):
-    """By the limit, which is named, and by a second signal."""
+    """By the limit, which the message names, and by a second signal."""
     for options, signals in ((("--drain-seconds", 0.5), 1), ((), 2)):
         with served(bundle, *OPTIONS, *options) as server:
             rounds = []
