@@ -327,7 +327,7 @@ class PlanSection(_Section):
     kernel_cost: Path | None = Field(
         default=None,
         description="Kernel times on the plan's target GPU, a file of `trtconvert measure`, relative to the recipe; read by "
-        "attention.scaling: auto too. Default: the program's own times of an H100.",
+        "attention.scaling: auto too. Default: the program's own times of an H200.",
     )
     candidates: list[ModeName] = Field(
         default=["precision", "balanced", "aggressive"],

@@ -171,10 +171,13 @@ def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gp
         assert "sm90: built on NVIDIA H200, holds the plugin library 0.1.0" in text
         assert "sm90: 1 site stays native: 16 × 77 tokens, 21.2 µs against 33.7 µs" in text
         assert (
-            "a call takes 418 µs with the plugin, 456 µs with native attention at every site: the faster is kept"
+            "a call takes 418 µs with the plugin, 456 µs with native attention at every site: the faster engine is kept"
             in text
         )
-        assert "a call takes 418 µs with plugins, for group norms too, 512 µs without any: the faster is kept" in text
+        assert (
+            "a call takes 418 µs with plugins, for group norms too, 512 µs without plugins: the faster engine is kept"
+            in text
+        )
 
 
 def test_what_users_put_into_a_bundle_stays_and_is_no_part_of_it(bundle, builder):
@@ -377,7 +380,7 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
         ("engine.refittable=!!bool x", ["not valid YAML"]),
         ("engine.workspace_mb=!!int ''", ["not valid YAML"]),
         pytest.param(
-            "engine.shapes=" + "[" * 3000, ["not valid YAML", "brackets, too many to follow", "[[[…"], id="deep"
+            "engine.shapes=" + "[" * 3000, ["not valid YAML", "too deep within each other", "[[[…"], id="deep"
         ),
         ("engine.shapes={batch: [1, 2, 5]}", ["more of 'batch' than denoiser supports", "expected: 1 to 4"]),
         ("engine.shapes={frames: 2}", ["the dimension 'frames', which denoiser does not have", "expected: batch"]),

@@ -276,7 +276,7 @@ def test_samplers_draw_the_same_from_both_bundles(digits_build, fused_build):
 
 
 def test_commands_tell_of_guidance_and_draw(fused_build, tmp_path):
-    assert "inside, by guidance_scale" in " ".join(run("inspect", fused_build).output.split())
+    assert "inside, with the input guidance_scale" in " ".join(run("inspect", fused_build).output.split())
     outcome = run("run", fused_build, "-o", tmp_path / "grid.png", "--samples", 3, "--steps", 2)
     assert outcome.exit_code == 0, outcome.output
 

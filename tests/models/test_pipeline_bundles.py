@@ -82,7 +82,7 @@ def test_a_bundle_that_was_named_from_another_folder_has_its_pipeline(half, tmp_
         monkeypatch.chdir("/")
         assert type(bundle.pipeline()) is diffusers.FluxPipeline
         moved.rename(tmp_path / "elsewhere")
-        with pytest.raises(UserError, match=r"(?s)pipeline in .* cannot be read.*remedy: load the bundle from"):
+        with pytest.raises(UserError, match=r"(?s)pipeline in .* cannot be read.*remedy: check the bundle's path"):
             bundle.pipeline()
 
 
@@ -108,7 +108,7 @@ def test_pipelines_of_other_tasks_say_what_their_bundle_lacks(half, tmp_path):
                 lambda: pipe.vae.enable_tiling(),
                 r"(?s)no 'enable_tiling'.*got: .*whole images.*remedy: .*model.options.height",
             ),
-            (lambda: pipe.vae.disable_slicing(), r"(?s)no 'disable_slicing'.*remedy: leave it out"),
+            (lambda: pipe.vae.disable_slicing(), r"(?s)no 'disable_slicing'.*remedy: leave the setting out"),
         ):
             with pytest.raises(UserError, match=expected) as error:
                 function()
@@ -267,7 +267,7 @@ def test_a_processor_whose_package_is_missing_is_named(kept, monkeypatch):
         pipeline_module, "library_class", lambda library, name: Missing if "Tokenizer" in name else found(library, name)
     )
     with pytest.raises(
-        BackendUnavailable, match=r"(?s)needs a package.*got: .*requires the protobuf.*remedy: install it"
+        BackendUnavailable, match=r"(?s)needs a package.*got: .*requires the protobuf.*remedy: install the package"
     ):
         make_pipeline(folder, models_of)
 

@@ -54,7 +54,7 @@ def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet):
         assert len(errors) == 10 and max(errors) <= INT8_CALL
         for tokens in (7, 33):
             given = torch.randn(1, tokens, WIDTH)
-            with pytest.raises(UserError, match=r"(?s)tokens 8\.\.32.*remedy: give model.options.tokens .*\[min, opt"):
+            with pytest.raises(UserError, match=r"(?s)tokens 8\.\.32.*remedy: set model.options.tokens .*\[min, opt"):
                 pipe(prompt_embeds=given, negative_prompt_embeds=given, height=32, width=32, num_inference_steps=1)
 
 
