@@ -123,6 +123,6 @@ def test_plan_and_steps_are_chosen_together(tmp_path, monkeypatch):
 
 def test_changes_from_step_to_step_need_all_steps(tmp_path):
     result = built(tmp_path, layers={"modes": "static", "modiff": True})
-    assert result.exit_code == 2 and "scales are of changes from one step to the next" in " ".join(
+    assert result.exit_code == 2 and "scales hold for changes from one step to the next" in " ".join(
         result.output.split()
     )

@@ -244,7 +244,7 @@ def test_every_row_of_a_recording_is_written(tmp_path, monkeypatch):
 def test_unfit_recordings_are_refused(tmp_path):
     recipe = tiny_recipe(tmp_path)
     write_images(tmp_path / "images")
-    refusal(run("record", recipe, "-o", tmp_path / "a.npz"), "inputs are not written as 'a.npz'")
+    refusal(run("record", recipe, "-o", tmp_path / "a.npz"), "inputs cannot be written as 'a.npz'")
     refusal(run("record", recipe, "-o", tmp_path / "a.safetensors", "--per-run", 4), "1 to 3", "--per-run")
     images = ("--data", tmp_path / "images")
     refusal(run("record", recipe, "-o", tmp_path / "a.safetensors", *images), "there are no denoising runs")

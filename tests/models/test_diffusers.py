@@ -272,7 +272,7 @@ def test_what_would_change_the_model_is_not_there(flux):
         for name, remedy in (
             ("set_attn_processor", r"(?s)a change of the attention.*remedy: .*perturbed attention"),
             ("num_parameters", r"(?s)a use of the original model.*remedy: .*the pipeline's own model"),
-            ("fuse_lora", r"(?s)a LoRA for a model without weights.*remedy: .*section loras"),
+            ("fuse_lora", r"(?s)a LoRA for a model without torch weights.*remedy: .*section loras"),
         ):
             with pytest.raises(AttributeError) as error:
                 getattr(transformer, name)
