@@ -177,7 +177,7 @@ def test_a_recipe_takes_a_calibration(tmp_path):
     refusal(building(model={"source": "tiny_models:another_build"}), "was calibrated for another model", "hash")
     refusal(building(calibration={"bins": 3}, attention={"modes": "fp16"}), "has other timestep bins")
     message = building(calibration={"samples": 3}).output
-    assert "'from' takes a calibration as it is: remove samples" in message
+    assert "'from' alone, without samples" in message
     output.write_bytes(output.read_bytes()[:-8])
     refusal(building(), "is not a calibration")
     output.unlink()
