@@ -1,4 +1,4 @@
-"""Scripts of bench/ import what the package has. What they need beside the package may be missing."""
+"""Scripts in bench/ import existing names of the package. Their other dependencies may be missing."""
 
 from __future__ import annotations
 

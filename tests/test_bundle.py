@@ -1,4 +1,4 @@
-"""Bundles: what a manifest says, and every way in which a bundle can be damaged."""
+"""Bundles: the content of a manifest, and every kind of damage of a bundle."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ def test_a_manifest_says_nothing_of_the_machine_that_made_it(digits_build):
 
 
 def test_a_manifest_can_be_written_again(bundle):
-    """As a later step does that adds an engine."""
+    """Like a later step that adds an engine."""
     (bundle / "engines").mkdir()
     (bundle / "engines" / "new.plan").write_bytes(b"plan")
     write_manifest(bundle, read_manifest(bundle))
@@ -135,7 +135,13 @@ def test_a_manifest_that_is_none_of_ours_is_refused(bundle, content, got):
 
 def test_a_bundle_of_another_format_is_refused(bundle):
     rewrite(bundle, format=FORMAT + 1)
-    refused(bundle, "bundle format", f"expected: {FORMAT}", f"got: {FORMAT + 1}", "install the trtconvert that made it")
+    refused(
+        bundle,
+        "bundle format",
+        f"expected: {FORMAT}",
+        f"got: {FORMAT + 1}",
+        "install the trtconvert that made the bundle",
+    )
 
 
 def test_a_bundle_with_a_field_of_a_later_version_is_whole(bundle):
@@ -146,9 +152,9 @@ def test_a_bundle_with_a_field_of_a_later_version_is_whole(bundle):
     path.write_text(json.dumps(content | {"digest": digest}))
     refused(
         bundle,
-        "was made by a trtconvert that writes more",
-        "got: the field colour",
-        "install the trtconvert that made it",
+        "was made by another version",
+        "got: the unknown field colour",
+        "install the trtconvert that made the bundle",
     )
 
 
@@ -172,7 +178,7 @@ def test_an_altered_manifest_is_refused(bundle, change):
     ],
 )
 def test_names_that_lead_out_of_the_bundle_are_refused(bundle, fields, got):
-    """What is derived from them is written, and linked."""
+    """Derived files are written and linked."""
     if "components" in fields:
         record = json.loads((bundle / MANIFEST).read_text())["components"]["denoiser"]
         fields = {"components": dict.fromkeys(fields["components"], record)}
@@ -213,7 +219,7 @@ def test_what_is_no_bundle_is_refused(tmp_path, place):
 
 
 def test_a_large_models_weights_are_a_file_of_their_own_and_hashed(tmp_path, monkeypatch):
-    """The whole build, and ONNX Runtime from the bundle. Half a gigabyte is large in earnest."""
+    """The whole build, and ONNX Runtime on the bundle. Half a gigabyte counts as large in practice."""
     for limit in ("INLINE_LIMIT", "SMALL"):
         monkeypatch.setattr(storage, limit, 100)
     folder = tmp_path / "bundle"

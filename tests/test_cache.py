@@ -1,4 +1,4 @@
-"""The build cache: a stage is made when what it reads changed, or when its files are not what they were."""
+"""The build cache: a stage runs again if its inputs changed or its files are damaged."""
 
 import importlib.metadata
 import importlib.util
@@ -57,7 +57,7 @@ def test_another_name_or_other_reads_are_another_stage(cache, name, reads):
 
 
 def test_what_killed_processes_left_of_other_stages_goes(cache):
-    """What they read will not come again, as after an option that ran out of memory."""
+    """Their inputs will not come again, for example after an option that ran out of memory."""
     cache.folder.mkdir()
     killed, running = (cache.folder / f".engine-{name}.partial-8letters" for name in ("killed", "running"))
     for folder in (killed, running):
@@ -135,7 +135,8 @@ def test_a_cache_that_cannot_be_written_is_found_by_the_doctor(monkeypatch, tmp_
 
 
 NO_PART = {
-    "click", "pydantic", "ruamel.yaml", "rich", "jinja2", "safetensors", "scikit-learn", "cuda-bindings", "accelerate",
+    "click", "filelock", "pydantic", "ruamel.yaml", "rich", "jinja2", "safetensors", "scikit-learn", "cuda-bindings",
+    "accelerate",
 }  # fmt: skip
 """Dependencies that no stage's outcome depends on: they read, show or carry; the digits that scikit-learn has are hashed."""
 
@@ -165,7 +166,7 @@ def test_the_shipped_classifier_is_part_of_a_search_s_key(monkeypatch, tmp_path)
 
 
 def test_an_extractor_s_own_file_is_part_of_a_search_s_key(monkeypatch, tmp_path):
-    """As of what an evaluation keeps, also where it is written in another file than the module that it is named in."""
+    """The same for the files of an evaluation, even if another file than the named module has the code."""
     written = tmp_path / "an_extractor.py"
     written.write_text("def pixels(images):\n    return images.flatten(1)\n")
     (tmp_path / "named_here.py").write_text("from an_extractor import pixels\n")
@@ -224,7 +225,7 @@ def test_of_what_is_installed_a_model_s_own_package_is_part_of_its_identity(monk
 
 
 def test_a_package_in_a_folder_of_another_name_and_what_is_compiled_are_part_of_it(monkeypatch, tmp_path):
-    """As editable installs have it."""
+    """Like editable installs."""
     package, compiled = tmp_path / "lib", tmp_path / "lib" / "native.so"
     package.mkdir()
     for name, text in {"__init__.py": "", "load.py": "from . import net\n", "net.py": ""}.items():

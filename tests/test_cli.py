@@ -1,4 +1,4 @@
-"""The program as its users meet it: what is fast, what it prints, and what it samples."""
+"""The program for users: its speed, its output, and its samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAVY = {"torch", "numpy", "onnx", "onnxruntime"}
 
 
 def imported_by(*arguments: object) -> set[str]:
-    """The heavy packages that a run of the program imports."""
+    """Return the heavy packages that a run of the program imports."""
     code = "import sys\nfrom trtconvert.cli import main\nmain(sys.argv[1:], standalone_mode=False)\nprint(*sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True, check=True
@@ -38,7 +38,7 @@ def imported_by(*arguments: object) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def heeds_interrupts():
-    """Programs that tests start do, too: the jobs that a shell runs in the background ignore them."""
+    """Programs started by tests do so too, because background jobs of a shell ignore signals."""
     with handled(signal.SIGINT, signal.default_int_handler):
         yield
 
@@ -130,7 +130,7 @@ def test_doctor_names_a_remedy_for_what_is_missing():
 
 
 def test_doctor_tries_the_cache_where_a_build_writes(tmp_path, monkeypatch):
-    """Inside of its folder, which may be another user's, and not beside it."""
+    """Inside its folder, which may belong to another user, and not beside it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert doctor._cache().good and not list(tmp_path.iterdir())
     (tmp_path / "trtconvert").write_text("no folder")
@@ -194,11 +194,11 @@ def test_run_refuses(digits_build, tmp_path, monkeypatch, arguments, parts):
 
 @pytest.mark.parametrize("name", ["samples.png", "notes/../samples.png"])
 def test_run_does_not_write_over_a_file_of_the_bundle(digits_build, tmp_path, monkeypatch, name):
-    """As it would by its default, in the bundle's folder."""
+    """By the default output name, in the bundle's folder."""
     copy = shutil.copytree(digits_build.bundle, tmp_path / "bundle")
     (copy / "notes").mkdir()
     monkeypatch.chdir(copy)
-    refusal(run("run", ".", "-n", 1, "--steps", 2, "-o", name), "a file of the bundle", "give another file with -o")
+    refusal(run("run", ".", "-n", 1, "--steps", 2, "-o", name), "would change the bundle", "give another file with -o")
     check_files(copy, read_manifest(copy))
     assert run("run", ".", "-n", 1, "--steps", 2, "-o", "notes/mine.png").exit_code == 0
 

@@ -1,4 +1,4 @@
-"""Builds into places that cannot be written, that are in use, or that are stopped on the way."""
+"""Builds into places that cannot be written or are in use, and stopped builds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tiny_build, 
     for name, text in mine.items():
         (tmp_path / name).write_bytes(text)
     outcome = run("build", tiny_build.recipe, "-o", tmp_path / "mine", "--cache", tiny_build.cache)
-    refusal(outcome, "exists and is not a bundle", "a manifest.json that is not a bundle's, or damaged", "-o")
+    refusal(outcome, "exists and is not a bundle", "a manifest.json that is damaged or not a bundle's", "-o")
     assert contents(tmp_path) == mine
 
 
@@ -60,7 +60,7 @@ def test_what_users_put_into_a_bundle_outlives_the_next_build(tiny_build, tmp_pa
 
 
 def test_engines_that_a_new_bundle_has_not_are_named(tiny_build, tmp_path):
-    """They were compiled on another machine, of a model that may be another one now."""
+    """Another machine compiled them, perhaps for another model."""
     output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     manifest = read_manifest(output)
     record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90", "NVIDIA H200")
@@ -73,7 +73,7 @@ def test_engines_that_a_new_bundle_has_not_are_named(tiny_build, tmp_path):
     arguments = ("build", tiny_build.recipe, "-o", output, "--cache", tiny_build.cache)
     outcome = run(*arguments)
     assert outcome.exit_code == 0, outcome.output
-    assert "has not: denoiser-tensorrt-sm90-nvidia-h200; run `trtconvert compile`" in outcome.output
+    assert "old one: denoiser-tensorrt-sm90-nvidia-h200; run `trtconvert compile`" in outcome.output
     assert contents(output) == contents(tiny_build.bundle)
     assert "notice: engines" not in run(*arguments).output
 
@@ -127,7 +127,7 @@ def test_an_unwritable_cache_is_refused(tiny_build, tmp_path):
 @pytest.mark.first_case
 @pytest.mark.parametrize("warm", [True, False], ids=["bundle", "stage"])
 def test_a_file_that_does_not_fit_ends_the_build_with_nothing_half_written(tiny_build, tmp_path, warm):
-    """A limit on the size of files acts like a quota: it lets the calibration pass, and stops the ONNX file."""
+    """A limit on the size of files acts like a quota: the calibration fits, the ONNX file does not."""
     cache = shutil.copytree(tiny_build.cache, tmp_path / "cache") if warm else tmp_path / "cache"
     limit = (tiny_build.bundle / "denoiser.onnx").stat().st_size // 2
     assert (tiny_build.bundle / "calibration.safetensors").stat().st_size < limit
@@ -143,7 +143,7 @@ def test_a_file_that_does_not_fit_ends_the_build_with_nothing_half_written(tiny_
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 128 KiB, which holds a bundle of the tiny model once and not twice."""
+    """A disk of 128 KiB, which holds a bundle of the tiny model once but not twice."""
     place = tmp_path / "disk"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", place], capture_output=True).returncode:
@@ -171,7 +171,7 @@ def test_a_full_cache_ends_the_build_with_nothing_half_written(tmp_path, small_d
 
 
 def assert_whole_stages(cache: Path) -> None:
-    """Every stage that bears its own name is as its index says."""
+    """Check that every finished stage matches its index."""
     for stage in cache.iterdir():
         if not stage.name.startswith("."):  # as what is not finished, and its lock
             hashes = json.loads((stage / "stage.json").read_text())
@@ -180,7 +180,7 @@ def assert_whole_stages(cache: Path) -> None:
 
 
 def stop_in(process: subprocess.Popen[str], cache: Path, stage: str, number: signal.Signals, delay: float) -> None:
-    """Signal a build some time after it began a stage."""
+    """Signal a build some time after the start of a stage."""
     while not any(name.startswith(f".{stage}-") for name in partials(cache)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
@@ -226,7 +226,7 @@ def test_an_interrupted_build_clears_up_at_once(tiny_build, tmp_path, number, ex
 
 
 def signalling_recipe(folder: Path) -> Path:
-    """A recipe whose model sends its process SIGINT, while it is imported."""
+    """A recipe whose model sends SIGINT to its process during the import."""
     code = "import os, signal\nfrom tiny_models import build as load\nos.kill(os.getpid(), signal.SIGINT)\n"
     (folder / "signalling.py").write_text(code)
     return tiny_recipe(folder, model={"source": "signalling:load"})
@@ -234,7 +234,7 @@ def signalling_recipe(folder: Path) -> Path:
 
 @pytest.mark.soak
 def test_an_interrupt_during_an_import_ends_the_program_as_any_other(tmp_path, monkeypatch):
-    """Though it is asked about again and again until the import is over, and heard elsewhere first."""
+    """The signal is repeated until the import ends, and other code meets it first."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     recipe = signalling_recipe(tmp_path)
     for _ in range(3):
@@ -243,7 +243,7 @@ def test_an_interrupt_during_an_import_ends_the_program_as_any_other(tmp_path, m
 
 
 def test_a_second_interrupt_does_not_cut_the_way_out_short(monkeypatch):
-    """What clears up on the way runs to its end."""
+    """The removal of temporary files completes."""
     cleared = []
 
     @click.command()
@@ -262,7 +262,7 @@ def test_a_second_interrupt_does_not_cut_the_way_out_short(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_was_lost_on_its_way_up_is_not_the_last(monkeypatch):
-    """Python drops what is raised in a finalizer."""
+    """Python drops exceptions of finalizers."""
     monkeypatch.setattr(cli, "_CLEARING_SECONDS", 0.05)
 
     @click.command()
@@ -284,7 +284,7 @@ def test_an_interrupt_that_was_lost_on_its_way_up_is_not_the_last(monkeypatch):
 
 @pytest.mark.soak
 def test_what_the_process_ignores_stays_ignored(tmp_path, monkeypatch):
-    """As Ctrl-C in the jobs that a shell runs in the background."""
+    """Like Ctrl-C for background jobs of a shell."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     recipe = signalling_recipe(tmp_path)
     with handled(signal.SIGINT, signal.SIG_IGN):
@@ -302,7 +302,7 @@ def test_two_builds_into_one_folder_at_once_leave_one_whole_bundle(digits_build,
 
 
 def test_brackets_in_what_a_builder_tells_are_no_markup():
-    """TensorRT names layers so, and rich would end what was never begun."""
+    """TensorRT names layers with brackets, which rich would read as markup."""
     report = Reporter(Console(file=io.StringIO(), force_terminal=True, width=200))
     with pytest.raises(ZeroDivisionError), report.live(), report.stage("engine [/of] sm90") as bar:
         bar.share("costs of {ForeignNode[/blocks.0/MatMul.../blocks.0/Add]}", 0.3)

@@ -1,4 +1,4 @@
-"""What the program refuses: unfit weights, data, recipes and machines, with what was expected, what came, and a remedy."""
+"""Refusals of the program: weights, data, recipes and machines that do not fit, each with expected, got and remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtconvert.engine import backend_statuses
 
 
 class Trap:
-    """An object whose unpickling leaves a file behind."""
+    """An object whose unpickling writes a file."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -79,7 +79,7 @@ def test_unfit_weights_are_refused_and_never_executed(tmp_path, kind, part):
 
 
 def write_data(folder: Path, kind: str) -> str:
-    """A file of calibration data for the tiny model; its name."""
+    """Write a file of calibration data for the tiny model, and return its name."""
     x, timestep = np.zeros((2, 1, 4, 4), np.float32), np.array([10, 900], np.float32)
     if kind == "nan":
         x[1, 0, 2, 2] = np.nan
@@ -253,6 +253,6 @@ def test_host_memory_that_runs_out_is_no_fault_of_ours(monkeypatch):
 
 
 def test_a_prompt_that_is_no_text_is_refused_before_anything_is_loaded(tmp_path):
-    """As the command line reads bytes that are not in the terminal's encoding."""
+    """The command line reads bytes outside of the terminal's encoding like this."""
     outcome = run("run", tmp_path / "none", "-p", "a cat", "-p", "caf\udce9", "-o", tmp_path / "grid.png")
-    refusal(outcome, "half of a surrogate pair", r"'caf\udce9'", "remedy: type the prompt anew")
+    refusal(outcome, "half of a surrogate pair", r"'caf\udce9'", "remedy: type the prompt again")

@@ -1,4 +1,4 @@
-"""What the documentation tells users to write is what the program takes: recipes, commands, and Python."""
+"""The program accepts everything that the documentation tells users to write: recipes, commands, and Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INLINE = re.compile(r"`(trtconvert [a-z][^`]*)`")
 
 
 def commands() -> list[tuple[str, str]]:
-    """Command lines of blocks and of sentences, by the page."""
+    """Return command lines in blocks and sentences, by page."""
     found = list[tuple[str, str]]()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def test_commands_exist_with_their_options(page, line):
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
 def test_recipes_are_recipes(block):
-    """A recipe or a part of one: every section and field is known and takes the value that is shown."""
+    """A recipe or a part of one: every section and field is known and takes the printed value."""
     data = YAML(typ="safe", pure=True).load(block.text)
     data.setdefault("model", {}).setdefault("source", "digits-dit")
     try:

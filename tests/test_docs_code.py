@@ -51,7 +51,7 @@ class Place:
         (self.folder / name).symlink_to(existing)
 
     def draw_little(self, pipeline: type, **given: Any) -> None:
-        """Calls that do not say otherwise take these arguments."""
+        """Sets default arguments of calls."""
         call: Any = pipeline.__call__
 
         @functools.wraps(call)
@@ -62,7 +62,7 @@ class Place:
 
 
 class OnCpu(TorchFunctionMode):
-    """Whatever is asked to lie on a GPU lies on the CPU. What only names a device names it still."""
+    """Puts tensors for a GPU on the CPU. Names of devices stay the same."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.device:
@@ -147,7 +147,7 @@ def trajectory(place: Place) -> Names:
 
 
 def sampler(denoiser: Callable[[Tensor, Tensor], Tensor], noise: Tensor) -> Tensor:
-    """Euler's, of a model that predicts noise."""
+    """Euler's method for a model that predicts noise."""
     x = noise
     for step in range(12, 0, -1):
         x = x - denoiser(x, torch.full((len(x),), step * 80.0)) / 12
@@ -161,13 +161,13 @@ def model_and_sampler(place: Place) -> Names:
 
 @before("modiff.md", "calibrate(model, paths")
 def fresh_model(place: Place) -> Names:
-    """A few rounds of what takes thousands."""
+    """A few rounds in place of thousands."""
     place.patches.setattr(qdiff, "AdaRound", functools.partial(AdaRound, iterations=4))
     return {"model": denoiser(), "batches": torch.randn(2, 2, 3, 8, 8)}
 
 
 class Denoiser(nn.Module):
-    """Two convolutions with enough channels to be replaced, and one that makes the image."""
+    """Two convolutions with enough channels to be replaced, and one for the image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def pipeline_with_attention(place: Place) -> Names:
 
 @before("sequence-parallel.md", 'init_process_group("nccl")')
 def one_process(place: Place) -> Names:
-    """Which talks to itself as CPUs do."""
+    """A process group of one process on the CPU."""
     start = dist.init_process_group
     meeting = {"init_method": f"file://{place.folder}/meeting", "rank": 0, "world_size": 1}
     place.patches.setattr(dist, "init_process_group", lambda backend: start("gloo", **meeting))
@@ -329,7 +329,7 @@ def a_step_is_left_out(found: Names, printed: str) -> None:
 def watched(found: Names, printed: str) -> None:
     bundle = found["bundle"]
     assert isinstance(bundle, LoadedBundle)
-    with pytest.warns(match="times as large as anything that it was calibrated on"), bundle:
+    with pytest.warns(match="times as large as in its calibration"), bundle:
         bundle["denoiser"](torch.full((1, 1, 8, 8), 1e4), torch.tensor([500.0]), torch.tensor([3]))
 
 
@@ -356,22 +356,22 @@ class NeedsGpu:
 NEED_GPU = {
     ("README.md", "optimize(pipe"): NeedsGpu(
         "the GPU that it builds an engine for; tests/models/test_optimize.py converts for a CPU",
-        "there is nothing here to build an engine with",
+        "no engine can be built on this machine",
     ),
     ("converting.md", "optimize(pipe"): NeedsGpu(
         "the GPU that it builds an engine for; tests/models/test_optimize.py converts for a CPU",
-        "there is nothing here to build an engine with",
+        "no engine can be built on this machine",
     ),
     ("production.md", "graphs=4, streams=4"): NeedsGpu(
         "streams, CUDA graphs and refit are an engine's; tests/gpu/runtime/test_documented_calls.py runs it",
-        "does not run on 'cuda:0'",
+        "cannot run on 'cuda:0'",
     ),
 }
 """By the page and a part of the block."""
 
 
 def of_block(block: Block, parts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The keys of a table that are this block's."""
+    """Return the keys of a table for this block."""
     return [(page, part) for page, part in parts if page == block.page.name and part in block.text]
 
 
@@ -409,7 +409,7 @@ def test_a_page_runs(page, place, capsys):
 @pytest.mark.skipif(tensorrt.status().available, reason="looks at a machine without TensorRT")
 @pytest.mark.parametrize("page_and_part", NEED_GPU, ids=lambda of: of[0])
 def test_what_is_left_to_gpus_says_so_elsewhere(page_and_part, place):
-    """And would be no entry of the list if it ran."""
+    """A block that runs must leave the list."""
     (block,) = [block for block in CODE if page_and_part in of_block(block, NEED_GPU)]
     found = names_for(block, place)
     with pytest.raises(BackendUnavailable, match=NEED_GPU[page_and_part].refusal), OnCpu():

@@ -1,4 +1,4 @@
-"""Pages of the documentation that are made of other files, and what the pages keep to."""
+"""Generated pages of the documentation, and the rules for pages."""
 
 from __future__ import annotations
 

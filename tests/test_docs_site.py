@@ -1,4 +1,4 @@
-"""The site of the documentation in a browser of 1,400 pixels: nothing is clipped or comes from the network, the search finds."""
+"""The documentation site in a browser of 1,400 pixels: no clipped content, no network access, a working search."""
 
 from __future__ import annotations
 
@@ -70,4 +70,4 @@ def test_the_search_finds(site, page, served):
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Prints nothing."""

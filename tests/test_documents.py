@@ -1,4 +1,4 @@
-"""JSON and headers of safetensors as they come from outside; YAML is in test_recipe.py."""
+"""JSON and safetensors headers from users; YAML is in test_recipe.py."""
 
 import json
 import os
@@ -70,11 +70,11 @@ def test_the_header_of_safetensors_is_read_alone(tmp_path):
     ("content", "problem"),
     [
         (header(f"{{{ONE}, {ONE}}}"), "the key 'x' twice"),
-        (header("[]"), "no JSON object"),
-        (header(f"{{{ONE}}}", 10_000), "ends before its end"),
-        (header(f"{{{ONE}}}", HEADER_BYTES + 1), "are the most"),
-        (header("", 2**64 - 1), "are the most"),
-        (b"", "ends before its end"),
+        (header("[]"), "not a JSON object"),
+        (header(f"{{{ONE}}}", 10_000), "cut off"),
+        (header(f"{{{ONE}}}", HEADER_BYTES + 1), "the limit is"),
+        (header("", 2**64 - 1), "the limit is"),
+        (b"", "cut off"),
         (header("[" * 100_000), "deep within each other"),
     ],
 )

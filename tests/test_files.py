@@ -1,4 +1,4 @@
-"""Files are whole or not there, whatever ends a build."""
+"""Files are complete or absent, however a build ends."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_file_is_written_through_a_link_or_takes_its_place(tmp_path):
 
 
 def test_what_is_no_file_keeps_its_place(tmp_path):
-    """A pipe stands for devices here: a test that fails must not replace one."""
+    """A pipe stands in for devices: a failing test must not replace a device."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):
@@ -146,7 +146,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, number):
 
 
 def test_a_full_disk_is_named_where_numpy_writes(tmp_path):
-    """Its error has no number."""
+    """numpy's error has no number."""
     full_disk = pytest.raises(UserError, match=r"the disk is full")
     with full_disk, whole_file(tmp_path / "array") as path, files_of_at_most(1000), path.open("wb") as file:
         np.zeros(1000).tofile(file)
@@ -254,7 +254,7 @@ def test_a_mount_point_is_refused_before_the_work(mount_point):
 
 
 def test_a_folder_that_an_image_brings_is_refused_before_the_work(tmp_path, monkeypatch):
-    """Overlayfs does not rename folders of its lower layers."""
+    """overlayfs does not rename folders of its lower layers."""
     write(tmp_path / "target", "1")
 
     def rename(self: Path, to: Path) -> Path:
@@ -277,7 +277,7 @@ def test_folders_that_nobody_may_write_are_removed():
 
 
 def leave_read_only_folders(parent: Path) -> None:
-    """The folder that was there, and what a killed process left."""
+    """The old folder, and the remains of a killed process."""
     if os.getuid() == 0:  # who may write everything
         os.setuid(65534)
     write(parent / "target", "1")
@@ -298,7 +298,7 @@ def test_the_current_folder_keeps_a_name_that_leads_to_what_replaces_it(tmp_path
     found = settled(Path("."))
     write(found, "2")
     assert contents(found) == {"a": b"2", "b": b"2"}
-    with pytest.raises(UserError, match="enter it again"):
+    with pytest.raises(UserError, match="enter the folder again"):
         settled(Path("."))
     assert settled(tmp_path) == tmp_path
 
@@ -411,7 +411,7 @@ def test_a_folder_that_a_killed_build_moved_aside_is_put_back(tmp_path):
 
 
 def test_a_lock_whose_file_goes_is_taken_again(tmp_path, monkeypatch):
-    """Its last holder removes it while another process looks whether it is there."""
+    """The last holder removes the file while another process checks for it."""
     flock, left = fcntl.flock, [tmp_path / "work.lock"]
 
     def flock_and_lose(handle: int, operation: int) -> None:

@@ -1,4 +1,4 @@
-"""What a build says of the time that it will take: which calls are counted, and that the first of them are timed."""
+"""The forecast of a build's time: its counts of calls, and the timing of the first calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_stated_is_not_searched(tmp_path):
 
 
 def denoising(monkeypatch, seconds):
-    """A clock that moves by so many seconds in each call of a denoiser."""
+    """A clock that advances by some seconds in each call of a denoiser."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(forecasts.time, "perf_counter", lambda: clock.now)
 

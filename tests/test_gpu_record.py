@@ -1,4 +1,4 @@
-"""The record of GPU tests: what a run leaves in it, and what is said of sources that changed since."""
+"""The record of GPU tests: its content after a run, and the report about changed sources."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ CARD = {"card": "NVIDIA H100", "driver": "580.1", "tensorrt": "10.6.0"}
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs tests under a recorder; gives the records."""
+    """Run tests under a recorder, and return the records."""
 
     recorded = f"test_recorded_{tmp_path.name}.py"  # imported under a name of its own
 

@@ -1,4 +1,4 @@
-"""Nothing imports upwards: every module of the package has its place in an order, and asks only for what lies beside or below."""
+"""No imports upwards: every module of the package has a layer, and imports only from its layer and lower ones."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ SOURCES = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path 
 
 
 def place_of(module: str) -> str:
-    """The module or folder of the package that a dotted name lies in; empty for the package itself, which has its version."""
+    """Return the module or folder of the package that a dotted name lies in; empty for the package itself."""
     return module.partition("trtconvert.")[2].partition(".")[0]
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
-    """Each line that imports something of ours, wherever it stands, and the place of what it imports."""
+    """Yield each line that imports a module of ours, with the module's place."""
     for line, name in modules(source):
         if name.startswith("trtconvert.") and name != "trtconvert.__version__":
             yield line, place_of(name)
 
 
 def modules(source: str) -> Iterator[tuple[int, str]]:
-    """Each line that imports something, and the full name of what it imports."""
+    """Yield each line that imports a module, with the full name."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -107,7 +107,7 @@ def modules(source: str) -> Iterator[tuple[int, str]]:
 
 
 def upwards(place: str, source: str) -> list[str]:
-    """The imports of a module that lies in a place which it may not have."""
+    """Return the imports of a module that its place forbids."""
     return [
         f"line {line} imports {other}, which lies above {place}"
         if LEVEL[other] > LEVEL[place]

@@ -1,4 +1,4 @@
-"""Hooks on what a model calls: who makes a call, calls within calls, and nothing that stays behind."""
+"""Hooks on a model's calls: the calling module, nested calls, and the removal of hooks."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from trtconvert.interception import InterceptedDenoiser, first_tensor, samples_o
 
 
 def noting(function, kind="layer"):
-    """Hooks of one function that note callers, and compute the call; and the notes."""
+    """Return hooks of one function that note callers and compute the call, and the notes."""
     notes = []
 
     def hook(caller, args, named):
@@ -80,7 +80,7 @@ def test_a_hook_sees_the_timestep_of_each_sample_as_numbers():
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_torchs_own_multi_head_attention_is_seen_through(need_weights, batch_first, training):
-    """It is a function of torch as `linear` is, inside which a mode sees nothing; in evaluation it may be one kernel."""
+    """A function of torch like `linear`, inside which a mode sees no calls; in evaluation it may be one kernel."""
     attention = nn.MultiheadAttention(64, 2, batch_first=batch_first)
     model = Called(lambda self, x: self.attn(x, x, x, need_weights=need_weights)[0], attn=attention).train(training)
     of_linear, linears = noting(functional.linear)
@@ -125,7 +125,7 @@ def test_a_whole_encoder_layer_is_seen_through():
 
 
 def test_torch_itself_asks_as_before_who_handles_its_functions():
-    """What makes it transparent is a copy: another mode sees multi-head attention as one call."""
+    """A copy makes it transparent: another mode sees multi-head attention as one call."""
     seen = []
 
     class Watch(torch.overrides.TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Builds with INT8 layers in every mode, and without: what the bundle holds, computes and tells."""
+"""Builds with INT8 layers in every mode, and without: the content, results and messages of bundles."""
 
 import json
 
@@ -39,7 +39,7 @@ def built(folder, attention=("precision", "balanced"), **layers):
 
 
 def layers_of(folder):
-    """The bodies of the nodes of layers in the bundle's ONNX, by layer."""
+    """Return the bodies of layer nodes in the bundle's ONNX model, by layer."""
     nodes = onnx.load(folder / "denoiser.onnx").graph.node
     metadata = [({entry.key: entry.value for entry in node.metadata_props}, node) for node in nodes]
     return {found[LAYER_METADATA]: node.overload for found, node in metadata if LAYER_METADATA in found}
@@ -59,7 +59,7 @@ MODES = {
 
 @pytest.fixture(params=MODES, ids=str)
 def bundle_of(request, tmp_path):
-    """Modes, and a bundle with them; what attention does meanwhile makes no difference."""
+    """Return modes, and a bundle with them; attention does not matter."""
     modes = request.param
     if modes == "static":
         return modes, request.getfixturevalue("layered_build").bundle
@@ -118,7 +118,7 @@ def test_weights_that_were_quantised_by_channel_are_in_the_engine_number_by_numb
 
 
 def test_layers_that_are_off_leave_no_trace(tmp_path):
-    """Neither in the ONNX, whose nodes and weights are the model's own beside attention, nor in records."""
+    """Neither the ONNX model, whose other nodes and weights are the model's own, nor the records have any."""
     assert built(tmp_path, modes="off", include=["*"]).exit_code == 0
     manifest = read_manifest(tmp_path / "bundle")
     component = manifest.components["denoiser"]
@@ -148,12 +148,12 @@ def test_a_calibration_that_is_taken_gives_the_bundle_that_it_came_from(tmp_path
 
 
 def test_a_refittable_bundle_keeps_what_layers_were_quantised_from(layered_build, tmp_path):
-    """And is the same otherwise."""
+    """Everything else stays the same."""
     recipe = json.loads(layered_build.recipe.read_text())
     recipe["engine"] |= {"refittable": True}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     outcome = run("build", tmp_path / "recipe.yaml", "-o", tmp_path / "bundle", "--cache", layered_build.cache)
-    assert outcome.exit_code == 0 and "that INT8 layers were quantised from" in outcome.output
+    assert outcome.exit_code == 0 and "of unquantised weights" in outcome.output
     onnx_file = tmp_path / "bundle" / "denoiser.onnx"
     assert onnx_file.read_bytes() == (layered_build.bundle / "denoiser.onnx").read_bytes()
     kept, weights = Unquantised(unquantised_file(onnx_file)), build().denoiser.state_dict()
@@ -165,7 +165,7 @@ def test_a_refittable_bundle_keeps_what_layers_were_quantised_from(layered_build
 
 
 def test_layers_of_half_precision(tmp_path):
-    """The type of the model is that of activations between layers."""
+    """The type of the model is the type of activations between layers."""
     recipe = tiny_recipe(
         tmp_path, model={"source": "tiny_layers:build", "dtype": "float16"}, layers={"modes": "static", "include": WITH_CONV},
         calibration={"samples": 16}, verify={"max_error": 0.03},

@@ -1,4 +1,4 @@
-"""Waits for other processes: who is waited for, and for how long."""
+"""Waits for other processes: messages name the holder, and every wait ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with getattr(files, sys.argv[1])(Path(sys.argv[2])):
 
 @contextmanager
 def holding(function: str, path) -> Iterator[int]:
-    """Another process that is in a block of one of `files`' functions; gives its number."""
+    """Run another process inside a block of a function of `files`, and yield its PID."""
     command = [sys.executable, "-c", HOLDING, function, str(path)]
     process = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "holding\n"
@@ -56,33 +56,28 @@ def test_who_has_the_lock_of_some_work_is_told_and_the_wait_ends(impatient, tmp_
     said = capsys.readouterr().err
     who = rf"process {process} on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*"
     assert re.search(
-        rf"waiting for {who}, which has the lock of {tmp_path}/work\.lock; for 0\.4 seconds at most\n", said
+        rf"waiting for {who}, which holds the lock of {tmp_path}/work\.lock; for 0\.4 seconds at most\n", said
     )
     assert said.count("waiting") == 1
     text = str(refused.value)
-    assert re.search(rf"work\.lock is in use\n.*done with it in 0\.4 seconds\n.*got: {who} still has its lock\n", text)
+    assert re.search(rf"work\.lock is in use\n.*within 0\.4 seconds\n.*got: {who} still holds the lock\n", text)
     with one_at_a_time(tmp_path / "work"):  # as the remedy says
         pass
     assert os.listdir(tmp_path) == []
 
 
-def test_who_has_the_lock_of_a_folder_is_known_from_the_kernel(monkeypatch, tmp_path, capsys):
+def test_a_wait_for_the_lock_of_a_folder_has_a_limit(monkeypatch, tmp_path, capsys):
+    """A folder holds no note of its holder."""
     monkeypatch.setattr(locks, "_SAID_AFTER", 0.1)
-    with holding("locked", tmp_path) as process:
+    with holding("locked", tmp_path):
         handle = os.open(tmp_path, os.O_RDONLY)
-        with pytest.raises(UserError, match=r"(?s)is in use.*still has its lock.*remedy: "):
+        with pytest.raises(UserError, match=r"(?s)is in use.*another process.*remedy: "):
             lock(handle, tmp_path, wait=0.3)
         os.close(handle)
-    said = capsys.readouterr().err
-    assert re.match(
-        rf"waiting for process {process} on this machine, which runs since 2\S+ \S+, which has the lock", said
-    )
-    started = time.mktime(time.strptime(re.findall(r"since (\S+ \d\d:\d\d:\d\d)", said)[0], "%Y-%m-%d %H:%M:%S"))
-    assert abs(time.time() - started) < 60
+    assert "waiting for another process" in capsys.readouterr().err
 
 
-def test_a_holder_that_nobody_knows_is_another_process(monkeypatch, tmp_path):
-    """As on another machine that shares the disk."""
+def test_a_lock_file_without_a_note_names_another_process(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": 1}')
     with (tmp_path / "manifest.json").open() as file:
         assert locks.holder(file.fileno()) == "another process, perhaps on another machine"
@@ -138,7 +133,7 @@ def test_a_bundle_that_never_stays_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "_as_it_lies", lambda _: str(next(states)).encode())
     monkeypatch.setattr(bundle, "read_manifest", lambda folder: folder)
     discarded = []
-    with pytest.raises(UserError, match=r"(?s)does not stay as it is.*one of 100 times.*remedy: "):
+    with pytest.raises(UserError, match=r"(?s)changes while it is read.*one of 100 readings.*remedy: "):
         bundle.read_unchanged(tmp_path, lambda manifest: manifest, discarded.append)
     assert len(discarded) == 100
 

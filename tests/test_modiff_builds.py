@@ -1,4 +1,4 @@
-"""Builds whose layers quantise deltas from step to step: bundles, what they compute, what is refused before a calibration."""
+"""Builds with MoDiff layers: bundles, their results, and refusals before the calibration."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_a_bundle_computes_a_trajectory_as_torch_does(bundle):
 
 
 def test_samplers_begin_anew_whatever_was_before(bundle):
-    """Samples are those of a denoiser that was never called."""
+    """Samples equal those of a denoiser without earlier calls."""
     model, seeds = build(), range(2)
     with runtime.load(bundle) as fresh, runtime.load(bundle) as used:
         expected = model.sample(fresh["denoiser"], seeds, steps=3, solver="ddim")
@@ -92,13 +92,11 @@ def test_records_that_contradict_each_other_are_found(bundle):
     first, *others = component.caches
     layers = [layer.model_copy(update={"modulated": False}) for layer in component.layers]
     assert found() == ""
-    assert "caches: none, of layers" in found(caches=[])
+    assert "caches: none, but layers" in found(caches=[])
     assert "caches: of other layers" in found(layers=layers)
     assert "caches: of other layers" in found(caches=[c for c in component.caches if c.name != "modiff.q.o_hat"])
     assert "the type 'int8'" in found(caches=[first.model_copy(update={"dtype": "int8"}), *others])
-    assert "whose first dimension alone" in found(
-        caches=[first.model_copy(update={"shape": ["batch", "batch"]}), *others]
-    )
+    assert "only the first dimension" in found(caches=[first.model_copy(update={"shape": ["batch", "batch"]}), *others])
     assert "twice" in found(caches=[first, *component.caches])
     dynamic = [x.model_copy(update={"modes": [2, 2]}) if x.name == "q" else x for x in component.layers]
     assert "not static in all timestep bins" in found(layers=dynamic)

@@ -1,4 +1,4 @@
-"""What is handed out: the sdist, the recipes that come with the program, the images, and where it runs."""
+"""Packages: the sdist, the shipped recipes, the container images, and supported systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --json and --quiet leave of a command's words, and the times that bars estimate."""
+"""Output of commands with --json and --quiet, and the times that bars estimate."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ PAGE = REPOSITORY / "docs" / "automation.md"
 
 
 def spoken(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command."""
+    """Return exit code, stdout and stderr of a command."""
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
     return result.exit_code, result.stdout, result.stderr
 
 
 def told(*arguments: object) -> tuple[int, dict[str, Any] | None, list[Any]]:
-    """Exit code, result and events of a command with --json."""
+    """Return exit code, result and events of a command with --json."""
     code, out, err = spoken(*arguments, "--json")
     assert out.count("\n") <= 1, out
     return code, json.loads(out) if out else None, [EVENT.validate_json(line) for line in err.splitlines()]
 
 
 def documented() -> dict[str, set[str]]:
-    """The fields of each command's result, as the page lists them."""
+    """Return the fields of each command's result, as listed on the page."""
     rows = re.findall(r"^\| ([`\w, ]+) \| (`.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         command: set(re.findall(r"`(\w+)`", fields.partition(";")[0]))
@@ -57,7 +57,7 @@ def documented() -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A tiny model that was converted with --json: its folder, with recipe, bundle and cache, the result and the events."""
+    """Convert a tiny model with --json, and return its folder with recipe, bundle and cache, the result and the events."""
     folder = tmp_path_factory.mktemp("spoken")
     code, result, events = told(*build_command(folder))
     assert code == 0 and result is not None, events
@@ -188,7 +188,7 @@ def test_bars_tell_the_time_that_is_left(monkeypatch):
 
 
 def lines_of(monkeypatch, first=2.0, following=30.0):
-    """A reporter whose output is no terminal, what it has printed, and its clock."""
+    """Return a reporter whose output is not a terminal, its output, and its clock."""
     monkeypatch.setattr(progress, "_FIRST_LINE", first)
     monkeypatch.setattr(progress, "_NEXT_LINES", following)
     screen, now = io.StringIO(), [0.0]
@@ -265,7 +265,7 @@ def test_the_first_line_comes_soon_and_the_others_now_and_then(monkeypatch):
 
 
 def test_drawings_tell_how_far_they_are_whatever_the_chunks(digits_drawings):
-    """A sampler draws in chunks, and calls its denoiser twice a step: after the first drawing that is known."""
+    """A sampler draws in chunks and calls its denoiser twice a step, which is known after the first drawing."""
     seen = digits_drawings
     assert len(seen[0]) == len(seen[1]) == 12
     assert seen[1] == pytest.approx([n / 12 for n in range(1, 13)])
@@ -274,7 +274,7 @@ def test_drawings_tell_how_far_they_are_whatever_the_chunks(digits_drawings):
 
 @pytest.fixture
 def digits_drawings():
-    """Shares of two drawings, of 4 seeds in chunks of 2 in 3 steps, with two calls a step."""
+    """Shares of two drawings of 4 seeds in chunks of 2 and 3 steps, with two calls a step."""
 
     class InChunks:
         batch = 2

@@ -1,4 +1,4 @@
-"""Builds that leave denoising steps out: what the bundle holds, draws and tells."""
+"""Builds that skip denoising steps: the content, images and messages of bundles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bundle(tmp_path_factory):
 
 
 def calls_of(bundle, **options):
-    """How often a bundle's model is run for 8 steps, and what is drawn."""
+    """Return the number of model runs for 8 steps, and the images."""
     with runtime.load(bundle, **options) as loaded:
         session, calls = loaded["denoiser"]._session, []
 
@@ -123,4 +123,6 @@ def test_plan_and_steps_are_chosen_together(tmp_path, monkeypatch):
 
 def test_deltas_from_step_to_step_need_all_steps(tmp_path):
     result = built(tmp_path, layers={"modes": "static", "modiff": True})
-    assert result.exit_code == 2 and "scales are of deltas from one step to the next" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "scales hold for deltas from one step to the next" in " ".join(
+        result.output.split()
+    )

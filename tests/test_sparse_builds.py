@@ -1,4 +1,4 @@
-"""Builds whose attention leaves blocks out, from the recipe to the bundle and what is said of it."""
+"""Builds with block masks, from the recipe to the bundle and its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code that a stage's key holds: all that decides what the stage leaves, and nothing that does not."""
+"""The code in a stage's key: everything that decides the stage's result, and no more."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_DEMAND = [
 
 
 def parsed_names(source: str) -> set[str]:
-    """As `imported_names`, by the parser alone."""
+    """Like `imported_names`, by the parser alone."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -93,7 +93,7 @@ def test_an_entry_point_adds_what_it_imports_of_the_package(monkeypatch, tmp_pat
 
 @pytest.fixture
 def keys(digits_build, tmp_path, monkeypatch):
-    """The names of code in the keys of a build's stages, and of the stages that this build does not have."""
+    """Return the names of code in the keys of a build's stages, and of stages outside this build."""
     found = {}
     stage = Cache.stage
 

@@ -1,4 +1,4 @@
-"""`trtconvert init`: recipes that load and say what was found; those in recipes/ are the same."""
+"""`trtconvert init`: recipes load and contain the findings; those in recipes/ are the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPES = REPOSITORY / "recipes"
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_recipes_of_published_models_are_those_that_init_writes(name):
-    """`trtconvert init NAME -o recipes/NAME.yaml --force` writes one anew."""
+    """`trtconvert init NAME -o recipes/NAME.yaml --force` writes a recipe again."""
     path = RECIPES / f"{name}.yaml"
     assert path.read_text(encoding="utf-8") == recipe_text(name, path)
     recipe = load_recipe(path)
@@ -33,7 +33,7 @@ def test_every_pipeline_is_a_class_of_diffusers():
 
 @pytest.fixture
 def pipeline(tmp_path):
-    """What `save_pretrained` of a Flux in BF16 leaves, as far as headers tell."""
+    """A Flux in BF16 as `save_pretrained` writes it, as far as headers show."""
     folder = tmp_path / "my flux"
     (folder / "transformer").mkdir(parents=True)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
@@ -54,7 +54,7 @@ def test_a_folder_becomes_a_recipe_with_its_type_prompts_and_loras(pipeline, tmp
     assert recipe.calibration.samples == 1
     assert [lora.file for lora in recipe.loras] == [tmp_path / "style.safetensors"]
     before = (tmp_path / "flux.yaml").read_text()
-    refusal(run("init", "sdxl", "-o", tmp_path / "flux.yaml"), "is there already", "--force")
+    refusal(run("init", "sdxl", "-o", tmp_path / "flux.yaml"), "exists already", "--force")
     assert (tmp_path / "flux.yaml").read_text() == before
     assert run("init", "sdxl", "-o", tmp_path / "flux.yaml", "--force").exit_code == 0
     assert load_recipe(tmp_path / "flux.yaml").model.dtype == "float16"
@@ -67,11 +67,11 @@ def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_p
     assert recipe.model.dtype == "bfloat16" and recipe.model.options == {}
     weights = pipeline / "transformer" / "diffusion_pytorch_model.safetensors"
     text = recipe_text(str(weights), tmp_path / "other.yaml")
-    assert "config: FOLDER # with model_index.json" in text
+    assert "config: FOLDER # of the pipeline, with model_index.json" in text
 
 
 def recipe_of_saved(pipe, folder):
-    """The text and the recipe that `init` makes of a pipeline which is saved in a folder."""
+    """Return the text and the recipe of `init` for a saved pipeline."""
     pipe.save_pretrained(folder)
     at = folder.parent / "recipe.yaml"
     at.write_text(recipe_text(str(folder), at))
@@ -94,13 +94,13 @@ def test_sizes_come_from_the_folder(tmp_path, name, sizes):
     text, recipe = recipe_of_saved(tiny.PIPELINES[name][0](), tmp_path / "tiny")
     assert {size: recipe.model.options[size] for size in sizes} == sizes
     assert recipe.attention.modes == "auto" and recipe.verify.steps == 20  # it is small, whatever the published one is
-    assert not any(words in text for words in ("sparse", "days on a CPU", "T5", "draws prompts"))
+    assert not any(words in text for words in ("sparse", "days on a CPU", "T5", "draws from prompts"))
 
 
 def test_a_pipeline_like_none_is_told_the_sizes_of_its_folder(tmp_path):
     tiny = pytest.importorskip("tiny_pipelines")
     text, recipe = recipe_of_saved(tiny.pixart(), tmp_path / "tiny")
-    assert recipe.model.options == {} and "the pipeline's own by default, here height 32, width 32" in text
+    assert recipe.model.options == {} and "default: the pipeline's own, here height 32, width 32" in text
 
 
 def test_sizes_of_two_numbers_other_vaes_and_damaged_configurations(tmp_path):
@@ -123,7 +123,7 @@ def test_models_of_few_steps_get_few(tmp_path):
     assert recipe.calibration.steps == recipe.verify.steps == 20
     text, recipe = recipe_of_saved(pipe, tmp_path / "tiny-turbo")
     assert recipe.calibration.steps == recipe.verify.steps == recipe.plan.steps == recipe.calibration.bins == 4
-    assert "steps: 4 # as few as it was trained for: its name has turbo in it" in text
+    assert "steps: 4 # as few as in training: its name has turbo in it" in text
     pipe.scheduler = tiny.diffusers.LCMScheduler.from_config(pipe.scheduler.config)
     assert "its scheduler is LCMScheduler" in recipe_of_saved(pipe, tmp_path / "fast")[0]
     flux = tiny.flux()
@@ -140,7 +140,7 @@ def test_models_of_few_steps_get_few(tmp_path):
         ("sdxll", ["did you mean 'sdxl'?"]),
         ("nowhere", ["one of sd15, sdxl"]),
         ("model.onnx", ["no ONNX model, or damaged", "0 bytes"]),
-        ("folder", ["holds no diffusers pipeline", "got: notes.txt"]),
+        ("folder", ["is not a diffusers pipeline", "got: notes.txt"]),
     ],
 )
 def test_what_no_recipe_can_be_for_is_refused(tmp_path, monkeypatch, model, told):
@@ -150,6 +150,6 @@ def test_what_no_recipe_can_be_for_is_refused(tmp_path, monkeypatch, model, told
     monkeypatch.chdir(tmp_path)
     refusal(run("init", model), *told)
     assert not (tmp_path / "recipe.yaml").exists()
-    refusal(run("init", "sdxl", "--prompts", "none.txt"), "no file of prompts", "with a prompt a line")
+    refusal(run("init", "sdxl", "--prompts", "none.txt"), "no file of prompts", "with one prompt a line")
     (tmp_path / "empty.txt").write_text("\n \n")
     refusal(run("init", "sdxl", "--prompts", "empty.txt"), "there are no prompts in", "leave --prompts out")

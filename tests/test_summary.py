@@ -1,4 +1,4 @@
-"""What `build` and `inspect` tell of attention and of layers: short, however many there are."""
+"""Messages of `build` and `inspect` about attention and layers, which stay short for any number of them."""
 
 import io
 import re
@@ -16,7 +16,7 @@ MANY = 700
 
 
 def layers_of_a_large_unet():
-    """As SDXL's: most are INT8, some have few rows, and the ends stay."""
+    """Layers like SDXL's: most are INT8, some have few rows, and the first and last are not converted."""
     sizes = {"in_channels": 640, "out_channels": 640, "rows": 4096}
     layers = [
         LayerRecord(name=f"down.{i}", kind="linear", weight=f"down.{i}.weight", modes=[LayerMode.STATIC] * 4, **sizes)
@@ -35,7 +35,7 @@ def layers_of_a_large_unet():
 
 
 def shown(manifest, folder):
-    """Rows of the table: label and text."""
+    """Return the rows of the table: label and text."""
     console = Console(record=True, width=200, file=io.StringIO())
     print_manifest(console, manifest, folder)
     rows = [tuple(cell.strip() for cell in line.split("│")[1:3]) for line in console.export_text().splitlines()]
@@ -44,7 +44,7 @@ def shown(manifest, folder):
 
 @pytest.fixture
 def manifest(digits_build):
-    """The digits' bundle, as if it had many layers and engines."""
+    """The bundle of the digits model with many layers and engines."""
     found = read_manifest(digits_build.bundle)
     component = found.components["denoiser"]
     left = component.sites[:1] * 3
@@ -89,7 +89,7 @@ def test_sites_that_stay_are_grouped_likewise(manifest, digits_build):
 def test_an_engine_says_how_its_layers_are_computed(manifest, digits_build):
     text = "\n".join(f"{label} {text}" for label, text in shown(manifest, digits_build.bundle))
     assert re.search(r"engines .* attention: INT8, our plugin; layers: INT8, TensorRT's kernels\n", text)
-    assert "by how INT8 layers are computed 91.3 µs native, 1234 µs exact: the fastest is kept" in text
+    assert "91.3 µs native, 1234 µs exact INT8 layers: the fastest engine is kept" in text
     assert re.search(r"ONNX .* attention and layers: INT8, the op's function body", text)
 
 
@@ -101,7 +101,7 @@ def test_a_refittable_engine_says_which_layers_new_weights_reach(manifest, digit
     changed = {"denoiser": component.model_copy(update={"engines": engines})}
     told = shown(manifest.model_copy(update={"components": changed}), digits_build.bundle)
     assert ("", "sm90: refittable") in told
-    assert ("", "sm90: 2 INT8 layers in plugins, which new weights and LoRAs reach; the others run in 16 bits") in told
+    assert ("", "sm90: 2 INT8 layers in plugins, which take new weights and LoRAs; the others run in 16 bits") in told
 
 
 def test_modes_by_timestep_are_told_in_runs(manifest, digits_build):
@@ -135,7 +135,7 @@ def test_bundles_without_layers_say_nothing_of_them(digits_build):
 
 
 def told_why(manifest, folder):
-    """What is said of little INT8, as one text."""
+    """Return the text about little INT8."""
     rows = shown(manifest, folder)
     start = next((i for i, (label, _) in enumerate(rows) if label == "little in INT8"), len(rows))
     lines = [rows[start][1]] if start < len(rows) else []
@@ -147,7 +147,7 @@ def told_why(manifest, folder):
 
 
 def with_parts(manifest, recipe, sites=None, layers=None):
-    """The manifest with other sites, layers and sections of its recipe."""
+    """Return the manifest with other sites, layers and sections of its recipe."""
     component = manifest.components["denoiser"]
     parts = {name: of for name, of in (("sites", sites), ("layers", layers)) if of is not None}
     sections = {

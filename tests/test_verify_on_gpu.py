@@ -1,4 +1,4 @@
-"""What the gates draw where a build computes on a GPU."""
+"""Samples of the gates in builds that compute on a GPU."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ if sys.platform != "linux":
         f"  got: {sys.platform}\n  remedy: use it in WSL 2, in a container, or on another machine; see docs/installation.md"
     )
 
-# ONNX Runtime writes a device id and events into the user's cache when it is imported, unless the user's environment says no.
+# Turns off ONNX Runtime's telemetry, which writes a device id and events into the user's cache at import.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: the command line does without.
+    # Imported on demand: the command line does not need it.
     if name == "optimize":
         from trtconvert.optimization import optimize
 

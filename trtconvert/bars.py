@@ -1,4 +1,4 @@
-"""What long work tells of how far it is, whoever shows it."""
+"""The interface through which long work reports its progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Steps(Protocol):
-    """Is told how far work is; see `trtconvert.progress.Bar`."""
+    """Receives progress; see `trtconvert.progress.Bar`."""
 
     def total(self, steps: float) -> None: ...
 
@@ -20,7 +20,7 @@ class Steps(Protocol):
 
 
 class NoBar:
-    """Shows nothing."""
+    """Ignores progress."""
 
     def total(self, steps: float) -> None:
         """See `trtconvert.progress.Bar`."""

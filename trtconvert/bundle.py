@@ -1,4 +1,4 @@
-"""Bundles: the folder that a build leaves, described by a manifest that names and hashes every file in it."""
+"""Bundles: folders that a build writes, each with a manifest that names and hashes every file."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 IMAGES = "images"
-"""Folder of a bundle with the images of its recipe, each named after the argument that it is."""
+"""Folder in a bundle with the images of the recipe, each named after its argument."""
 
 TRANSPOSED = ".T"
-"""What the name of an ONNX initialiser ends with that is a transposed weight; else it is the weight's in the state dict."""
+"""Suffix of ONNX initialisers that are transposed weights. Other initialisers have the weight's name in the state dict."""
 
 NAMESAKE = ":weight"
-"""What follows that name where an input or an output of the model has it already: one graph has one value of a name."""
+"""Suffix of an initialiser whose name an input or output has already."""
 
 UNQUANTISED = ".unquantised.safetensors"
-"""What follows the name of an ONNX model in that of the file with what its INT8 layers were quantised from."""
+"""Suffix of the file with the unquantised weights of an ONNX model's INT8 layers."""
 
 NEXT = ".next"
-"""What the name of a cache ends with as an output, see `ComponentRecord.caches`."""
+"""Suffix of the outputs of caches, see `ComponentRecord.caches`."""
 
 LINE = re.compile(r"(\d+)\*([A-Za-z_]\w*)([+-]\d+)?")
-"""A dimension of an output that is a line through a symbolic one: "8*height", "4*frames-3"."""
+"""An output dimension that is a linear function of a symbolic dimension: "8*height", "4*frames-3"."""
 
 Dims = dict[str, tuple[int, int, int]]
 """Symbolic dimension: (min, opt, max)."""
@@ -54,7 +54,7 @@ def _require_ordered(dims: Dims) -> Dims:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a path is one of a file in a bundle beside the manifest, in the only form that manifests have it in."""
+    """Return whether a path, in normal form, names a file inside a bundle other than the manifest."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and str(path) == name and name not in (".", MANIFEST)
 
@@ -73,24 +73,24 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Magnitude = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _SiteMode = Annotated[int, Field(ge=0, lt=len(get_args(ModeName)))]
-"""`Mode`, which counts as recipes name them."""
+"""`Mode`, in the order of `ModeName`."""
 
 _LayerMode = Annotated[int, Field(ge=1, le=len(get_args(LayerModeName)))]
-"""`LayerMode`, which counts as recipes name them after 0 for layers that are left as they are, whose list is empty."""
+"""`LayerMode`, in the order of `LayerModeName` from 1; unconverted layers have an empty list in place of mode 0."""
 
 SparseShares = list[Annotated[float, Field(ge=0, lt=1)]]
-"""Of a site's attention that may be lost, per timestep bin; 0 in bins that have all its blocks."""
+"""Share of a site's attention that may be lost, per timestep bin; 0 in dense bins."""
 
 _WEIGHT_ONLY = 1 + get_args(LayerModeName).index("weight_only")
 
 
 def opt_sizes(profiles: Sequence[Dims]) -> list[dict[str, int]]:
-    """The sizes that the engine is tuned for, in each profile."""
+    """Return the opt sizes of each profile."""
     return [{name: opt for name, (_, opt, _) in dims.items()} for dims in profiles]
 
 
 def covering(profiles: Sequence[Dims]) -> Dims:
-    """From the least to the largest size of each dimension in any of the profiles, and the opt of the first."""
+    """Return (min, opt, max) of each dimension over all profiles, with the opt of the first."""
     return {
         name: (min(p[name][0] for p in profiles), opt, max(p[name][2] for p in profiles))
         for name, (_, opt, _) in profiles[0].items()
@@ -98,7 +98,7 @@ def covering(profiles: Sequence[Dims]) -> Dims:
 
 
 _SHOWN = 300
-"""Characters of what is wrong with a manifest that messages repeat."""
+"""Largest number of characters of a manifest's error in messages."""
 
 
 class _Record(BaseModel):
@@ -113,7 +113,7 @@ class FileRecord(_Record):
 
 
 class TensorRecord(_Record):
-    """One input or output: numpy's name of its type, and sizes or symbolic dimensions, in outputs lines through them too."""
+    """One input or output: numpy's name of its type, and a size or symbolic dimension per axis; outputs also have `LINE`s."""
 
     name: _Name
     dtype: str
@@ -134,13 +134,13 @@ def _is_dimension(dim: int | str) -> bool:
 
 
 class NativeSite(_Record):
-    """A site that keeps TensorRT's own attention: on the engine's GPU that was the faster, alone or in the whole engine.
+    """A site with TensorRT's own attention, which was faster on the engine's GPU, alone or in the whole engine.
 
     Attributes:
         name: the site; query_tokens, key_tokens: its lengths at the opt shape of the first profile.
-        native_us, plugin_us: device time of one call in microseconds, each attention alone, summed over the profiles' opt
-            shapes. The plugin's is the mean over the site's timestep bins, quantisation included. None where no engine of this
-            attention alone could be built or run.
+        native_us, plugin_us: device time of one call of the attention alone in microseconds, summed over the profiles' opt
+            shapes. The plugin's time includes quantisation and is the mean over the site's timestep bins. None if no engine of
+            this attention alone could be built or run.
     """
 
     name: _Name
@@ -155,29 +155,29 @@ class EngineRecord(_Record):
 
     Attributes:
         backend, library: the builder and its version.
-        target: the GPU architecture that it was built for; gpu: the name of the GPU that it was built on, if on one.
+        target: the GPU architecture of the engine; gpu: the name of the GPU that built the engine, if a GPU did.
         attention: "plugin" (INT8) or "native" (the model's own precision, at every site).
         file: path in the bundle.
-        plugin: version of the plugin library that the plan holds; empty where it holds none.
-        profiles: the optimisation profiles in the engine's order, each symbolic dimension: [min, opt, max]. Empty in bundles
-            of before: one profile, the component's dims.
-        native_sites: the sites that keep native attention because it was measured faster, in the order in which they were found.
+        plugin: version of the plugin library inside the plan; empty if the plan holds none.
+        profiles: the optimisation profiles in the engine's order, each symbolic dimension: [min, opt, max]. Empty in older
+            bundles: one profile, the component's dims.
+        native_sites: the sites whose native attention was measured faster, in the order of the search.
         plugin_us, native_us: device time of one call in microseconds, summed over the profiles' opt shapes, of the whole engine
-            with the plugin at the other sites (the mean over the timestep bins) and with native attention at every site. The
-            faster is the one that was kept. None where they were not compared.
-        with_plugins_us, plain_us: the same of the fastest engine with plugins, for attention or for group norms, and of
-            TensorRT's own without any; the faster was kept. None where they were not compared: without plugins for group norms
-            the engine with native attention at every site has none.
-        layers: how INT8 layers are computed: "native" by TensorRT's own kernels (Q/DQ), "plugin" by ours where there is
-            one, "exact" in 16 bits with their INT8 weights; empty where there are none.
-        layers_us: the same times of whole engines that were compared for it, by these names; the fastest was kept.
-        refittable: weights can be replaced; weights: their shapes by name, of those with more than one dimension.
-        int8_constants: of a refittable engine, the constants that INT8 layers in plugins read, by name: the layer, and which of
-            its tables it is (see `LayerTables`).
-        prediction_error: [T] of the denoiser's, relative L2 error of its prediction against full precision, as it was measured on
-            the GPU that built it; None for timestep bins without a recorded call. Empty where it was not measured.
-        error: of another component's, the largest relative L2 error of its outputs against FP32 in torch, likewise.
-        version_compatible: later TensorRT versions load it. hardware_compatible: any GPU from sm80 on runs it.
+            with the plugin at the other sites (mean over the timestep bins), and with native attention at every site. The
+            faster engine was kept. None if they were not compared.
+        with_plugins_us, plain_us: the same times of the fastest engine with plugins, for attention or for group norms, and of
+            TensorRT's engine without plugins; the faster was kept. None if they were not compared: without plugins for group
+            norms, the engine with native attention at every site has no plugin.
+        layers: kernels of INT8 layers: "native" TensorRT's own (Q/DQ), "plugin" ours, "exact" 16-bit products of the
+            dequantised weights; empty if there are no INT8 layers.
+        layers_us: the same times of whole engines by `layers`; the fastest was kept. Empty if they were not compared.
+        refittable: weights can be replaced; weights: shapes of the weights with more than one dimension, by name.
+        int8_constants: of a refittable engine: the constants that plugins of INT8 layers read, by name: the layer and the field
+            of its `LayerTables`.
+        prediction_error: [T] of a denoiser: relative L2 error of the prediction against full precision, measured on the GPU that
+            built the engine; None for timestep bins without a recorded call. Empty if not measured.
+        error: of another component: the largest relative L2 error of its outputs against FP32 in torch; None if not measured.
+        version_compatible: later TensorRT versions load the engine. hardware_compatible: any GPU from sm80 on runs it.
         weight_streaming: weights may stay in host memory.
     """
 
@@ -209,7 +209,7 @@ class EngineRecord(_Record):
     def of(
         component: str, backend: Literal["tensorrt", "tensorrt_rtx"], library: str, target: str, gpu: str = ""
     ) -> EngineRecord:
-        """The record of a component's engine, its file where every bundle keeps it: one for each GPU that it was built on."""
+        """Make the record of a component's engine, with the file name for its backend, target and GPU."""
         name = "-".join([component, backend, target, *re.findall(r"[a-z0-9]+", gpu.lower())])
         return EngineRecord(
             backend=backend,
@@ -222,12 +222,15 @@ class EngineRecord(_Record):
 
 
 class SiteRecord(_Record):
-    """One attention site. `modes` per timestep bin, from low noise up; empty when the site was left as it is, for `reason`.
-    `scaling` of its queries and keys; empty then, and in bundles of before, whose recipe says it for all.
+    """One attention site.
 
     Attributes:
-        sparse: the share of its attention that may be lost in each bin, and density: the share of its blocks that is computed;
-            empty where it has no block mask. dense: why it has none, where the recipe asked for some.
+        modes: `Mode` per timestep bin, from low noise up; empty if the site was not converted.
+        scaling: of queries and keys; empty for unconverted sites, and in older bundles, whose recipe holds one for all sites.
+        reason: why the site was not converted.
+        sparse: the share of the attention that may be lost in each bin; empty without a block mask.
+        density: the share of the blocks that is computed in each bin; empty without a block mask.
+        dense: why the site has no block mask although the recipe asked for block masks.
     """
 
     name: _Name
@@ -242,20 +245,20 @@ class SiteRecord(_Record):
 
     @property
     def in_int8(self) -> bool:
-        """Whether it quantises in some timestep bin: a plan may leave a converted site in FP16, mode 0."""
+        """True if the site quantises in some timestep bin. A plan may leave a converted site in FP16, mode 0."""
         return any(self.modes)
 
 
 class LayerRecord(_Record):
-    """One linear layer or convolution. `modes` (`LayerMode`) per timestep bin, from low noise up; empty when the layer was
-    left as it is, for `reason`, or by the plan where there is none.
+    """One linear layer or convolution.
 
     Attributes:
-        kind: "linear" or "conv".
-        in_channels, out_channels, kernel: of its weight.
-        rows: tokens or pixels for each sample, at the opt sizes.
-        weight: the name of its weight in the state dict.
-        modulated: it quantises the deltas of its input between steps, and has caches.
+        in_channels, out_channels, kernel: sizes of the weight.
+        rows: tokens or pixels per sample, at the opt sizes.
+        weight: name of the weight in the state dict.
+        modes: `LayerMode` per timestep bin, from low noise up; empty if the layer was not converted.
+        reason: why the layer was not converted; empty if the plan left it out.
+        modulated: the layer quantises the deltas of its input between steps, and has caches.
     """
 
     name: _Name
@@ -271,12 +274,12 @@ class LayerRecord(_Record):
 
     @property
     def in_int8(self) -> bool:
-        """Whether it is converted: its weights are INT8, whatever its activations are."""
+        """True if the layer is converted: its weights are INT8, its activations in any type."""
         return bool(self.modes)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its activations are INT8 in some timestep bins and of 16 bits in others."""
+        """True if activations are INT8 in some timestep bins and have 16 bits in others."""
         return _WEIGHT_ONLY in self.modes and len(set(self.modes)) > 1
 
 
@@ -284,29 +287,27 @@ class DiffusersRecord(_Record):
     """How a diffusers pipeline calls one of its models.
 
     Attributes:
-        pipeline: class of the pipeline; component: its attribute that the model stands for: "transformer", "text_encoder", …
+        pipeline: class of the pipeline; component: the pipeline's attribute: "transformer", "text_encoder", …
         model: class of the model; config: its configuration.
-        method: what the pipeline calls: "forward", "decode", "encode".
-        output: class of what it returns, as `package.module:Class`.
-        parameters: names of the method's parameters, in order; "**kwargs" where it takes any keyword.
-        arguments: what the pipeline passes, by parameter. {"tensor": NAME} is an input of the signature (with "dtype", the
-            type that the model wants where the signature has another), {"dict": …} and {"list": …} hold such values, and
-            {"value": X} is a constant that the exported model has taken in. {"rows": NAME} is a list with a tensor for each
-            sample, of one size, which the input holds one behind the other; with "least" they have different lengths, and are
-            padded to the longest, and at least so many rows, and the input NAME.mask tells which rows are given; a tensor with
-            "least" is padded likewise. A "dict" with "numbered" has whole numbers as keys, a "list" with "tuple" is a tuple.
-            {"share": NAME, "of": TIMESTEP} holds a timestep for each token or frame, which is the product of both inputs; the
-            timestep is that of each sample's noisiest.
-        timestep_factor: of a denoiser, whose timestep is so many times the signature's.
-        predictions: of a denoiser that gives several, as of a video and of its sound: by field of the output, the sizes of a
-            sample's. The signature's output [B, N] holds them flat, one behind the other; empty where there is one prediction.
-        results: of other models: what the method returns, by field, in the same terms. {"unused": SHAPE} is a tensor that the
-            pipeline did not look into, and that is no output of the component.
-        attributes: numbers, lists and, of other models, small tensors among the model's own attributes, which pipelines read, as
-            {"value": X} and {"tensor": NUMBERS}, and as {"module": …} such tensors of its parts; {"part": true} is a part
-            without weights, which is made anew of the configuration.
-        padded_by: argument of the pipeline's call that says how many tokens it pads prompts to, where that may vary; empty else.
-        scheduler: of a denoiser, class of the pipeline's scheduler; empty in bundles of before.
+        method: the method that the pipeline calls: "forward", "decode", "encode".
+        output: class of the method's result, as `package.module:Class`.
+        parameters: names of the method's parameters, in order; "**kwargs" if the method takes any keyword.
+        arguments: the pipeline's arguments, by parameter. {"tensor": NAME} is an input of the signature; its "dtype" is the type
+            for the model, if the signature has another. {"dict": …} and {"list": …} hold such values; a "dict" with "numbered"
+            has integer keys, a "list" with "tuple" is a tuple. {"value": X} is a constant in the exported model. {"rows": NAME}
+            is a list with one tensor per sample, all of one size, which the input holds concatenated; with "least" the tensors
+            differ in length and are padded to the longest, and at least to that many rows, and the input NAME.mask marks the
+            given rows. A tensor with "least" is padded likewise. {"share": NAME, "of": TIMESTEP} holds a timestep for each token
+            or frame, the product of both inputs; TIMESTEP is that of the sample's noisiest token.
+        timestep_factor: of a denoiser: the model's timestep over the signature's.
+        predictions: of a denoiser with several predictions, such as video and sound: the sizes of a sample's prediction by field
+            of the output. The signature's output [B, N] holds them flat and concatenated. Empty for one prediction.
+        results: of other models: the method's result by field, in the same terms. {"unused": SHAPE} is a tensor that the
+            pipeline does not read, and the component does not output.
+        attributes: attributes of the model that pipelines read: {"value": X}; of other models small tensors {"tensor": NUMBERS};
+            {"module": …} such values of a submodule; {"part": true} a submodule without weights, made from the configuration.
+        padded_by: argument of the pipeline's call that sets the padded length of prompts, if it may vary; else empty.
+        scheduler: of a denoiser: class of the pipeline's scheduler; empty in older bundles.
     """
 
     pipeline: str
@@ -326,25 +327,25 @@ class DiffusersRecord(_Record):
 
     @property
     def timestep_shares(self) -> list[str]:
-        """Inputs that hold what timesteps of tokens or frames are of their sample's."""
+        """Inputs with the timesteps of tokens or frames as shares of the sample's timestep."""
         return [node["share"] for node in self.arguments.values() if "share" in node]
 
     @model_validator(mode="before")
     @classmethod
     def _of_before(cls, fields: Any) -> Any:
-        """Bundles of before say of every model how many timesteps a sample has, and of most that there is one."""
+        """Drop the field `timestep_sizes` of older bundles if it is empty: one timestep per sample."""
         if isinstance(fields, dict) and not fields.get("timestep_sizes", True):
             return {name: value for name, value in fields.items() if name != "timestep_sizes"}
         return fields
 
 
 class GuidanceRecord(_Record):
-    """Classifier-free guidance that a denoiser applies inside: its output is u + scale · (c − u), in FP32, of the predictions u
-    and c with both halves of the conditions.
+    """Classifier-free guidance inside a denoiser, whose output is u + scale · (c − u) in FP32, with the conditional prediction c
+    and the unconditional prediction u.
 
     Attributes:
-        scale: input of the scale of each sample, FP32; 1 is the conditional prediction alone.
-        negative: by each input that is a condition, the input that has what guidance leads away from.
+        scale: name of the input with the scale of each sample, FP32; scale 1 gives c.
+        negative: the input of the unconditional half for each input that is a condition.
     """
 
     scale: _Name
@@ -352,17 +353,16 @@ class GuidanceRecord(_Record):
 
     @property
     def added(self) -> frozenset[str]:
-        """The inputs that the denoiser has beside its own."""
+        """The inputs that guidance adds to the denoiser's."""
         return frozenset({self.scale, *self.negative.values()})
 
 
 class TriedPlan(_Record):
-    """A plan that denoising steps were left out with.
+    """A plan that the search combined with skipped denoising steps.
 
     Attributes:
-        name: of the plan.
-        speed: time of attention and layers without INT8 over the plan's, of one step.
-        computed: steps that are computed; speed_of_all: `speed` times all steps over those.
+        speed: time of attention and layers in one step without INT8, divided by the plan's time.
+        computed: number of computed steps; speed_of_all: `speed` times all steps over computed steps.
     """
 
     name: str
@@ -372,14 +372,14 @@ class TriedPlan(_Record):
 
 
 class ReuseRecord(_Record):
-    """Steps that a denoiser leaves out, see `trtconvert.reuse`.
+    """Skipped denoising steps, see `trtconvert.reuse`.
 
     Attributes:
-        file: of what was measured of its trajectories.
+        file: the statistics of trajectories.
         objective, limit: of the schedules that the runtime makes.
-        steps, computed: how many there were where it was searched, and which of them are computed; samples: it was sampled on.
-        psnr, psnr_worst: dB of these samples against full precision with all steps; psnr_all: with all steps, in INT8 as well.
-        tried: plans of the search that steps were left out with; empty where there was one plan, and in bundles of before.
+        steps, computed: number of steps of the search, and the indices of the computed ones; samples: number of its samples.
+        psnr, psnr_worst: dB of these samples against full precision with all steps; psnr_all: the same for INT8 with all steps.
+        tried: the plans that the search tried; empty if there was one plan, and in older bundles.
     """
 
     file: _Inside
@@ -400,20 +400,20 @@ class ComponentRecord(_Record):
     Attributes:
         onnx: path of the ONNX file with `Int8Attention`, `Int8Linear` and `Int8Conv` nodes and their function bodies.
         inputs, outputs: signature of the ONNX model and of the engines.
-        timestep_input: which input is the timestep; timestep_max: where the last timestep bin ends. Empty and 0 for what is no
-            denoiser: it has no `Int8Attention` nodes, and its attention stays in its own precision.
-        noise_input: what that input holds, where it is no timestep; bins are those of its places then.
+        timestep_input: name of the timestep input; timestep_max: end of the last timestep bin. Empty and 0 for components other
+            than the denoiser, which have no `Int8Attention` nodes.
+        noise_input: content of the timestep input, if it holds no timestep; bins are then even in its places.
         dims: symbolic dimension: [min, opt, max], over all profiles.
-        steps: symbolic dimension: the step from its min in which it may vary, where that is not 1; empty in bundles of before.
-        input_ranges: of a denoiser: largest magnitude of each floating-point input in its calibration, by timestep bin; empty
-            where the calibration does not say.
-        profiles: the optimisation profiles that engines get; empty in bundles of before: one, dims.
-        layers: of the model, in the order of their calls; empty where the recipe has them off, and in bundles of before.
-        diffusers: how pipelines call it, where it comes from one.
-        caches: what layers that quantise deltas (MoDiff) keep from step to step: further inputs of the ONNX model and of the
-            engines, and, with `NEXT` behind their names, further outputs of the same shapes. The runtime holds them.
-        guidance: of a denoiser that applies it inside; its batch is that of samples then.
-        reuse: of a denoiser that leaves steps out.
+        steps: symbolic dimension: its step from min, if that is not 1; empty in older bundles.
+        input_ranges: of a denoiser: largest magnitude of each floating-point input in the calibration, by timestep bin; empty if
+            the calibration does not hold them.
+        profiles: optimisation profiles of the engines; empty in older bundles: one profile, dims.
+        layers: layers in the order of their calls; empty if the recipe turns layers off, and in older bundles.
+        diffusers: the calls of the pipeline, if the model comes from a pipeline.
+        caches: caches of MoDiff layers: further inputs of the ONNX model and of the engines, and further outputs of the same
+            shapes with the suffix `NEXT`. The runtime holds them.
+        guidance: guidance inside the denoiser; the batch is then the number of samples.
+        reuse: skipped steps of a denoiser.
     """
 
     onnx: _Inside
@@ -436,7 +436,7 @@ class ComponentRecord(_Record):
 
     @property
     def all_inputs(self) -> list[TensorRecord]:
-        """Of the ONNX model and of engines."""
+        """Inputs of the ONNX model and of engines."""
         return [*self.inputs, *self.caches]
 
     @property
@@ -445,29 +445,29 @@ class ComponentRecord(_Record):
 
     @property
     def is_denoiser(self) -> bool:
-        """Whether it follows the timestep, and may have sites."""
+        """True if the component has a timestep input, and may have sites."""
         return bool(self.timestep_input)
 
 
 class QualityRecord(_Record):
-    """What the gates measured.
+    """Results of the gates.
 
     Attributes:
-        samples, steps, sampler: how the images were drawn, in the recipe's words; see `Manifest.sampler_name`.
-        psnr: dB over all samples against the full-precision model; psnr_worst: of the worst sample, seed psnr_worst_seed.
-        lpips: mean over the samples; lpips_worst: of the worst sample. None without weights for it.
-        site_sqnr: site: dB per timestep bin against exact attention; NaN-free once the gates have passed, absent bins are null.
-        layer_sqnr: layer: likewise against the layer in full precision.
-        measured: what drew the INT8 samples: "onnxruntime" the exported model, "tensorrt" the engine that ships, "torch" the
-            kernels in the torch model, where this machine's GPU runs no engine of the bundle. computed: where full precision
-            computed, and in which type.
-        error: relative L2 error of the exported denoiser against the torch reference of the same arithmetic; None where the
+        samples, steps, sampler: of the drawn images, in the recipe's terms; see `Manifest.sampler_name`.
+        psnr: dB over all samples against full precision; psnr_worst: dB of the worst sample, of seed psnr_worst_seed.
+        lpips: mean over the samples; lpips_worst: of the worst sample. None without LPIPS weights.
+        site_sqnr: dB per timestep bin of each site against exact attention; null for bins without calls.
+        layer_sqnr: the same of layers against full precision.
+        measured: the INT8 samples were drawn by the exported model ("onnxruntime"), by the engine of the bundle ("tensorrt"), or
+            by the kernels in the torch model ("torch") if this machine's GPU runs no engine of the bundle.
+        computed: device and type of full precision.
+        error: relative L2 error of the exported denoiser against the torch reference of the same arithmetic; None if the
             exported model did not run.
-        lowering_difference: mean absolute difference of the outputs of the function and the native lowering; likewise.
-        lowering_limit: the most that the gate allows it.
-        type_error: [T] relative L2 error of the prediction in the model's own type against FP32, where both computed.
-        component_errors: component: the largest relative L2 error of its outputs against float32 in torch, of the TensorRT engine
-            where one was built, else of the exported model.
+        lowering_difference: mean absolute difference of the outputs of the function and the native lowering; None likewise.
+        lowering_limit: limit of lowering_difference.
+        type_error: [T] relative L2 error of the prediction in the model's own type against FP32, if both were computed.
+        component_errors: the largest relative L2 error of each component's outputs against float32 in torch, of the TensorRT
+            engine if one was built, else of the exported model.
     """
 
     samples: _Count
@@ -489,11 +489,11 @@ class QualityRecord(_Record):
     component_errors: dict[str, float] = Field(default_factory=dict)
 
     def worst_site(self) -> tuple[float, str, int]:
-        """Signal to quantisation noise in dB, site and timestep bin where it is smallest; NaN is smaller than any."""
+        """Return the smallest SQNR in dB with its site and timestep bin; NaN counts as smallest."""
         return _worst(self.site_sqnr)
 
     def worst_layer(self) -> tuple[float, str, int] | None:
-        """The same of layers, where there are any."""
+        """Return the same of layers; None without layers."""
         return _worst(self.layer_sqnr) if self.layer_sqnr else None
 
 
@@ -503,14 +503,13 @@ def _worst(sqnr: Mapping[str, Sequence[float | None]]) -> tuple[float, str, int]
 
 
 class Manifest(_Record):
-    """What a bundle holds.
+    """The content of a bundle.
 
     Attributes:
-        weights: `models.identity` of what the denoiser was made from, its code among it; code: the hash of that alone, where a
-            function of the user's made it.
-        backend: the one that the build chose, or `trtconvert compile` added; backend_reason: why.
-        pipeline: folder with what a diffusers pipeline needs beside the components; empty where the denoiser stands alone.
-        files: every file of the bundle beside the manifest, by its path; not what users put beside them.
+        weights: `models.identity` of the denoiser's weights and code; code: hash of the code of a user's function alone.
+        backend: the backend that the build chose, or `trtconvert compile` added; backend_reason: why.
+        pipeline: folder with the further files of a diffusers pipeline; empty without a pipeline.
+        files: every file of the bundle except the manifest and files that users added, by path.
         digest: SHA-256 of the other fields; empty until the manifest is written.
     """
 
@@ -535,19 +534,19 @@ class Manifest(_Record):
         return [site for component in self.components.values() for site in component.sites]
 
     def sampler_name(self, solver: str) -> str:
-        """What a solver is called for people: of a pipeline, whose own scheduler is meant, the scheduler's class."""
+        """Return the name of a solver in reports; for a pipeline, the class of its scheduler."""
         record = next((of.diffusers for of in self.components.values() if of.is_denoiser), None)
         return solver if record is None else record.scheduler or "the pipeline's scheduler"
 
     @property
     def scalings(self) -> dict[str, str]:
-        """How each converted site gets the scales of queries and keys; the recipe says it of bundles of before."""
+        """The scaling of each converted site; older bundles take the recipe's."""
         return {site.name: site.scaling or self.recipe.attention.scaling for site in self.sites if site.modes}
 
     @field_validator("components")
     @classmethod
     def _named(cls, components: dict[str, ComponentRecord]) -> dict[str, ComponentRecord]:
-        """Files are named after components."""
+        """Check the names of components: files are named after them."""
         if bad := [name for name in components if not re.fullmatch(r"[A-Za-z]\w*", name)]:
             raise ValueError(f"names of letters, digits and _, not {', '.join(map(repr, bad))}")
         return components
@@ -560,20 +559,22 @@ class Manifest(_Record):
         return files
 
     def is_own(self, name: str) -> bool:
-        """Whether a file of such a path counts as one of the bundle's own, and has to be among `files`: what reads a model or the
-        pipeline reads what lies beside it too."""
+        """Return whether a path belongs to the bundle, so that it must be in `files`.
+
+        Readers of a model or of the pipeline also read the files beside them.
+        """
         beside = name.startswith(tuple(component.onnx for component in self.components.values()))
         in_pipeline = bool(self.pipeline) and PurePosixPath(name).is_relative_to(self.pipeline)
         return beside or in_pipeline or name in self.files
 
 
 def unquantised_file(onnx: Path) -> Path:
-    """Where a bundle keeps what the INT8 layers of a model were quantised from, if it does (`trtconvert.weights.unquantised`)."""
+    """Return the path of a model's unquantised weights of INT8 layers (`trtconvert.weights.unquantised`), which may be absent."""
     return onnx.with_name(onnx.name + UNQUANTISED)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Hash all files of the folder, then the manifest itself, into the manifest and write it."""
+    """Write the manifest with the hashes of all files of the folder and its own digest."""
     files = {
         str(path.relative_to(folder)): file_record(path)
         for path in sorted(folder.rglob("*"))
@@ -583,12 +584,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def file_record(path: Path) -> FileRecord:
-    """What a manifest says of a file."""
+    """Return the size and hash of a file."""
     return FileRecord(size=path.stat().st_size, sha256=sha256(path))
 
 
 def write_sealed(path: Path, manifest: Manifest) -> None:
-    """Hash the manifest itself into the manifest and write it, with the files as they are in it."""
+    """Write the manifest with its own digest and unchanged `files`."""
     content = manifest.model_dump(mode="json")
     path.write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
 
@@ -599,29 +600,29 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a bundle, without looking at its other files.
+    """Read the manifest of a bundle, without the other files.
 
     Raises:
-        UserError: not a bundle, or one of another format.
+        UserError: the folder is not a bundle, has another format, or the manifest is damaged.
     """
     path = folder / MANIFEST
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        strange = f"a {MANIFEST} that is not JSON: {first_line(error)}"
+        no_json = f"a {MANIFEST} that is not JSON: {first_line(error)}"
         raise UserError(
             f"{folder} is not a bundle",
             expected=f"a folder with {MANIFEST}, made by `trtconvert build`",
-            got=f"{MANIFEST}: {error.strerror}" if isinstance(error, OSError) else strange,
+            got=f"{MANIFEST}: {error.strerror}" if isinstance(error, OSError) else no_json,
             remedy="check the path, or build the bundle again",
         ) from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise UserError(
-            f"{folder} has a bundle format that this trtconvert does not read",
+            f"{folder} has a bundle format that this trtconvert cannot read",
             expected=str(FORMAT),
             got=str(found),
-            remedy="build the bundle again, or install the trtconvert that made it",
+            remedy="build the bundle again, or install the trtconvert that made the bundle",
         )
     try:
         manifest = Manifest.model_validate(content)
@@ -629,10 +630,10 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         if first["type"] == "extra_forbidden" and content.get("digest") == _digest(content):
             raise UserError(
-                f"{folder} was made by a trtconvert that writes more into bundles than this one knows",
+                f"{folder} was made by another version of trtconvert",
                 expected=f"a bundle that trtconvert {__version__} reads",
-                got=f"the field {'.'.join(map(str, first['loc']))}",
-                remedy="install the trtconvert that made it, or build the bundle again",
+                got=f"the unknown field {'.'.join(map(str, first['loc']))}",
+                remedy="install the trtconvert that made the bundle, or build the bundle again",
             ) from error
         raise _damaged(folder, "the fields of a bundle manifest", first_problem(error)[:_SHOWN]) from error
     if manifest.digest != (digest := _digest(content)):
@@ -645,20 +646,19 @@ def read_manifest(folder: Path) -> Manifest:
 Result = TypeVar("Result")
 
 _READINGS = 100
-"""Of a bundle that changes meanwhile: builds take far longer than one of them."""
+"""Largest number of readings of a bundle that changes meanwhile."""
 
 
 def read_unchanged(
     folder: Path, use: Callable[[Manifest], Result], discard: Callable[[Result], object] = lambda result: None
 ) -> Result:
-    """What `use` makes of a bundle's manifest and files, which are those of one build: where another bundle takes the place of
-    this one meanwhile, or `trtconvert compile` changes it, again.
+    """Return the result of `use`, called with a bundle's manifest; calls again if the bundle was replaced or changed meanwhile.
 
     Args:
         use: may read the bundle's files.
-        discard: called with what `use` gave where it is not taken.
+        discard: called with each result of `use` that is dropped.
     Raises:
-        UserError: not a bundle; what `use` raises of one that stayed what it was; or it changed again and again.
+        UserError: the folder is not a bundle, `use` raised for an unchanged bundle, or the bundle changed at every reading.
     """
     for _ in range(_READINGS):
         before = _as_it_lies(folder)
@@ -672,15 +672,15 @@ def read_unchanged(
             return result
         discard(result)
     raise UserError(
-        f"the bundle {folder} does not stay as it is",
-        expected=f"one that nothing replaces while it is read, in one of {_READINGS} times",
-        got="another one each time",
-        remedy="end what builds or compiles it over and over, or read a copy of it",
+        f"the bundle {folder} changes while it is read",
+        expected=f"an unchanged bundle in one of {_READINGS} readings",
+        got="a change in each",
+        remedy="stop the builds or compiles of this bundle, or read a copy of the bundle",
     )
 
 
 def _as_it_lies(folder: Path) -> bytes:
-    """The bytes of a bundle's manifest; none where it cannot be read."""
+    """Return the bytes of a bundle's manifest; empty if the manifest cannot be read."""
     try:
         return read_limited(folder / MANIFEST, JSON_BYTES)
     except OSError:
@@ -697,20 +697,19 @@ def _damaged(folder: Path, expected: str, got: str) -> UserError:
 
 
 def in_steps(low: int, high: int, step: int | None) -> str:
-    """A range of sizes in words."""
+    """Format a range of sizes."""
     return f"{low}..{high}" + (f" in steps of {step}" if step else "")
 
 
 def model_section(folder: Path, manifest: Manifest) -> ModelSection:
-    """Where the denoiser of a bundle came from: the weights as the recipe names them, the images where the bundle has them."""
+    """Return the recipe's model section, with the paths of the bundle's images."""
     section = manifest.recipe.model
     images = {name: changed_paths(path, lambda path: folder / path) for name, path in section.images.items()}
     return section.model_copy(update={"images": images})
 
 
 def lost_plans(folder: Path, manifest: Manifest) -> list[str]:
-    """Plans of `trtconvert compile` that the manifest does not name: it was killed before it had put them into one, or before it
-    had removed those that it replaced."""
+    """Return plans that the manifest does not name, left by a killed `trtconvert compile`."""
     return sorted(
         name
         for component in manifest.components
@@ -720,13 +719,12 @@ def lost_plans(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def keep_others(old: Path, new: Path) -> None:
-    """Take along what users have put into a bundle that another one replaces, such as a report.
+    """Copy files that users added to a bundle, such as a report, into the bundle that replaces it.
 
-    The new bundle's own files come first. They are no part of its manifest: users may change and remove them. What lies where
-    a bundle has files of its own alone is not taken along.
+    Files of the new bundle are not overwritten, and the manifest does not list the copies: users may change and remove them.
 
     Raises:
-        UserError: the old folder is no bundle.
+        UserError: the old folder is not a bundle.
     """
     manifest = read_manifest(old)
     owners = [manifest, read_manifest(new)] if (new / MANIFEST).exists() else [manifest]
@@ -744,7 +742,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Compare every file of a bundle with the manifest.
 
     Raises:
-        UserError: names the first file that is missing, truncated or altered, or that lies among the bundle's own and is none.
+        UserError: names the first file that is missing or differs, or that lies beside the bundle's files without being listed.
     """
     for name, record in manifest.files.items():
         path = folder / name
@@ -754,27 +752,26 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             got = error.strerror or type(error).__name__
         if got:
             raise UserError(
-                f"{name} in the bundle {folder} is not what was built",
+                f"{name} in the bundle {folder} is damaged",
                 expected=f"{record.size} bytes, SHA-256 {record.sha256[:12]}…",
                 got=got,
                 remedy="copy the bundle again, or build it again",
             )
     if unlisted := next((name for name in _lying_among_own(folder, manifest) if name not in manifest.files), None):
         raise UserError(
-            f"{unlisted} in the bundle {folder} is none of its files",
-            expected="files of the build alone beside the models and in the folder of the pipeline, which are read as they lie",
-            got="a file that the manifest does not list",
-            remedy="move it elsewhere, or build the bundle again",
+            f"{unlisted} in the bundle {folder} is not listed in the manifest",
+            expected="listed files only, beside the models and in the folder of the pipeline",
+            got="an unlisted file",
+            remedy="move the file elsewhere, or build the bundle again",
         )
 
 
 def _lying_among_own(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Files that count as the bundle's own, see `Manifest.is_own`. Hidden ones are left out: temporary folders of this program's
-    and what file managers leave, which nothing reads."""
+    """Yield existing files that belong to the bundle, see `Manifest.is_own`, except hidden ones, which no reader opens."""
     places = {folder / component.onnx for component in manifest.components.values()}
     found = [path for place in places for path in place.parent.glob(f"{glob.escape(place.name)}*")]
     if manifest.pipeline:
-        # Through links, as what is read goes; the pipeline's own folder has a few levels.
+        # Follows links, because readers of the pipeline do.
         found += (Path(here, name) for here, _, names in os.walk(folder / manifest.pipeline) for name in names)
     for path in sorted(found):
         inside = path.relative_to(folder)
@@ -783,7 +780,7 @@ def _lying_among_own(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _found(path: Path, record: FileRecord) -> str:
-    """What stands at a path instead of the file that was recorded; empty when it is that file."""
+    """Describe a file that differs from its record; empty if it does not differ."""
     if (size := path.stat().st_size) != record.size:
         return f"{size} bytes"
     digest = sha256(path)

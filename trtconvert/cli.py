@@ -1,4 +1,4 @@
-"""The command line. Imports what a command needs when it runs, so that `--help` answers at once."""
+"""The command line. Each command imports its modules when it runs, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,35 @@ if TYPE_CHECKING:
     from trtconvert.runtime import LoadedBundle
 
 
+_PATH = click.Path(path_type=Path)
+_BUNDLE = click.argument("bundle", type=_PATH)
+_OTHER_FILE = "give another file with -o"
+
+
+def _output(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option("-o", "--output", type=_PATH, default=Path(default))
+
+
+def _require_suffix(output: Path, suffix: str, what: str) -> None:
+    given = output.suffix.lower() if suffix == ".png" else output.suffix  # readers of other files compare exactly
+    if given != suffix:
+        raise UserError(
+            f"{what} cannot be written as '{output.name}'",
+            expected=f"a file that ends in {suffix}",
+            got=output.suffix or "no ending",
+            remedy=_OTHER_FILE,
+        )
+
+
 class _Stopped(KeyboardInterrupt):
-    """A signal asked the program to stop. A class of its own: after a plain KeyboardInterrupt that crossed code which a
-    library compiles as it is imported, Python ends by SIGINT, whatever exit code was asked for."""
+    """A signal asked the program to stop.
+
+    A plain KeyboardInterrupt does not do: after it crossed code that a library compiles during an import, Python ends by SIGINT
+    and ignores the exit code.
+    """
 
 
 def _importing() -> bool:
-    """Whether some module is being imported now."""
     specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
     return any(getattr(spec, "_initializing", False) for spec in specs)
 
@@ -46,37 +68,39 @@ def _importing() -> bool:
 def _out_of_host_memory(error: MemoryError) -> TrtconvertError:
     return TrtconvertError(
         "the host's memory ran out",
-        expected="room for the model, and for three engines of its size while they are compared",
+        expected="memory for the model, and for three engines of its size while a build compares engines",
         got=kind_and_first_line(error),
-        remedy="end other programs or add memory; with engine.attention set to plugin or native one engine is built, and none is "
-        "compared",
+        remedy="end other programs or add memory; or set engine.attention to plugin or native, which builds a single engine",
     )
 
 
 def _start_in_utf8() -> None:
-    """Begin anew in UTF-8 where Python takes the locale's ASCII for all there is, which it does where it was told to: the C
-    locale alone means UTF-8 to it. Libraries in C++ open paths in UTF-8, and tables have signs beyond ASCII."""
+    """Restart Python in UTF-8 mode if its file system encoding is ASCII.
+
+    C++ libraries open paths in UTF-8, and tables hold characters beyond ASCII.
+    """
     if sys.getfilesystemencoding() == "ascii" and not sys.flags.utf8_mode:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 _CLEARING_SECONDS = 2.0
-"""What removing temporary folders may take."""
+"""Time to remove temporary folders, during which further signals are ignored."""
 
 
 class _Commands(click.Group):
-    """Turns every failure into a message and an exit code: 2 for the user's mistakes, 1 for what went wrong here, and for
-    what a signal stopped 128 and its number.
+    """Turns every failure into a message and an exit code.
+
+    The exit code is 2 for a user's mistake, 1 for a failure of the program, and 128 + N after signal N.
     """
 
     stopped_by: int | None = None
-    as_json = False  # whether the command that runs now tells of errors as lines of JSON
-    _left_at = -math.inf  # seconds, of time.monotonic()
+    as_json = False  # whether the running command prints errors as lines of JSON
+    _left_at = -math.inf  # in seconds of time.monotonic()
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Any:
         if args is not None:
             return super().main(args, *more, **named)
-        # What the shell gave: a process of its own.
+        # Called by the shell, in a process of its own.
         _start_in_utf8()
         try:
             return super().main(None, *more, **named)
@@ -84,11 +108,10 @@ class _Commands(click.Group):
             early.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
 
     def stop(self, number: int, _frame: object) -> None:
-        """Handles SIGINT and SIGTERM. Leaves by the way of an exception, so that temporary folders go. What comes soon after it
-        is ignored, so that it does not cut that short; later, the exception may have got lost on its way up.
+        """Handle SIGINT and SIGTERM: raise an exception, so that temporary folders are removed.
 
-        Not out of an import: libraries import modules from C++ code, which ends the process at an exception. Then SIGALRM
-        asks again a little later.
+        Signals during `_CLEARING_SECONDS` are ignored, so that the removal completes. During an import SIGALRM calls this again
+        a little later: libraries import modules from C++ code, which aborts the process at an exception.
         """
         if time.monotonic() < self._left_at + _CLEARING_SECONDS:
             return
@@ -101,14 +124,14 @@ class _Commands(click.Group):
             raise _Stopped
 
     def was_stopped(self) -> bool:
-        """Whether a signal asked the program to stop. Who hears that it did leaves."""
+        """Return whether a signal asked the program to stop. Callers must exit when this returns True."""
         if self.stopped_by is not None:
             self._left_at = time.monotonic()
         return self.stopped_by is not None
 
     def invoke(self, ctx: click.Context) -> Any:
         self.stopped_by, self._left_at, self.as_json = None, -math.inf, False
-        # What the process ignores, as jobs in the background ignore Ctrl-C, stays ignored.
+        # Signals that the process ignores stay ignored: background jobs ignore Ctrl-C.
         heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
         before = {n: signal.signal(n, self.stop) for n in (*heeded, signal.SIGALRM)}
         try:
@@ -116,12 +139,12 @@ class _Commands(click.Group):
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
         except BrokenPipeError:
-            raise  # the reader of a pipe has left; click ends quietly
+            raise  # the reader of a pipe exited; click ends quietly
         except KeyboardInterrupt as interrupt:
             self._end_stopped(interrupt)
         except Exception as error:
             if self.was_stopped():
-                # A library that was being imported made an error of its own of the interrupt.
+                # A library that was being imported turned the interrupt into an error of its own.
                 self._end_stopped(KeyboardInterrupt())
             if ctx.params["debug"]:
                 traceback.print_exc()
@@ -134,22 +157,20 @@ class _Commands(click.Group):
                 click.echo(f"error: {error}", err=True)
                 sys.exit(code)
             click.echo(f"internal error: {kind_and_first_line(error)}", err=True)
-            click.echo("  remedy: this is a fault of trtconvert; please report it with the output of --debug", err=True)
+            click.echo("  remedy: this is a bug of trtconvert; please report it with the output of --debug", err=True)
             sys.exit(1)
         finally:
             if self.stopped_by is not None:
-                signal.setitimer(signal.ITIMER_REAL, 0)  # nobody is there any more to be asked again
+                signal.setitimer(signal.ITIMER_REAL, 0)
             # A program that calls this one gets its own handlers back.
             for number, handler in before.items():
-                signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
+                signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not Python's
 
     def _end_stopped(self, interrupt: KeyboardInterrupt) -> NoReturn:
         code = 128 + (self.stopped_by or signal.SIGINT)
         if self.as_json:
             self._tell(interrupt, code)
-        click.echo(
-            "interrupted; finished stages stay in the cache, if one is kept, nothing half-written is left", err=True
-        )
+        click.echo("interrupted: the cache keeps finished stages, and half-written files were removed", err=True)
         sys.exit(code)
 
     def _tell(self, error: BaseException, code: int) -> NoReturn:
@@ -159,9 +180,9 @@ class _Commands(click.Group):
         sys.exit(code)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="trtconvert")
-@click.option("--debug", is_flag=True, help="Show tracebacks, and why calls are not recorded in CUDA graphs.")
+@click.option("--debug", is_flag=True, help="Print tracebacks, and why calls are not captured in CUDA graphs.")
 def main(debug: bool) -> None:
     """Turn diffusion models into TensorRT engines with INT8 attention that follows the denoising timestep."""
     from trtconvert.entry_point import look_in
@@ -174,14 +195,14 @@ def main(debug: bool) -> None:
 
 
 def _speaking(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds --quiet and --json to a command, which says all that it says through its argument `out`."""
+    """Add --quiet and --json to a command, which prints through its argument `out`."""
 
     @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
     @click.option(
         "--json",
         "as_json",
         is_flag=True,
-        help="Print the result as a JSON object, and progress and errors as lines of JSON on the standard error.",
+        help="Print the result as a JSON object, and progress and errors as lines of JSON to stderr.",
     )
     @functools.wraps(command)
     def wrapped(quiet: bool, as_json: bool, **named: Any) -> None:
@@ -192,7 +213,7 @@ def _speaking(command: Callable[..., None]) -> Callable[..., None]:
                 "--quiet and --json exclude each other",
                 expected="one of them",
                 got="both",
-                remedy="leave --quiet out: with --json, the standard output has the result alone",
+                remedy="leave --quiet out: with --json, stdout holds the result alone",
             )
         main.as_json = as_json
         out = Output("json" if as_json else "quiet" if quiet else "text", main.was_stopped)
@@ -205,31 +226,28 @@ def _speaking(command: Callable[..., None]) -> Callable[..., None]:
 _DEVICE = click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
-    help="Where the model computes, instead of what the recipe's compute section says: auto by default, the GPU where there "
-    "is one and the model fits, as a whole or block by block.",
+    help="Where the model computes; replaces the recipe's compute.device. auto: the GPU, if the model fits as a whole or block "
+    "by block.",
 )
-
-
 _OFFLOAD = click.option(
     "--offload",
     is_flag=True,
-    help="Let the torch model's weights lie in host memory and come to the GPU block by block, for models larger than it. By "
-    "default this is done where the model does not fit otherwise; see compute.offload in recipes.",
+    help="Keep the torch model's weights in host memory and copy them to the GPU block by block. By default models that do not "
+    "fit otherwise are offloaded; see compute.offload in recipes.",
 )
 
 
 def _on(device: str | None, offload: bool, recipe: Recipe) -> Recipe:
-    """The recipe with another device, where one is given, and with offloading, where that is asked for."""
     asked = ({} if device is None else {"device": device}) | ({"offload": "on"} if offload else {})
     return recipe.model_copy(update={"compute": recipe.compute.model_copy(update=asked)})
 
 
 @main.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the bundle; out/NAME by default.")
-@click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder of the build cache.")
-@click.option("--no-cache", is_flag=True, help="Redo every stage, and keep nothing.")
-@click.option("--skip-bad", is_flag=True, help="Leave bad calibration samples out, and list them.")
+@click.argument("recipe", type=_PATH)
+@click.option("-o", "--output", type=_PATH, help="Folder of the bundle; out/NAME by default.")
+@click.option("--cache", "cache_folder", type=_PATH, help="Folder of the build cache.")
+@click.option("--no-cache", is_flag=True, help="Run every stage, and cache no stage.")
+@click.option("--skip-bad", is_flag=True, help="Skip bad calibration samples, and list them.")
 @_DEVICE
 @_OFFLOAD
 @_speaking
@@ -243,10 +261,10 @@ def build(
     offload: bool,
     out: Output,
 ) -> None:
-    """Convert the model of RECIPE and leave a bundle.
+    """Convert the model of RECIPE and write a bundle.
 
-    RECIPE may be an ONNX file, which stands for what `init` writes for it, or digits-dit, a small model that comes with the
-    program.
+    RECIPE may also be an ONNX file, for which the recipe of `trtconvert init` is used, or digits-dit, a small model that comes
+    with the program.
     """
     from trtconvert import pipeline, summary
 
@@ -262,18 +280,17 @@ def build(
 
 
 def _times(report: Reporter) -> dict[str, Any]:
-    """Of stages, for programs."""
     seconds = {name: round(seconds, 3) for name, seconds in report.seconds.items()}
     return {"seconds": seconds, "reused": sorted(report.reused)}
 
 
 def _recipe(path: Path, report: Reporter) -> Recipe:
-    """A recipe; of an ONNX file that with which it begins, and by its name one that comes with the program.
+    """Load a recipe, the recipe that comes with the program under this name, or the default recipe of an ONNX file.
 
     Args:
-        report: told what is assumed of an ONNX file.
+        report: gets a notice of the assumptions about an ONNX file.
     Raises:
-        UserError: there is none, or it cannot be used.
+        UserError: the recipe does not exist or is not valid.
     """
     from trtconvert.recipe import ONNX_SUFFIX, load_recipe
     from trtconvert.starter import assumptions, named_recipe, recipe_of
@@ -283,7 +300,7 @@ def _recipe(path: Path, report: Reporter) -> Recipe:
     with recipe_of(path) as file:
         if assumed := assumptions(file.read_text(encoding="utf-8")):
             report.notice(
-                f"assumed of {path.name}: {', '.join(assumed)}; `trtconvert init` writes a recipe to correct it in"
+                f"assumed of {path.name}: {', '.join(assumed)}; `trtconvert init` writes a recipe that you can correct"
             )
         return load_recipe(file)
 
@@ -295,31 +312,31 @@ def _cache(folder: Path | None, disabled: bool) -> Iterator[Cache]:
 
     if disabled:
         with temporary_folder() as name:
-            yield Cache(name / "cache")  # the folder itself is locked while it is in use, and the cache locks its own
+            yield Cache(name / "cache")  # `temporary_folder` locks `name`, and the cache locks its own folder
     else:
         yield Cache(folder or default_folder())
 
 
 @main.command("compile")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder of the build cache.")
-@click.option("--no-cache", is_flag=True, help="Build every engine again, and keep none elsewhere.")
+@_BUNDLE
+@click.option("--cache", "cache_folder", type=_PATH, help="Folder of the build cache.")
+@click.option("--no-cache", is_flag=True, help="Build every engine again, and cache no engine.")
 @click.option(
     "--set",
     "changes",
     multiple=True,
     metavar="engine.FIELD=VALUE",
-    help="Instead of what the bundle's recipe says, as engine.attention=native; several times for several fields. The bundle "
-    "keeps it.",
+    help="Replaces a field of the bundle's recipe, for example engine.attention=native; may be given again for other fields. The "
+    "bundle keeps the new value.",
 )
 @_speaking
 def compile_command(
     bundle: Path, cache_folder: Path | None, no_cache: bool, changes: tuple[str, ...], out: Output
 ) -> None:
-    """Build the TensorRT engine of this machine's GPU into BUNDLE, with no model code and no calibration.
+    """Build the TensorRT engine for this machine's GPU into BUNDLE. Needs no model code and no calibration.
 
-    Engines that an earlier call has finished are taken from the cache. Where one cannot be built, as for want of memory, --set
-    changes what the recipe asks for: engine.attention, engine.workspace_mb, engine.shapes and others.
+    Takes engines that an earlier call has finished from the cache. If an engine cannot be built, for example for lack of memory,
+    --set changes the recipe: engine.attention, engine.workspace_mb, engine.shapes and others.
     """
     from trtconvert import summary
     from trtconvert.compile import compile_bundle
@@ -336,10 +353,10 @@ def compile_command(
 
 
 @main.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@_BUNDLE
 @_speaking
 def inspect(bundle: Path, out: Output) -> None:
-    """Show what BUNDLE holds, after checking every file in it. With --json, its manifest."""
+    """Check every file of BUNDLE and show its content. With --json, print its manifest."""
     from trtconvert import summary
     from trtconvert.bundle import Manifest, check_files, read_unchanged
 
@@ -352,26 +369,25 @@ def inspect(bundle: Path, out: Output) -> None:
 
 
 @main.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("samples.png"), show_default=True)
+@_BUNDLE
+@_output("samples.png")
 @click.option(
-    "-p", "--prompt", "prompts", multiple=True, help="What to show; several take turns. For bundles with components."
+    "-p",
+    "--prompt",
+    "prompts",
+    multiple=True,
+    help="Prompt of a sample; several prompts take turns. For bundles with components.",
 )
 @click.option("-n", "--samples", type=click.IntRange(1, 1024), help="One per prompt by default, or 16.")
-@click.option("--steps", type=click.IntRange(1), default=50, show_default=True)
-@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1025), default=0, show_default=True, help="Seed of the first sample."
-)
+@click.option("--steps", type=click.IntRange(1), default=50)
+@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1025), default=0, help="Seed of the first sample.")
 @click.option(
     "--weights",
-    type=click.Path(path_type=Path),
-    help="Of the model that BUNDLE was made from, where its sampler needs more than the denoiser.",
+    type=_PATH,
+    help="Weights of the model that BUNDLE was made from, for samplers that need more than the denoiser.",
 )
-@click.option(
-    "--devices",
-    help="Several GPUs, as cuda:0,cuda:1, among which the samples of each call are shared out.",
-)
+@click.option("--devices", help="GPUs that share the samples of each call, for example cuda:0,cuda:1.")
 @_speaking
 def run(
     bundle: Path,
@@ -385,7 +401,7 @@ def run(
     devices: str | None,
     out: Output,
 ) -> None:
-    """Sample images with BUNDLE on what this machine can run."""
+    """Draw samples with BUNDLE on this machine's GPU, or with ONNX Runtime."""
     from trtconvert import runtime
     from trtconvert.bundle import MANIFEST
     from trtconvert.documents import text_flaw
@@ -393,21 +409,14 @@ def run(
     from trtconvert.files import whole_file
     from trtconvert.runtime.batches import AnyBatch
 
-    if output.suffix.lower() != ".png":
-        raise UserError(
-            f"samples are not written as '{output.name}'",
-            expected="a file that ends in .png",
-            got=output.suffix or "no ending",
-            remedy="give another file with -o",
-        )
+    _require_suffix(output, ".png", "samples")
     for prompt in prompts:
         if flaw := text_flaw(prompt):
             raise UserError(
-                "a prompt is no text",
-                expected=f"characters of {sys.getfilesystemencoding()}, which the command line is read in",
-                got=f"{flaw}, in {prompt!a}",
-                remedy="type the prompt anew, or give it in the encoding of the terminal; "
-                "one that comes from a file has to be UTF-8",
+                "a prompt is not text",
+                expected=f"characters of {sys.getfilesystemencoding()}, the encoding of the command line",
+                got=flaw,
+                remedy="type the prompt again in the encoding of the terminal; a prompt from a file must be UTF-8",
             )
     started = time.perf_counter()
     loaded = runtime.load(bundle, devices=None if devices is None else [name.strip() for name in devices.split(",")])
@@ -415,16 +424,16 @@ def run(
     taken = {(loaded.folder / name).resolve() for name in (MANIFEST, *loaded.manifest.files)}
     if place in taken or (place.is_relative_to(folder) and loaded.manifest.is_own(str(place.relative_to(folder)))):
         raise UserError(
-            f"{output} is a file of the bundle, or would count as one, and it would no longer be what was built",
-            expected="a place of its own for the samples",
+            f"{output} would change the bundle",
+            expected="a file that does not belong to the bundle",
             got=str(output),
-            remedy="give another file with -o",
+            remedy=_OTHER_FILE,
         )
-    # Samplers choose a prompt by the seed: the first sample should show the first one.
+    # Samplers choose a prompt by the seed: the first sample should show the first prompt.
     first = seed % max(1, len(prompts))
     draw = _sampler(loaded, prompts[-first:] + prompts[:-first], weights)
     samples, loading = samples or len(prompts) or 16, time.perf_counter() - started
-    with whole_file(output, "give another file with -o") as partial:
+    with whole_file(output, _OTHER_FILE) as partial:
         started = time.perf_counter()
         images = draw(AnyBatch(loaded["denoiser"]), range(seed, seed + samples), steps=steps, solver=solver)
         seconds = time.perf_counter() - started
@@ -443,82 +452,73 @@ def run(
 
 
 def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None) -> Sampler:
-    """What draws with a bundle's denoiser.
+    """Return the sampler of a bundle's model.
 
     Raises:
-        UserError: it needs weights that are not here, or takes none; or those that were given are not what it was made from.
+        UserError: the sampler needs weights that were not given, takes none, or takes others than the given ones.
     """
     from trtconvert import models
-    from trtconvert.evaluate.evaluation import full_precision
 
     if weights is None or (prompts and not bundle.manifest.pipeline):
         return models.load_sampler(bundle, prompts)
     if bundle.manifest.pipeline:
         raise UserError(
-            f"{bundle.folder} draws by itself",
-            expected="no weights: it has all that its pipeline needs",
+            f"{bundle.folder} needs no weights",
+            expected="no --weights: the bundle holds its pipeline",
             got=f"--weights {weights}",
             remedy="leave --weights out",
         )
+    from trtconvert.evaluate.evaluation import full_precision
+
     model = full_precision(bundle, weights)
-    assert model is not None  # as weights were given
+    assert model is not None  # because weights were given
     return model.sample
 
 
 @main.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--weights", type=click.Path(path_type=Path), help="Weights of the full-precision model, to compare with."
-)
-@click.option("-n", "--samples", type=click.IntRange(10), default=10_000, show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
-@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim", show_default=True)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**62), default=100_000, show_default=True, help="Seed of the first sample."
-)
+@_BUNDLE
+@click.option("--weights", type=_PATH, help="Weights of the full-precision model for the comparison.")
+@click.option("-n", "--samples", type=click.IntRange(10), default=10_000)
+@click.option("--steps", type=click.IntRange(1), default=100)
+@click.option("--solver", type=click.Choice(["ddim", "heun", "euler"]), default="ddim")
+@click.option("--seed", type=click.IntRange(0, 2**62), default=100_000, help="Seed of the first sample.")
 @click.option(
     "--features",
-    help="digits-classifier, emoji-classifier, inception, or package.module:function; a shipped model's own by default.",
+    help="digits-classifier, emoji-classifier, inception, or package.module:function; default: that of a shipped model.",
 )
-@click.option("--features-weights", type=click.Path(path_type=Path), help="Weights of the feature extractor.")
+@click.option("--features-weights", type=_PATH, help="Weights of the feature extractor.")
 @click.option(
-    "--reference", help="digits or emoji (held out), or a folder of images; a shipped model's own by default."
+    "--reference",
+    help="digits or emoji (held-out images), or a folder of images; default: the images of a shipped model.",
 )
-@click.option("--lpips-weights", type=click.Path(path_type=Path), help="torchvision's AlexNet weights: adds LPIPS.")
+@click.option("--lpips-weights", type=_PATH, help="torchvision's AlexNet weights; adds LPIPS.")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
-    show_default=True,
-    help="Of the torch model, and of the feature extractor. auto takes the GPU where there is one and the model fits.",
+    help="Device of the torch model and of the feature extractor. auto: the GPU, if there is one and the model fits.",
 )
 @_OFFLOAD
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
     default="float32",
-    show_default=True,
-    help="What the full-precision model computes in; 16 bits compare with the pipeline as it runs today, and draw faster.",
+    help="Type of the full-precision model. 16 bits compare with the pipeline as it usually runs, and draw faster.",
 )
 @click.option(
     "--int8",
     type=click.Choice(["bundle", "torch"]),
     default="bundle",
-    show_default=True,
-    help="What runs INT8: the bundle, or the torch model with its scales and modes.",
+    help="Draw the INT8 samples with the bundle, or with the torch model and the bundle's scales and modes.",
 )
-@click.option(
-    "--batch", type=click.IntRange(1, 256), default=64, show_default=True, help="Samples drawn at once, at most."
-)
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="Folder of finished shards; in the user's cache by default."
-)
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("evaluation.json"), show_default=True)
+@click.option("--batch", type=click.IntRange(1, 256), default=64, help="Largest number of samples of a batch.")
+@click.option("--work", type=_PATH, help="Folder of finished shards; default: in the user's cache.")
+@_output("evaluation.json")
 @_speaking
 def evaluate(bundle: Path, work: Path | None, output: Path, out: Output, **request: Any) -> None:
     """Measure the quality of BUNDLE's samples: PSNR, SSIM, FID, KID, IS, precision, recall.
 
-    Goes on where it was when it was killed. Under torchrun, the processes share the work.
+    A killed evaluation resumes with its finished shards. Under torchrun, the processes share the work.
     """
     from trtconvert.cache import default_folder
     from trtconvert.calib.distributed import joined_ranks
@@ -526,8 +526,7 @@ def evaluate(bundle: Path, work: Path | None, output: Path, out: Output, **reque
     from trtconvert.evaluate.table import print_evaluation
     from trtconvert.files import require_writable, whole_file
 
-    instead = "give another file with -o"
-    require_writable(output, instead)
+    require_writable(output, _OTHER_FILE)
     with joined_ranks() as ranks:
         if ranks.rank > 0:
             out.silence()
@@ -535,7 +534,7 @@ def evaluate(bundle: Path, work: Path | None, output: Path, out: Output, **reque
             bundle, evaluation.Request(**request), work or default_folder() / "evaluate", ranks, out.reporter()
         )
     if found is not None:
-        with whole_file(output, instead) as partial:
+        with whole_file(output, _OTHER_FILE) as partial:
             partial.write_text(found.model_dump_json(indent=1))
         out.result(
             {"output": output, "evaluation": found.model_dump(mode="json")},
@@ -545,11 +544,10 @@ def evaluate(bundle: Path, work: Path | None, output: Path, out: Output, **reque
 
 
 def _calibration_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of the commands that override a recipe's calibration data."""
     options = (
-        click.argument("recipe", type=click.Path(path_type=Path)),
-        click.option("--data", help="Instead of the recipe's calibration.data; see `trtconvert schema`."),
-        click.option("-n", "--samples", type=click.IntRange(1), help="Instead of the recipe's calibration.samples."),
+        click.argument("recipe", type=_PATH),
+        click.option("--data", help="Replaces the recipe's calibration.data; see `trtconvert schema`."),
+        click.option("-n", "--samples", type=click.IntRange(1), help="Replaces the recipe's calibration.samples."),
     )
     for option in reversed(options):
         command = option(command)
@@ -557,7 +555,6 @@ def _calibration_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_data(path: Path, data: str | None, samples: int | None, report: Reporter) -> Recipe:
-    """The recipe, with the calibration data of the command line."""
     from pydantic import ValidationError
 
     from trtconvert.recipe import CalibrationSection
@@ -569,7 +566,7 @@ def _with_data(path: Path, data: str | None, samples: int | None, report: Report
         section = CalibrationSection.model_validate(changed)
     except ValidationError as error:
         raise UserError(
-            "the recipe and the command line do not fit together",
+            "the command line does not fit the recipe",
             expected=error.errors()[0]["msg"].removeprefix("Value error, "),
             got=", ".join(f"--{name} {value}" for name, value in given.items() if value is not None),
             remedy="change the recipe's calibration section or leave the option out",
@@ -579,13 +576,9 @@ def _with_data(path: Path, data: str | None, samples: int | None, report: Report
 
 @main.command()
 @_calibration_options
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), default=Path("calibration.safetensors"), show_default=True
-)
-@click.option(
-    "--cache", "cache_folder", type=click.Path(path_type=Path), help="Folder for finished batches until the end."
-)
-@click.option("--skip-bad", is_flag=True, help="Leave bad samples out, and list them.")
+@_output("calibration.safetensors")
+@click.option("--cache", "cache_folder", type=_PATH, help="Folder of finished batches while the command runs.")
+@click.option("--skip-bad", is_flag=True, help="Skip bad samples, and list them.")
 @_DEVICE
 @_OFFLOAD
 @_speaking
@@ -602,7 +595,7 @@ def calibrate(
 ) -> None:
     """Calibrate the model of RECIPE and write its scales, for `calibration: {from: FILE}` in recipes.
 
-    Goes on where it was when it was killed. Under torchrun, the processes share the work.
+    A killed calibration resumes with its finished batches. Under torchrun, the processes share the work.
     """
     from trtconvert.cache import Cache, default_folder
     from trtconvert.calib.command import calibrate_recipe, summary
@@ -631,14 +624,11 @@ def calibrate(
 
 @main.command()
 @_calibration_options
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("inputs.safetensors"), show_default=True)
-@click.option("--per-run", type=click.IntRange(1), default=4, show_default=True, help="Steps recorded of each run.")
+@_output("inputs.safetensors")
+@click.option("--per-run", type=click.IntRange(1), default=4, help="Recorded steps of each run.")
 @_speaking
 def record(recipe: Path, data: str | None, samples: int | None, output: Path, per_run: int, out: Output) -> None:
-    """Record denoiser inputs of RECIPE's model at stratified timesteps, with the step before each.
-
-    The file serves as calibration data.
-    """
+    """Record denoiser inputs of RECIPE's model at stratified timesteps, each with the step before, as calibration data."""
     from trtconvert import models
     from trtconvert.calib import record as recording
     from trtconvert.files import whole_file
@@ -646,14 +636,8 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
 
     report = out.reporter()
     chosen = _with_data(recipe, data, samples, report)
-    if output.suffix != ".safetensors":
-        raise UserError(
-            f"inputs are not written as '{output.name}'",
-            expected="a file that ends in .safetensors",
-            got=output.suffix or "no ending",
-            remedy="give another file with -o",
-        )
-    with whole_file(output, "give another file with -o") as partial, report.live(), report.stage("record") as bar:
+    _require_suffix(output, ".safetensors", "inputs")
+    with whole_file(output, _OTHER_FILE) as partial, report.live(), report.stage("record") as bar:
         model = models.load(chosen.model, chosen.loras)
         weights = identity(chosen.model, chosen.loras)
         rows = recording.record(model, chosen.calibration, per_run, weights, partial, bar)
@@ -663,12 +647,12 @@ def record(recipe: Path, data: str | None, samples: int | None, output: Path, pe
 
 
 @main.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--evaluation", type=click.Path(path_type=Path), help="What `trtconvert evaluate` wrote.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@_BUNDLE
+@click.option("--evaluation", type=_PATH, help="File that `trtconvert evaluate` wrote.")
+@_output("report.html")
 @_speaking
 def report(bundle: Path, evaluation: Path | None, output: Path, out: Output) -> None:
-    """Show BUNDLE as one HTML file: gates, samples, quality, precision and scales per site and timestep."""
+    """Write an HTML report of BUNDLE: gates, samples, quality, precision and scales per site and timestep."""
     from trtconvert.evaluate.report import write_report
 
     write_report(bundle, evaluation, output)
@@ -676,12 +660,12 @@ def report(bundle: Path, evaluation: Path | None, output: Path, out: Output) -> 
 
 
 @main.command()
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("comparison.html"), show_default=True)
+@click.argument("first", type=_PATH)
+@click.argument("second", type=_PATH)
+@_output("comparison.html")
 @_speaking
 def compare(first: Path, second: Path, output: Path, out: Output) -> None:
-    """Show two bundles side by side as one HTML file: figures, speed, samples, and what their recipes say differently."""
+    """Write an HTML page that compares two bundles: quality, speed, samples, and differences of their recipes."""
     from trtconvert.evaluate.comparison import write_comparison
 
     sides = write_comparison(first, second, output)
@@ -689,7 +673,7 @@ def compare(first: Path, second: Path, output: Path, out: Output) -> None:
 
 
 @main.command()
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("kernel_cost.json"), show_default=True)
+@_output("kernel_cost.json")
 @_speaking
 def measure(output: Path, out: Output) -> None:
     """Measure attention, layers and convolutions on this machine's GPU, for `plan: {kernel_cost: FILE}` in recipes."""
@@ -697,7 +681,7 @@ def measure(output: Path, out: Output) -> None:
     from trtconvert.files import whole_file
 
     reporter = out.reporter()
-    with whole_file(output, "give another file with -o") as partial, reporter.live(), reporter.stage("measure") as bar:
+    with whole_file(output, _OTHER_FILE) as partial, reporter.live(), reporter.stage("measure") as bar:
         bar.total(steps())
         write_kernel_cost(partial, bar.step)
     out.result({"output": output}, f"written to {output}")
@@ -706,7 +690,7 @@ def measure(output: Path, out: Output) -> None:
 @main.command()
 @_speaking
 def doctor(out: Output) -> None:
-    """Tell what this machine can build and run, and what is missing."""
+    """Print what this machine can build and run, and what is missing."""
     from dataclasses import asdict
 
     from trtconvert.doctor import examine, print_findings
@@ -719,17 +703,15 @@ def doctor(out: Output) -> None:
 
 @main.command()
 @click.argument("model")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("recipe.yaml"), show_default=True)
-@click.option("--prompts", type=click.Path(path_type=Path), help="Text file with a prompt a line, to calibrate on.")
-@click.option(
-    "--lora", "loras", multiple=True, type=click.Path(path_type=Path), help="LoRA file to merge; may be given again."
-)
-@click.option("--force", is_flag=True, help="Write over a recipe that is there.")
+@_output("recipe.yaml")
+@click.option("--prompts", type=_PATH, help="Text file with one calibration prompt a line.")
+@click.option("--lora", "loras", multiple=True, type=_PATH, help="LoRA file to merge; may be given again.")
+@click.option("--force", is_flag=True, help="Overwrite an existing recipe.")
 def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...], force: bool) -> None:
     """Write a commented recipe for MODEL.
 
-    That is the folder of a diffusers pipeline, a file of weights, an ONNX file, or a model by its short name: a published one, as
-    sdxl or flux1, or digits-dit, which comes with the program. Another name lists them.
+    MODEL is the folder of a diffusers pipeline, a file of weights, an ONNX file, or the short name of a model: a published model
+    such as sdxl or flux1, or digits-dit, which comes with the program. An unknown name prints the list of names.
     """
     from trtconvert.files import whole_file
     from trtconvert.starter import assumptions, recipe_text
@@ -737,37 +719,37 @@ def init(model: str, output: Path, prompts: Path | None, loras: tuple[Path, ...]
     text = recipe_text(model, output, prompts, loras)
     if output.exists() and not force:
         raise UserError(
-            f"{output} is there already",
-            expected="a file that is not",
-            got="one",
-            remedy="name another with -o, or write over it with --force",
+            f"{output} exists already",
+            expected="a new file",
+            got="an existing one",
+            remedy=f"{_OTHER_FILE}, or overwrite the file with --force",
         )
-    with whole_file(output, "name another with -o") as partial:
+    with whole_file(output, _OTHER_FILE) as partial:
         partial.write_text(text, encoding="utf-8")
     for assumed in assumptions(text):
         click.echo(f"assumed: {assumed}")
-    click.echo(f"{output}: look through it, then `trtconvert build {output}`")
+    click.echo(f"{output}: read the recipe, then run `trtconvert build {output}`")
 
 
 _strategy = click.option(
     "--strategy",
     type=click.Choice(["names", "kandinsky"]),
     default="names",
-    show_default=True,
-    help="What tells embeddings and last layers: their names; or their place in the model, of Kandinsky and others with blocks. "
-    "The latter leaves these and the VAE's decoder as they are.",
+    help="How embeddings and last layers are recognised: by their names; or (kandinsky) by their place in a model of blocks; "
+    "kandinsky leaves these and the VAE's decoder unchanged.",
 )
+_NEW_FOLDER = click.option("-o", "--output", type=_PATH, required=True, help="New or empty folder.")
 
 
 @main.command()
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("analysis.json"), show_default=True)
+@click.argument("model", type=_PATH)
+@_output("analysis.json")
 @_strategy
 @_speaking
 def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
-    """Tell what INT8 would do to each tensor of MODEL: a file of weights, a folder of them, or a pipeline's folder.
+    """Measure the error of INT8 for each tensor of MODEL: a file of weights, a folder of such files, or a pipeline's folder.
 
-    Writes JSON for `trtconvert quantize --analysis`, which `trtconvert schema analysis` describes, and a page for people.
+    Writes JSON for `trtconvert quantize --analysis` (its schema: `trtconvert schema analysis`), and an HTML page.
     """
     from trtconvert.evaluate.weights_page import write_page
     from trtconvert.files import require_writable, whole_file
@@ -775,22 +757,15 @@ def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
     from trtconvert.weights.sources import open_source
     from trtconvert.weights.tables import print_analysis
 
-    instead = "give another file with -o"
     page = output.with_suffix(".html")
-    if output.suffix != ".json":
-        raise UserError(
-            f"an analysis is not written as '{output.name}'",
-            expected="a file that ends in .json; the page beside it ends in .html",
-            got=output.suffix or "no ending",
-            remedy=instead,
-        )
+    _require_suffix(output, ".json", "an analysis")
     source = open_source(model)
     for place in (output, page):
-        require_writable(place, instead)
+        require_writable(place, _OTHER_FILE)
     report = out.reporter()
     with report.live(), report.stage("analyze") as bar:
         found = analyse(source, bar, Rules(strategy=strategy))
-    with whole_file(output, instead) as partial:
+    with whole_file(output, _OTHER_FILE) as partial:
         partial.write_text(found.model_dump_json(indent=1), encoding="utf-8")
     write_page(found, page)
     out.result(
@@ -809,56 +784,54 @@ def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
 
 
 @main.command()
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder, which is not there or empty."
-)
-@click.option("--analysis", type=click.Path(path_type=Path), help="What `trtconvert analyze` wrote of MODEL.")
+@click.argument("model", type=_PATH)
+@_NEW_FOLDER
+@click.option("--analysis", type=_PATH, help="File that `trtconvert analyze` wrote for MODEL.")
 @click.option(
     "--granularity",
     type=click.Choice(["block", "channel"]),
     default="block",
-    show_default=True,
-    help="A scale per 128 × 128 weights, or per output channel as engines have.",
+    help="One scale per block of 128 × 128 weights, or per output channel as in engines.",
 )
 @click.option(
     "--fallback-dtype",
     "fallback",
     type=click.Choice(["bf16", "fp16"]),
     default="bf16",
-    show_default=True,
-    help="Of what is neither INT8 nor FP32.",
+    help="Type of tensors that become neither INT8 nor FP32.",
 )
 @click.option(
     "--fp32",
     multiple=True,
     metavar="PATTERN",
-    help="Names that stay FP32, beside norms, embeddings and final layers; may be given again.",
+    help="Names of further tensors that stay FP32, beside norms, embeddings and last layers; may be given again.",
 )
 @click.option(
     "--max-outliers",
     type=click.FloatRange(0, 1),
     default=0.01,
-    show_default=True,
-    help="Share of a weight's elements over four times the root mean square of their block.",
+    help="Largest share of elements over four times the root mean square of their block; other weights do not become INT8.",
 )
 @click.option(
-    "--min-elements", type=click.IntRange(0), default=4096, show_default=True, help="Smaller weights are not INT8."
+    "--min-elements",
+    type=click.IntRange(0),
+    default=4096,
+    help="Smallest number of elements of a weight that becomes INT8.",
 )
 @_strategy
 @_speaking
 def quantize(model: Path, output: Path, analysis: Path | None, out: Output, **rules: Any) -> None:
-    """Write MODEL with its weights in INT8, and everything else that its folder has.
+    """Write MODEL with its weights in INT8, and copy the other files of its folder.
 
-    Takes no more memory than the largest tensor needs, reads back what it wrote, and goes on where it was when it was killed.
+    Needs memory for the largest tensor, checks every written file, and resumes after it was killed.
     """
     from trtconvert.weights.analysis import Rules
     from trtconvert.weights.quantisation import quantise_model
     from trtconvert.weights.sources import open_source
     from trtconvert.weights.tables import outcome_values, print_outcome
 
-    if math.isnan(rules["max_outliers"]):  # in no range, and click takes it
-        raise UserError("--max-outliers is no share", expected="0 to 1", got="nan", remedy="give a number")
+    if math.isnan(rules["max_outliers"]):  # click's ranges accept nan
+        raise UserError("--max-outliers is not a share", expected="0 to 1", got="nan", remedy="give a number")
     report = out.reporter()
     source = open_source(model)
     with report.live(), report.stage("quantize") as bar:
@@ -868,18 +841,16 @@ def quantize(model: Path, output: Path, analysis: Path | None, out: Output, **ru
 
 
 @main.command()
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder, which is not there or empty."
-)
+@click.argument("model", type=_PATH)
+@_NEW_FOLDER
 @click.option(
     "--dtype",
     type=click.Choice(["bf16", "fp16"]),
-    help="Of what was converted; by default what each tensor was before, and bf16 where that had not 16 bits.",
+    help="Type of dequantised tensors; default: the type before quantize, or bf16 if that did not have 16 bits.",
 )
 @_speaking
 def dequantize(model: Path, output: Path, dtype: Any, out: Output) -> None:
-    """Write MODEL, which `trtconvert quantize` made, in 16 bits again."""
+    """Write a MODEL of `trtconvert quantize` in 16 bits again."""
     from trtconvert.weights.quantisation import dequantise_model
     from trtconvert.weights.sources import open_source
     from trtconvert.weights.tables import outcome_values, print_outcome
@@ -893,21 +864,21 @@ def dequantize(model: Path, output: Path, dtype: Any, out: Output) -> None:
 
 
 def _replicas(text: str) -> tuple[int | None, int | None]:
-    """The least and the most replicas that `--replicas` names; None for as many as there are GPUs.
+    """Parse `--replicas` into the smallest and the largest number of replicas; None means one per GPU.
 
     Raises:
-        UserError: it names none.
+        UserError: the text is not valid.
     """
     if text == "auto":
         return None, None
     least, colon, most = text.partition(":")
     parts = (least, most) if colon else (least, least)
-    if all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts) and 1 <= int(parts[0]) <= int(
-        parts[1]
-    ):
-        return int(parts[0]), int(parts[1])
+    if all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
+        first, last = map(int, parts)
+        if 1 <= first <= last:
+            return first, last
     raise UserError(
-        "--replicas is no number of replicas",
+        "--replicas is not a number of replicas",
         expected="auto, a number from 1, or LEAST:MOST",
         got=text,
         remedy="correct the option",
@@ -915,10 +886,6 @@ def _replicas(text: str) -> tuple[int | None, int | None]:
 
 
 def _at_most(option: str, number: int, other: str, most: int) -> None:
-    """
-    Raises:
-        UserError: one option is above another.
-    """
     if number > most:
         raise UserError(
             f"{option} is more than {other}",
@@ -929,87 +896,64 @@ def _at_most(option: str, number: int, other: str, most: int) -> None:
 
 
 def _finite(*numbers: float) -> None:
-    """
-    Raises:
-        UserError: one is infinite or nan, which is in no range and click takes.
-    """
+    """Check numbers for infinity and nan, which click's ranges accept."""
     if bad := [number for number in numbers if not math.isfinite(number)]:
         raise UserError(
-            "an option is no number of seconds or cores", expected="a number", got=str(bad[0]), remedy="correct it"
+            "an option is not a number of seconds or cores",
+            expected="a finite number",
+            got=str(bad[0]),
+            remedy="correct the option",
         )
 
 
 _MAX_BATCH = click.option(
-    "--max-batch", type=click.IntRange(1, 64), default=8, show_default=True, help="Images drawn at once, at most."
+    "--max-batch", type=click.IntRange(1, 64), default=8, help="Largest number of images of a batch."
 )
-_DEFAULT_STEPS = click.option(
-    "--steps", type=click.IntRange(1), default=50, show_default=True, help="Denoising steps by default."
-)
+_DEFAULT_STEPS = click.option("--steps", type=click.IntRange(1), default=50, help="Default number of denoising steps.")
 
 
 @main.command("serve")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 for all. There is no login."
-)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--name", help="Of the model, for clients; the bundle's folder by default.")
-@click.option("--address", help="Ray cluster, as auto or HOST:PORT; one of this machine alone by default.")
+@_BUNDLE
+@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0: all. There is no login.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free port.")
+@click.option("--name", help="Name of the model for clients; default: the name of the bundle's folder.")
+@click.option("--address", help="Ray cluster, auto or HOST:PORT; default: a cluster of this machine alone.")
 @click.option(
     "--replicas",
     default="auto",
-    show_default=True,
     metavar="auto|N|LEAST:MOST",
-    help="One per GPU, so many, or as many as there is work for.",
+    help="Number of replicas: one per GPU, a fixed number, or a range that follows the load.",
 )
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "cpu"]),
     default="auto",
-    show_default=True,
-    help="cuda: a GPU for each replica; cpu: ONNX Runtime. auto takes cuda where the cluster has GPUs.",
+    help="cuda: a GPU for each replica; cpu: ONNX Runtime; auto: cuda if the cluster has GPUs.",
 )
-@click.option(
-    "--cpus", type=click.FloatRange(0, 1024), default=1, show_default=True, help="Cores set aside for each replica."
-)
+@click.option("--cpus", type=click.FloatRange(0, 1024), default=1, help="Cores that each replica reserves.")
 @_MAX_BATCH
 @click.option(
     "--batch-wait-ms",
     type=click.FloatRange(0, 60_000),
     default=10,
-    show_default=True,
-    help="How long an image waits for others of its shape while a replica is free.",
+    help="Longest wait of an image for others of its shape while a replica is free.",
 )
 @click.option(
     "--queue-limit",
     type=click.IntRange(1, 100_000),
     default=64,
-    show_default=True,
-    help="Images asked for and not answered; more get status 429.",
+    help="Largest number of images in work; further requests get status 429.",
 )
-@click.option(
-    "--max-images", type=click.IntRange(1, 100), default=10, show_default=True, help="n of a request, at most."
-)
+@click.option("--max-images", type=click.IntRange(1, 100), default=10, help="Largest n of a request.")
 @_DEFAULT_STEPS
-@click.option(
-    "--max-steps", type=click.IntRange(1), default=100, show_default=True, help="steps of a request, at most."
-)
-@click.option(
-    "--start-seconds",
-    type=click.FloatRange(1),
-    default=900,
-    show_default=True,
-    help="In which a replica has to be there.",
-)
-@click.option(
-    "--request-seconds", type=click.FloatRange(0.1), default=600, show_default=True, help="That a request may take."
-)
+@click.option("--max-steps", type=click.IntRange(1), default=100, help="Largest steps of a request.")
+@click.option("--start-seconds", type=click.FloatRange(1), default=900, help="Longest start of a replica.")
+@click.option("--request-seconds", type=click.FloatRange(0.1), default=600, help="Longest time of a request.")
 @click.option(
     "--drain-seconds",
     type=click.FloatRange(0),
     default=60,
-    show_default=True,
-    help="In which requests are finished after SIGTERM or Ctrl-C.",
+    help="Longest wait for running requests after SIGTERM or Ctrl-C.",
 )
 @click.pass_context
 def serve_command(
@@ -1032,9 +976,9 @@ def serve_command(
     request_seconds: float,
     drain_seconds: float,
 ) -> None:
-    """Serve BUNDLE over HTTP, as the OpenAI images API does, with replicas on a Ray cluster. See docs/serving.md.
+    """Serve BUNDLE over HTTP with the OpenAI images API and replicas on a Ray cluster. See docs/serving.md.
 
-    Needs the extra `serve`. There is no login and no encryption: put a proxy in front of it.
+    Needs the extra `serve`. The server has no login and no encryption: put a proxy in front of the server.
     """
     from trtconvert.serving.server import Limits, Options, require_packages, serve
 
@@ -1052,25 +996,20 @@ def serve_command(
 
 
 @main.command("export-triton")
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the model repository.")
-@click.option("--name", help="Of the model; the bundle's folder by default. Its components are called NAME-COMPONENT.")
+@_BUNDLE
+@click.option("-o", "--output", type=_PATH, required=True, help="Folder of the model repository.")
+@click.option("--name", help="Name of the model; default: the bundle's folder. Components are named NAME-COMPONENT.")
 @_MAX_BATCH
 @click.option(
     "--batch-wait-ms",
     type=click.FloatRange(0, 60_000),
     default=10,
-    show_default=True,
-    help="How long Triton waits for others.",
+    help="Longest wait of a request for others of its batch.",
 )
-@click.option(
-    "--queue-limit", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Requests that wait, at most."
-)
+@click.option("--queue-limit", type=click.IntRange(1, 100_000), default=64, help="Largest number of waiting requests.")
 @_DEFAULT_STEPS
-@click.option(
-    "--max-steps", type=click.IntRange(1), default=100, show_default=True, help="STEPS of a request, at most."
-)
-@click.option("--force", is_flag=True, help="Replace models of these names.")
+@click.option("--max-steps", type=click.IntRange(1), default=100, help="Largest STEPS of a request.")
+@click.option("--force", is_flag=True, help="Replace existing models of these names.")
 def export_triton_command(
     bundle: Path,
     output: Path,
@@ -1096,7 +1035,7 @@ def export_triton_command(
 @main.command()
 @click.argument("of", type=click.Choice(["recipe", "analysis", "events"]), default="recipe")
 def schema(of: str) -> None:
-    """Print the JSON schema of recipes, for editors, of what `trtconvert analyze` writes, or of a line of progress (--json)."""
+    """Print the JSON schema of recipes, of the output of `trtconvert analyze`, or of a line of progress (--json)."""
     import json
 
     from trtconvert.recipe import json_schema
@@ -1104,13 +1043,14 @@ def schema(of: str) -> None:
     if of == "analysis":
         from trtconvert.weights.analysis import Analysis
 
-        click.echo(json.dumps(Analysis.model_json_schema(), indent=2))
+        found = Analysis.model_json_schema()
     elif of == "events":
         from trtconvert.progress import events_schema
 
-        click.echo(json.dumps(events_schema(), indent=2))
+        found = events_schema()
     else:
-        click.echo(json.dumps(json_schema(), indent=2, default=str))
+        found = json_schema()
+    click.echo(json.dumps(found, indent=2, default=str))
 
 
 main.add_command(commands(_speaking))

@@ -1,4 +1,4 @@
-"""`trtconvert compile`: give a bundle the engine of the GPU that it has reached. Needs no model code and no calibration."""
+"""`trtconvert compile`: builds the engines for this machine's GPU into a bundle, without model code and calibration."""
 
 from __future__ import annotations
 
@@ -54,34 +54,34 @@ _CHANGEABLE = (
     "weight_streaming",
     "channels_last",
 )
-"""Fields of a recipe's engine section that the machine with the GPU may decide."""
+"""Fields of the recipe's engine section that `--set` may change."""
 
 _SHOWN = 80
-"""Characters of an option's value that messages repeat."""
+"""Largest number of characters of an option's value in messages."""
 
 
 def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, changes: Sequence[str] = ()) -> Manifest:
-    """Build a TensorRT engine for this machine's GPU from each component's ONNX, into the bundle.
+    """Build a TensorRT engine for this machine's GPU from each component's ONNX model, into the bundle.
 
-    The engines are built in the cache, where a later call finds them, whatever ends this one. Then they are put beside what is in
-    the bundle, and a new manifest takes the old one's place: until then, the bundle is what it was. Of several that compile one
-    bundle at a time, each waits for the others and keeps their engines.
+    The engines are built in the cache, where a later call finds them even if this call fails. Then they are copied into the
+    bundle, and a new manifest replaces the old one, which stays valid until then. Several processes that compile one bundle wait
+    for each other and keep each other's engines.
 
     Args:
-        cache: the user's own by default.
-        changes: of the engine section of the bundle's recipe, as "engine.attention=native"; the bundle keeps them.
+        cache: default: the user's cache.
+        changes: changes of the recipe's engine section, such as "engine.attention=native"; the bundle keeps them.
     Returns:
         The new manifest.
     Raises:
-        UserError: not a bundle, an altered one, or one that is replaced while its engines are built; it cannot be written; or a
-            change does not fit.
-        BackendUnavailable: no GPU, no TensorRT, or no plugin library here.
-        TrtconvertError: the engine cannot be built.
-        GateError: its prediction is too far from full precision's in a timestep bin. The bundle stays what it was.
+        UserError: the folder is not a bundle, the bundle is damaged, cannot be written or was replaced meanwhile, or a change
+            does not fit.
+        BackendUnavailable: there is no GPU, TensorRT or plugin library.
+        TrtconvertError: an engine cannot be built.
+        GateError: an engine's prediction is too far from full precision in a timestep bin. The bundle stays unchanged.
     """
-    # Who switches a link to another bundle meanwhile changes what is served, and not which bundle gets the engines.
+    # Resolved once: a link that is switched meanwhile does not redirect the engines into another bundle.
     folder = settled(folder).resolve()
-    _changed(read_manifest(folder), changes)  # a change that does not fit is told before TensorRT is loaded
+    _changed(read_manifest(folder), changes)  # reports wrong changes before TensorRT is loaded
     tensorrt.load()
     backend, cache = tensorrt.status(), cache or Cache(default_folder())
     with _alone(folder, report.notice) as unchanged:
@@ -89,7 +89,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
         check_files(folder, manifest)
         manifest = _changed(manifest, changes)
         gpu = str(tensorrt.device_architecture()), tensorrt.device_name()
-        require_writable(folder / MANIFEST, _INSTEAD)  # nobody wants to hear it after the build
+        require_writable(folder / MANIFEST, _INSTEAD)  # before the build takes its time
         for name in manifest.components:
             require_writable(folder / EngineRecord.of(name, "tensorrt", "", *gpu).file, _INSTEAD)
         how, built = EngineBuild(manifest.recipe.engine, backend, cache, report), dict[str, Engines]()
@@ -114,33 +114,33 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                     built[name] = verified(folder, manifest, name, made, report)
                 except (OSError, UserError) as error:
                     if not unchanged():
-                        raise _replaced(folder) from error  # with the files that the build was reading
+                        raise _replaced(folder) from error  # together with the files that the build was reading
                     if isinstance(error, UserError):
                         raise
                     if (path := path_of(error)) is None or folder not in path.parents:
                         raise
                     raise UserError(
                         f"cannot read {error.filename}",
-                        expected="the file as it was when the command began",
+                        expected="the file as at the start of the command",
                         got=str(error.strerror),
                         remedy="change its permissions, or copy the bundle again, and run the command again",
                     ) from error
         try:
             with whole_file(folder / MANIFEST, _INSTEAD, finish, through_link=False):
-                pass  # `finish` writes it, under the lock that keeps others from replacing the bundle
+                pass  # `finish` writes the file, under the lock of the folder
         finally:
             _remove_plans(folder, manifest)
     return read_manifest(folder)
 
 
 def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, report: Reporter) -> Engines:
-    """The engines of a denoiser with the error of their predictions, on the calls that the bundle holds.
+    """Measure the prediction error of a denoiser's engines on the bundle's recorded calls.
 
     Raises:
-        GateError: it is above `verify.max_prediction_error` of the bundle's recipe.
+        GateError: an error is above the recipe's `verify.max_prediction_error`.
     """
     component = manifest.components[name]
-    if VERIFY not in manifest.files:  # a bundle of an earlier version
+    if VERIFY not in manifest.files:  # an older bundle
         return engines
     from trtconvert.evaluate.gates import check_predictions
     from trtconvert.evaluate.recorded_calls import RecordedCalls
@@ -153,10 +153,8 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
             with contextlib.closing(engine_component(stage.folder / ENGINE, record, component)) as denoiser:
                 try:
                     errors = calls.errors(AnyBatch(denoiser))
-                except UserError as error:  # --set gave the engine other sizes than the calls have
-                    report.notice(
-                        f"the engine is not verified, as it does not take the recorded calls: {error.problem}"
-                    )
+                except UserError as error:  # --set changed the engine's sizes
+                    report.notice(f"the engine is not verified: it does not take the recorded calls: {error.problem}")
                     errors = []
             check_predictions(Path(record.file).name, errors, manifest.recipe.verify, calls.type_errors)
             measured.append((record.model_copy(update={"prediction_error": errors}), stage))
@@ -164,12 +162,12 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
 
 
 def _verified_component(folder: Path, manifest: Manifest, name: str, engines: Engines, report: Reporter) -> Engines:
-    """The engines of another component with the error of their outputs, on the call that the bundle holds.
+    """Measure the output error of another component's engines on the bundle's recorded call.
 
     Raises:
-        GateError: it is above `verify.max_component_error` of the bundle's recipe.
+        GateError: an error is above the recipe's `verify.max_component_error`.
     """
-    if example_of(name) not in manifest.files:  # a bundle of an earlier version
+    if example_of(name) not in manifest.files:  # an older bundle
         return engines
     from trtconvert.evaluate.component_example import ComponentExample
     from trtconvert.evaluate.gates import check_component
@@ -185,12 +183,9 @@ def _verified_component(folder: Path, manifest: Manifest, name: str, engines: En
 
 
 def _remove_plans(folder: Path, before: Manifest) -> None:
-    """Remove the engines that others have replaced, and what compiles that failed or were killed left of theirs.
-
-    Nothing depends on it: what cannot be removed stays, and fails nothing.
-    """
+    """Remove replaced engines, and plans of failed or killed compiles. Files that cannot be removed stay."""
     with contextlib.suppress(OSError, UserError):
-        # Under this lock each compile puts its plans into the bundle and into the manifest.
+        # Every compile writes its plans and the manifest under this lock.
         with locked(folder):
             now = read_manifest(folder)
             engines = {engine.file for component in before.components.values() for engine in component.engines}
@@ -200,28 +195,28 @@ def _remove_plans(folder: Path, before: Manifest) -> None:
 
 
 def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
-    """The manifest of a bundle whose recipe says something else of engines.
+    """Apply changes of the engine section to a manifest.
 
     Raises:
-        UserError: a change is none of the engine section, does not fit, or asks for shapes that the ONNX does not have.
+        UserError: a change names no changeable field, does not fit, or asks for shapes that the ONNX model does not have.
     """
     given = dict(_parsed(change) for change in changes)
     of_shapes = given.keys() & {"shapes", "profiles"}
-    if len(of_shapes) == 1:  # one takes the place of the other
+    if len(of_shapes) == 1:  # shapes and profiles exclude each other
         given |= {"profiles": []} if "shapes" in given else {"shapes": {}}
     try:
         engine = EngineSection.model_validate(manifest.recipe.engine.model_dump() | given)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(
-            "the bundle's recipe and the command line do not fit together",
+            "the command line does not fit the bundle's recipe",
             expected=f"{'.'.join(map(str, ('engine', *first['loc'])))}: {first['msg'].removeprefix('Value error, ')}",
             got=", ".join(f"--set {change}" for change in changes),
             remedy="correct the option; `trtconvert schema` describes every field",
         ) from error
     components = dict(manifest.components)
     for name, component in components.items():
-        if of_shapes and component.is_denoiser:  # the others keep their models' own shapes, as in `trtconvert build`
+        if of_shapes and component.is_denoiser:  # other components keep their models' shapes, as in `trtconvert build`
             profiles = [narrowed(ranges, component.dims, name, component.steps) for ranges in engine.ranges()]
             components[name] = component.model_copy(update={"profiles": profiles})
     recipe = manifest.recipe.model_copy(update={"engine": engine})
@@ -229,13 +224,13 @@ def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
 
 
 def _parsed(change: str) -> tuple[str, Any]:
-    """Field and value of "engine.FIELD=VALUE", whose value is YAML."""
+    """Parse "engine.FIELD=VALUE" with a YAML value into field and value."""
     name, equals, text = change.partition("=")
     section, _, field = name.partition(".")
     if section != "engine" or field not in _CHANGEABLE or not equals:
         near = difflib.get_close_matches(field or name, _CHANGEABLE, n=1, cutoff=0.5)
         raise UserError(
-            f"--set {change} is nothing that can be changed in a bundle",
+            f"--set {change} cannot be changed in a bundle",
             expected=f"engine.FIELD=VALUE; the fields are {', '.join(_CHANGEABLE)}",
             got=change,
             remedy=f"did you mean 'engine.{near[0]}=…'?" if near else "change the recipe, and build the bundle again",
@@ -247,21 +242,21 @@ def _parsed(change: str) -> tuple[str, Any]:
             f"--set engine.{field}: not valid YAML",
             expected="engine.FIELD=VALUE, with a value in YAML",
             got=f"{error.got}: {text if len(text) <= _SHOWN else text[:_SHOWN] + '…'}",
-            remedy="correct the option; a missing bracket, or a missing space after ':' is the usual cause",
+            remedy="correct the option: check the brackets and the space after ':'",
         ) from error
 
 
 def _replaced(folder: Path) -> UserError:
     return UserError(
         f"the bundle {folder} was replaced while its engines were built",
-        expected="the bundle as it was when the command began",
-        got="another one, as `trtconvert build` leaves it" if (folder / MANIFEST).exists() else "no bundle",
-        remedy="run the command again; it takes from the cache what fits",
+        expected="the bundle as at the start of the command",
+        got="another bundle" if (folder / MANIFEST).exists() else "no bundle",
+        remedy="run the command again; it takes fitting engines from the cache",
     )
 
 
 def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:
-    """A component of a bundle as what the build of its engines reads: its files, and what the manifest says of it."""
+    """Return a bundle's component as the stage that the build of its engines reads: its files and its record."""
     component = manifest.components[name]
     files = {file: record.sha256 for file, record in manifest.files.items() if file.startswith(component.onnx)}
     reads = [files, component.model_dump(mode="json", exclude={"engines"})]
@@ -269,11 +264,7 @@ def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:
 
 
 def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, Engines]) -> Manifest:
-    """Copy the engines into the bundle, beside those that they replace, and describe what the bundle holds then.
-
-    Args:
-        built: by component, the engine and where it is.
-    """
+    """Copy the engines into the bundle beside the engines that they replace, and return the new manifest."""
     components, files, gpu, versions = {}, dict(manifest.files), "", dict(manifest.versions)
     for name, component in manifest.components.items():
         ((engine, stage),) = built[name]
@@ -297,26 +288,26 @@ def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, Engines]
 
 
 def _serves_the_same(old: EngineRecord, new: EngineRecord) -> bool:
-    """Whether two engines are of one kind of GPU, whatever their files are called. Records of before do not name the GPU."""
+    """Return whether two engines are for one kind of GPU. Older records do not name the GPU."""
     return (old.backend, old.target) == (new.backend, new.target) and old.gpu in ("", new.gpu)
 
 
 def _placed(folder: Path, usual: Path, stage: Stage) -> tuple[str, FileRecord]:
-    """Copy a stage's plan into the bundle, unless it is there.
+    """Copy a stage's plan into the bundle, unless the bundle has it already.
 
     Args:
-        usual: its path in the bundle, where nothing else has it.
+        usual: the plan's path in the bundle, if no other plan has that path.
     Returns:
-        The plan's path in the bundle, and what it is there.
+        The plan's path in the bundle, and its file record.
     Raises:
-        UserError: the stage is another one than was taken.
+        UserError: the stage was replaced or damaged in the cache.
     """
     expected = stage.hashes[ENGINE]
     beside = usual.with_stem(f"{usual.stem}-{expected[:8]}")
     for file in (usual, beside):
         if (folder / file).is_file() and (content := file_record(folder / file)).sha256 == expected:
             return str(file), content
-    # The old manifest still names what stands there.
+    # The old manifest still names the file at the usual path.
     file = beside if (folder / usual).exists() else usual
     with whole_file(folder / file, _INSTEAD, through_link=False) as path:
         shutil.copyfile(stage.folder / ENGINE, path)
@@ -333,17 +324,16 @@ def _placed(folder: Path, usual: Path, stage: Stage) -> tuple[str, FileRecord]:
 
 @contextmanager
 def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Holds the lock of a bundle, its manifest's. What it gives tells whether the manifest is still there, as it was.
+    """Hold the lock of a bundle's manifest, and yield a function that returns whether the manifest is unchanged.
 
-    Whoever had the lock leaves another manifest, with a lock of its own, so the lock is taken again until it is that of the
-    manifest which is there. Where the file system has no locks, of several that compile the bundle all but one are refused in
-    the end.
+    The previous holder replaces the manifest, and a new manifest has a lock of its own, so this takes locks until it holds that
+    of the current manifest. On file systems without locks, `compile_bundle` refuses all but one of several processes at the end.
 
     Args:
-        say: told where another process has the lock, and where there is none.
+        say: called with a text if another process holds the lock, or the file system has no locks.
     """
     while True:
-        read_manifest(folder)  # refuses what is no bundle, or none any more
+        read_manifest(folder)  # raises if the folder is not a bundle, or no longer one
         try:
             handle = _opened(folder / MANIFEST)
         except FileNotFoundError:
@@ -360,7 +350,7 @@ def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bo
 
 
 def _opened(path: Path) -> int:
-    """A handle to lock a file with. NFS locks for writing only what is open for writing."""
+    """Open a file for locking. NFS needs a file that is open for writing."""
     try:
         return os.open(path, os.O_RDWR)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What this machine can build and run."""
+"""Findings of `trtconvert doctor`: what this machine can build and run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trtconvert.files import free_space, require_writable
 from trtconvert.library import REINSTALL, compiled_architectures, library_path, serves
 
 WANTED_FREE = 2 * 2**30
-"""Bytes of free disk below which a build of a large model is likely to fail."""
+"""Free disk space in bytes that a build of a large model needs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `good` is None where it is neither needed nor missing."""
+    """One finding; `good` is None if the thing is absent but not needed."""
 
     what: str
     good: bool | None
@@ -32,14 +32,14 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings, backends in order of preference."""
+    """Return all findings, with backends in order of preference."""
     findings = [Finding("Python", True, platform.python_version())]
     findings += [_package(name) for name in ("torch", "onnx", "onnxruntime")]
     architecture = device_architecture()
     if architecture:
         findings.append(Finding("GPU", True, f"{device_name()}, {architecture}"))
     else:
-        why, _ = driver_problem() or ("none", "")  # the remedy stands beside the backend that wants a GPU
+        why, _ = driver_problem() or ("none", "")  # the backend that needs a GPU has the remedy
         findings.append(Finding("GPU", None, f"{why}: engines run elsewhere, ONNX Runtime here"))
     findings.append(_kernels(architecture))
     for status in backend_statuses():
@@ -50,7 +50,7 @@ def examine() -> list[Finding]:
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """A table with a remedy under each thing that is missing."""
+    """Print a table with a remedy for each missing thing."""
     table = Table(show_header=False, pad_edge=False)
     for _ in range(3):
         table.add_column(overflow="fold")
@@ -88,7 +88,7 @@ def _kernels(gpu: str | None) -> Finding:
     remedy = (
         "set engine.attention: native, or use a GPU of sm80 or later"
         if too_old
-        else "compile it with TRTCONVERT_CUDA_ARCHITECTURES for this GPU too"
+        else "compile the library with TRTCONVERT_CUDA_ARCHITECTURES for this GPU too"
     )
     return Finding(what, False, f"{detail}, not {gpu}", remedy)
 

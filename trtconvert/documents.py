@@ -1,10 +1,9 @@
-"""JSON, YAML and headers of safetensors as they come from outside: read within limits, before anything in them is expanded, and
-without what can be read in two ways. Free of torch."""
+"""Reads JSON, YAML and safetensors headers from users, within limits of size. Imports no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +11,51 @@ from trtconvert.errors import first_line
 from trtconvert.files import open_regular, read_limited
 
 JSON_BYTES = 64 * 2**20
-"""Of a file: manifests of models with thousands of layers take a few megabytes."""
+"""Limit of a JSON file. The manifest of a model with thousands of layers has a few megabytes."""
 
 JSON_DEPTH = 64
-"""Brackets within each other. Recipes and configurations of models have some ten, Python gives up near a thousand."""
+"""Limit of nested brackets. Recipes and configurations have some ten levels; Python's parser fails near a thousand."""
 
 HEADER_BYTES = 100_000_000
-"""Of a safetensors header: the format's own limit."""
+"""Limit of a safetensors header, as the format states it."""
 
 YAML_CHARACTERS, YAML_NODES, YAML_DEPTH = 256 * 2**10, 10_000, 32
-"""Of one YAML text. Nodes are counted as written, and again with every alias replaced by what it names. The parser takes half
-a second for so many."""
+"""Limits of a YAML text. Nodes are counted with every alias replaced by its value."""
 
 YAML_NUMBER = 100
-"""Characters of a number: Python reads larger ones, and refuses to print them."""
-
-PLAIN_TYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")
-"""Types of tensors that all of torch's operators take, as safetensors call them."""
+"""Limit of a number's characters: Python refuses to print longer numbers that it reads."""
 
 _STANDARD = "tag:yaml.org,2002:"
-_SCALARS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "timestamp", "merge")}
-_NUMBERS = {_STANDARD + "int", _STANDARD + "float"}
-_MAPPING, _SEQUENCE = _STANDARD + "map", _STANDARD + "seq"
+_STANDARD_TAGS = {
+    "mapping": ("map",),
+    "sequence": ("seq",),
+    "scalar": ("str", "int", "float", "bool", "null", "timestamp", "merge"),
+}
+"""YAML's own tags by the kind of a node."""
+
+PLAIN_TYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")
+"""Tensor types that all of torch's operators take, by their names in safetensors."""
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
-    """The JSON value in a regular file.
+    """Read the JSON value in a regular file.
 
     Raises:
-        OSError: the file cannot be read, or is too large.
+        OSError: the file cannot be read, or is larger than `limit` bytes.
         ValueError: see `parse_json`.
     """
     return parse_json(read_limited(path, limit))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """
+    """Read a JSON text.
+
     Raises:
-        ValueError: it is no JSON in UTF-8, has a key twice in one object, has brackets too deep within each other, or text
-            that is none: lone surrogates, and NUL, which no path can have.
+        ValueError: the text is not JSON in UTF-8, has a key twice in one object, nests brackets deeper than `JSON_DEPTH`, or
+            holds a lone surrogate or NUL, which paths cannot have.
     """
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"), object_pairs_hook=_without_twins)
@@ -63,7 +65,8 @@ def parse_json(text: str | bytes) -> Any:
     while left:
         part, depth = left.pop()
         if isinstance(part, str):
-            _require_text(part)
+            if flaw := text_flaw(part):
+                raise ValueError(flaw)
         elif isinstance(part, (dict, list)):
             if depth == JSON_DEPTH:
                 raise ValueError(f"brackets more than {JSON_DEPTH} deep within each other")
@@ -74,75 +77,70 @@ def parse_json(text: str | bytes) -> Any:
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"the key {_first_twin(name for name, _ in pairs)!r} twice in one object")
+        names = [name for name, _ in pairs]
+        twin = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the key {twin!r} twice in one object")
     return found
 
 
-def _first_twin(names: Iterable[str]) -> str:
-    seen = set[str]()
-    return next(name for name in names if name in seen or seen.add(name))
-
-
 def text_flaw(text: str) -> str:
-    """What keeps a text from being written, or from being a path; empty if nothing."""
+    """Return why a text can be neither printed nor a path; empty if the text can."""
     if "\0" in text:
-        return "a NUL character"
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        return "half of a surrogate pair, which is no character"
-    return ""
-
-
-def _require_text(text: str) -> None:
-    if found := text_flaw(text):
-        raise ValueError(f"{found} in {text[:80]!a}")
+        flaw = "a NUL character"
+    elif any("\ud800" <= character <= "\udfff" for character in text):
+        flaw = "half of a surrogate pair"
+    else:
+        return ""
+    return f"{flaw} in {text[:80]!a}"
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a regular safetensors file: what it says of each tensor, and `__metadata__`. No tensor is read.
+    """Read the header of a regular safetensors file: the entry of each tensor, and `__metadata__`.
 
-    The library that reads the tensors checks their places; of two with one name it would take the last.
-
-    Source: the description of the format: the header's length in 8 bytes, the header in JSON.
+    The header's length stands in the first 8 bytes, and the header follows in JSON. The safetensors library checks the tensors'
+    offsets, and of two tensors with one name it takes the last.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the header is not whole, too large, no JSON object, or names a tensor twice.
+        ValueError: the header is cut off, too large, not a JSON object, or names a tensor twice.
     """
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes, where {HEADER_BYTES} are the most")
+            raise ValueError(f"a header of {length} bytes; the limit is {HEADER_BYTES}")
         text = file.read(length)
     if len(text) < length or not length:
-        raise ValueError("a header that ends before its end")
+        raise ValueError("a header that is cut off")
     header = parse_json(text)
     if not isinstance(header, dict):
-        raise ValueError("a header that is no JSON object")
+        raise ValueError("a header that is not a JSON object")
     return header
 
 
 def require_plain_types(header: Mapping[str, Any], names: Container[str] | None = None) -> None:
-    """
+    """Check the types of a safetensors file's tensors.
+
     Args:
-        header: see `safetensors_header`; names: of the tensors that shall be read, all by default.
+        header: see `safetensors_header`.
+        names: the tensors to check; all by default.
     Raises:
-        ValueError: one of them is of a type that not all operators take, or that torch may not have.
+        ValueError: a tensor has a type that not all operators take.
     """
     for name, entry in header.items():
         if name != "__metadata__" and (names is None or name in names):
             dtype = entry.get("dtype") if isinstance(entry, dict) else entry
             if dtype not in PLAIN_TYPES:
-                raise ValueError(f"{name} is of the type {dtype}, where one of {', '.join(PLAIN_TYPES)} is needed")
+                raise ValueError(f"{name} has the type {dtype}; supported are {', '.join(PLAIN_TYPES)}")
 
 
 # YAML -----------------------------------------------------------------------------------------------------------------
 
 
 class YamlError(Exception):
-    """A text that is not read as YAML, in the terms of `trtconvert.errors.TrtconvertError`.
+    """A text that cannot be read as YAML, with the fields of `trtconvert.errors.TrtconvertError`.
 
     Attributes:
-        line: where, from 1 up; None where it is the whole.
+        line: line of the text, counted from 1; None if the error concerns the whole text.
     """
 
     def __init__(self, line: int | None, problem: str, *, expected: str, got: str, remedy: str) -> None:
@@ -151,28 +149,27 @@ class YamlError(Exception):
 
 
 def parse_yaml(text: str) -> Any:
-    """A YAML text as ruamel reads it: its mappings and lists know their lines.
+    """Read a YAML text with ruamel, whose mappings and lists know their lines.
 
     Raises:
-        YamlError: it is no YAML; it is too large, too deep, or would be with its aliases replaced; an alias stands inside the
-            value that it names, where the loader would put null; a key is no single value; a tag stands for a kind of value
-            that JSON has not; a value looks like a date or a number and is none; or text is none.
+        YamlError: the text is not YAML, is larger than the limits, or holds a value that JSON cannot hold.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml import YAMLError as ParserError
 
     if len(text) > YAML_CHARACTERS:
-        raise _too_much(None, f"{len(text)} characters, where {YAML_CHARACTERS} are the most")
+        raise _too_much(None, f"{len(text)} characters; the limit is {YAML_CHARACTERS}")
     try:
-        _require_few_events(text)
         if (root := YAML().compose(text)) is not None:
-            _Nodes().visit(root)
-        return YAML(typ="rt").load(text)
+            _check_nodes(root, YAML().constructor)
+        return YAML().load(text)
     except ParserError as error:
-        mark = getattr(error, "problem_mark", None)
-        raise _not_yaml(mark.line + 1 if mark else None, _parser_problem(error)) from error
-    # What the checks have not foreseen of a parser that stumbles over its input.
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = mark.line + 1 if mark else None
+        raise _not_yaml(line, str(problem).splitlines()[0] if problem else first_line(error)) from error
+    except RecursionError:
+        raise _too_much(None, "brackets too deep within each other") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # ruamel raises any of these
         raise _not_yaml(None, first_line(error)) from error
 
 
@@ -182,146 +179,57 @@ def _not_yaml(line: int | None, got: str) -> YamlError:
         "not valid YAML",
         expected="YAML",
         got=got,
-        remedy="correct the line; a wrong indentation or a missing space after ':' is the usual cause",
+        remedy="correct the line: check the indentation, the space after ':', and quotes",
     )
 
 
 def _too_much(line: int | None, got: str) -> YamlError:
     return YamlError(
         line,
-        "more than is read",
+        "the text is too large",
         expected=f"up to {YAML_NODES} keys and values, {YAML_DEPTH} levels of brackets and indentation",
         got=got,
-        remedy="leave out what is repeated; long lists, as of prompts, belong into files of their own",
+        remedy="remove repetitions and aliases, and move long lists such as prompts into files of their own",
     )
 
 
-def _parser_problem(error: Exception) -> str:
-    """What a YAML parser has found, without the lines that say where."""
-    problem = getattr(error, "problem", None)
-    return str(problem).splitlines()[0] if problem else first_line(error)
-
-
-def _require_few_events(text: str) -> None:
-    """
-    Raises:
-        YamlError: there are too many, or they are too deep within each other. The parser goes no further then.
-    """
-    from ruamel.yaml import YAML
-    from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
-
-    depth = 0
-    for count, event in enumerate(YAML().parse(text)):
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > YAML_DEPTH:
-            raise _too_much(event.start_mark.line + 1, f"brackets in brackets, too many to follow: over {YAML_DEPTH}")
-        if count > YAML_NODES:
-            raise _too_much(event.start_mark.line + 1, f"over {YAML_NODES} keys and values")
-
-
-class _Nodes:
-    """Checks the nodes of a text, each once however many aliases name it."""
-
-    def __init__(self) -> None:
-        from ruamel.yaml import YAML
-
-        self._constructor = YAML().constructor
-        self._around: set[int] = set()
-        self._measured: dict[int, tuple[int, int]] = {}
-
-    def visit(self, node: Any) -> tuple[int, int]:
-        """How many nodes there are in one, and how deep, with every alias replaced.
-
-        Raises:
-            YamlError: see `parse_yaml`.
-        """
-        from ruamel.yaml import ScalarNode
-
-        if id(node) in self._measured:
-            return self._measured[id(node)]
-        if id(node) in self._around:
-            raise YamlError(
-                _line(node),
-                f"the anchor '{node.anchor}' is used inside the value that it names",
-                expected="aliases (*name) of values that end before them",
-                got=f"*{node.anchor} within &{node.anchor}",
-                remedy="write the value out",
+def _check_nodes(root: Any, constructor: Any) -> None:
+    """Check composed nodes before ruamel makes values: nested keys would take it exponential time."""
+    left, count = [(root, 0)], 0
+    while left:
+        node, depth = left.pop()
+        line, count = node.start_mark.line + 1, count + 1
+        if depth > YAML_DEPTH or count > YAML_NODES:
+            raise _too_much(
+                line, f"over {YAML_NODES} keys and values, or over {YAML_DEPTH} levels, with aliases replaced"
             )
-        if isinstance(node, ScalarNode):
-            self._visit_scalar(node)
-            size, depth = 1, 0
-        else:
-            self._around.add(id(node))
-            inner = [self.visit(child) for child in self._children(node)]
-            self._around.remove(id(node))
-            size, depth = 1 + sum(size for size, _ in inner), 1 + max((depth for _, depth in inner), default=0)
-            if size > YAML_NODES or depth > YAML_DEPTH:
-                raise _too_much(_line(node), f"{size} keys and values, {depth} levels, once aliases are replaced")
-        self._measured[id(node)] = size, depth
-        return size, depth
-
-    def _children(self, node: Any) -> list[Any]:
-        from ruamel.yaml import MappingNode, ScalarNode
-
-        is_mapping = isinstance(node, MappingNode)
-        if (tag := str(node.tag)) != (_MAPPING if is_mapping else _SEQUENCE):
-            raise _odd_tag(node, tag)
-        if not is_mapping:
-            return node.value
-        for key, value in node.value:
-            if not isinstance(key, ScalarNode):
-                raise YamlError(
-                    _line(key),
-                    "a key is a list or a mapping",
-                    expected="text",
-                    got="brackets, or '?', in front of a ':'",
-                    remedy="put it in quotes, or correct it",
-                )
-            if key.tag == _STANDARD + "merge" and isinstance(value, ScalarNode):
-                raise YamlError(
-                    _line(value),
-                    "'<<' takes in fields of another mapping",
-                    expected="an alias of a mapping, or a list of such",
-                    got=str(value.value)[:80],
-                    remedy="give *name of a mapping with the anchor &name",
-                )
-        return [part for pair in node.value for part in pair]
-
-    def _visit_scalar(self, node: Any) -> None:
-        tag = str(node.tag)
-        if tag.startswith(_STANDARD) and tag not in _SCALARS:
-            raise _odd_tag(node, tag)
-        if found := text_flaw(node.value):
+        if flaw := _flaw(node, constructor):
             raise YamlError(
-                _line(node),
-                "a text cannot be used",
-                expected="characters",
-                got=f"{found} in {node.value[:80]!a}",
-                remedy="leave it out; characters beyond 16 bits are written \\U and eight digits",
-            )
-        try:
-            if tag in _NUMBERS and len(node.value) > YAML_NUMBER:
-                raise ValueError(f"a number of {len(node.value)} characters")
-            self._constructor.construct_document(node)
-        except (ValueError, LookupError) as error:  # the 30th of February, !!int x, !!bool x, !!int ''
-            raise YamlError(
-                _line(node),
+                line,
                 "a value cannot be read",
-                expected=f"a {tag.rpartition(':')[2]}, which it looks like, or text in quotes",
-                got=f"{node.value[:80]}: {first_line(error)}",
-                remedy="correct it, or put it in quotes",
-            ) from error
+                expected="text, numbers, true, false, null, lists and mappings, with text as keys",
+                got=flaw,
+                remedy="correct the value, remove its tag, or put it in quotes",
+            )
+        if isinstance(node.value, list):
+            parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+            left += ((part, depth + 1) for part in parts)
 
 
-def _odd_tag(node: Any, tag: str) -> YamlError:
-    return YamlError(
-        _line(node),
-        "a tag that is not read here",
-        expected="mappings, lists, text, numbers, true, false and null, which need none",
-        got=tag.replace(_STANDARD, "!!"),
-        remedy="remove the tag, and write the value as YAML has it without",
-    )
-
-
-def _line(node: Any) -> int:
-    return node.start_mark.line + 1
+def _flaw(node: Any, constructor: Any) -> str:
+    tag = str(node.tag)
+    kind = tag.removeprefix(_STANDARD)
+    if kind == tag or kind not in _STANDARD_TAGS[node.id]:
+        return f"the tag {tag.replace(_STANDARD, '!!')}"
+    if isinstance(node.value, list):
+        keys = [item[0] for item in node.value if isinstance(item, tuple)]
+        return "a list or a mapping as a key" if any(isinstance(key.value, list) for key in keys) else ""
+    if flaw := text_flaw(node.value):
+        return flaw
+    if kind in ("int", "float") and len(node.value) > YAML_NUMBER:
+        return f"a number of {len(node.value)} characters"
+    try:
+        constructor.construct_document(node)
+    except (ValueError, LookupError) as error:  # 2026-02-30, !!int x
+        return f"{node.value[:80]}: {first_line(error)}"
+    return ""

@@ -1,5 +1,7 @@
-"""The first that the command line imports: how a process of its own leaves that is asked to before it can say more, or after all
-is said. Nothing happens where another program imports it."""
+"""Handles SIGINT and SIGTERM while the command line imports its modules, and after a command has ended.
+
+The command line imports this module first. In other programs the import has no effect.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import signal
 import sys
 from typing import NoReturn
 
-_ASKED = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _is_the_program() -> bool:
@@ -18,28 +20,27 @@ def _is_the_program() -> bool:
     return getattr(spec, "name", "") == "trtconvert.cli" or os.path.basename(sys.argv[0]) == "trtconvert"
 
 
-def _leave_at_once(number: int, _frame: object) -> NoReturn:
-    """Handles a signal while modules are imported and where a command has ended: there is nothing to clear up."""
-    os._exit(128 + number)
+def _exit_at_once(number: int, _frame: object) -> NoReturn:
+    os._exit(128 + number)  # there are no temporary files to remove
 
 
 def leave(code: int) -> NoReturn:
-    """End the process when all is done, by 128 and its number where a signal comes meanwhile.
+    """End the process, with the exit code 128 + N if signal N arrives meanwhile.
 
-    Without the interpreter's own teardown: it gives signals back to the system, which would end the process as killed while
-    libraries clear up for some tenths of a second.
+    Skips the interpreter's teardown, which restores the default signal handlers: a signal would then end the process as killed
+    while libraries clean up.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has left, or it was closed
+        with contextlib.suppress(OSError, ValueError):  # a closed stream, or a pipe without a reader
             stream.flush()
-    asked = [number for number in _ASKED if number in signal.sigpending()]
-    os._exit(128 + asked[0] if asked else code)
+    pending = [number for number in _SIGNALS if number in signal.sigpending()]
+    os._exit(128 + pending[0] if pending else code)
 
 
 if _is_the_program():
-    for asked in _ASKED:
-        # What the process ignores, as jobs in the background ignore Ctrl-C, stays ignored.
-        if signal.getsignal(asked) != signal.SIG_IGN:
-            signal.signal(asked, _leave_at_once)
+    for number in _SIGNALS:
+        # Signals that the process ignores stay ignored: background jobs ignore Ctrl-C.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _exit_at_once)

@@ -1,4 +1,4 @@
-"""Running a model on tensors that have shapes and no values."""
+"""Runs models on fake tensors, which have shapes but no values."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 @contextmanager
 def shapes_alone() -> Iterator[FakeTensorMode]:
-    """Inside this block, what is computed has shapes alone; tensors that are there already may take part."""
+    """Compute with fake tensors inside the block. Existing tensors may take part."""
     with without_tracebacks(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
 @contextmanager
 def in_float32_shapes(module: nn.Module) -> Iterator[None]:
-    """While the block runs a module on shapes alone, its weights of 16 bits are FP32 ones, of zeros that take no memory."""
+    """Replace a module's 16-bit weights by expanded FP32 zeros, which take no memory, inside a block with fake tensors."""
     own = [
         (tensors, name, x)
         for part in module.modules()
@@ -41,15 +41,14 @@ def in_float32_shapes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Of an operation whose shapes do not fit, torch logs the traceback before it raises the error. Who catches the error says it
-    in a message of ours, which nobody would find below that."""
+    """Suppress the traceback that torch logs when shapes do not fit, before it raises the error. Callers print the error."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.addFilter(_is_no_error)
+    log.addFilter(_below_error)
     try:
         yield
     finally:
-        log.removeFilter(_is_no_error)
+        log.removeFilter(_below_error)
 
 
-def _is_no_error(record: logging.LogRecord) -> bool:
+def _below_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR

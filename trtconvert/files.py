@@ -1,7 +1,7 @@
-"""Files that are whole or not there: written beside their place, hashed, and renamed into it.
+"""Writes files and folders completely or not at all: into a temporary folder beside the target, which then replaces the target.
 
-Where a file system has no locks, as some over a network, files and folders are whole all the same; what killed processes leave
-there stays, and it is for the user to have one process at a time change a place.
+File systems without locks, such as some network file systems, keep this guarantee, but the remains of killed processes stay
+there, and users must not let several processes write to one place.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trtconvert.errors import UserError
 from trtconvert.locks import DAY, lock
 
 PARTIAL = ".partial-"
-"""What the names of temporary folders hold that become folders or files, between a dot with the name and a random ending."""
+"""Infix of temporary folders' names: a dot, the target's name, this infix, and a random ending."""
 
 _OLD = "-old"
 
 _PARTIAL_NAME = re.compile(rf"\..*{re.escape(PARTIAL)}[a-z0-9_]{{8}}({_OLD})?", re.DOTALL)
-"""With an ending as `tempfile` makes it: a user's own folder may be called nearly so."""
+"""Names with an ending of `tempfile`, so that similar names of users' folders do not match."""
 
 _INSTEAD = "give another place"
 
@@ -40,24 +40,24 @@ _UNWRITABLE = (
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EEXIST,
-    errno.ENOENT,  # /proc and the like: folders that cannot be made
+    errno.ENOENT,  # folders such as /proc, in which no folder can be made
     errno.ENAMETOOLONG,
 )
 
 _IMMOVABLE = (
-    errno.EBUSY,  # something is mounted there
-    errno.EXDEV,  # of a lower layer of overlayfs, as in an image of a container
+    errno.EBUSY,  # a mount point
+    errno.EXDEV,  # a folder of a lower layer of overlayfs, as in container images
 )
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading, through links. A pipe would make who reads it wait, and a device may have no end.
+    """Open a regular file for reading, through links. Pipes would block the reader, and devices may have no end.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file; `strerror` says so.
+        OSError: the file cannot be opened or is not a regular file; `strerror` says which.
     """
-    _require_regular(path.stat(), path)  # before it is opened: opening a device may do something
-    # Without waiting for who writes into a pipe, if one took the file's place meanwhile.
+    _require_regular(path.stat(), path)  # opening a device may have effects
+    # O_NONBLOCK, in case a pipe replaced the file meanwhile.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (given out)
     try:
         _require_regular(os.fstat(file.fileno()), path)
@@ -77,21 +77,21 @@ def _require_regular(found: os.stat_result, path: Path) -> None:
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most so many bytes.
+    """Return the content of a regular file.
 
     Raises:
-        OSError: see `open_regular`; or it is larger, and nothing of it was read.
+        OSError: the file is larger than `limit` bytes; or see `open_regular`.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""  # no more, should it grow meanwhile
+        content = file.read(limit + 1) if size <= limit else b""  # the file may grow meanwhile
     if max(size, len(content)) > limit:
         raise OSError(errno.EOVERFLOW, f"a file of more than {limit:,} bytes", str(path))
     return content
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a regular file.
+    """Return the hexadecimal SHA-256 of a regular file.
 
     Raises:
         OSError: see `open_regular`.
@@ -102,15 +102,15 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def whole_folder(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None) -> Iterator[Path]:
-    """A temporary folder that becomes `target` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that replaces `target` if the block ends well, and is removed otherwise.
 
-    What stood at `target` stays until the new folder is whole. Remains of builds that were killed are swept first. What cannot
-    be replaced is refused before the block.
+    The old `target` stays until then. Remains of killed builds are removed first, and a `target` that cannot be replaced is
+    refused before the block.
 
     Args:
-        instead: for messages, what the user can do to have another place.
-        ready: called with the new folder right before it takes its place, while no other process of this program changes what
-            is there. What it raises keeps the old one.
+        instead: remedy for messages: how the user chooses another place.
+        ready: called with the new folder right before the replacement, under the lock of `target`. If it raises, the old folder
+            stays.
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
@@ -130,10 +130,10 @@ def whole_folder(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], 
 def whole_file(
     target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None, *, through_link: bool = True
 ) -> Iterator[Path]:
-    """As `whole_folder`, for one file; the temporary file has the same name in a folder beside.
+    """Yield a temporary file of the same name that replaces `target`; see `whole_folder`.
 
     Args:
-        through_link: write what a link points to; else the file takes the link's place.
+        through_link: replace the file that a link points to; otherwise the link.
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
@@ -152,9 +152,10 @@ def whole_file(
 
 
 def require_writable(target: Path, instead: str = _INSTEAD) -> None:
-    """
+    """Check that `whole_file` can write a file.
+
     Raises:
-        UserError: `whole_file` cannot write at a place.
+        UserError: the place cannot be written, or the disk is full.
     """
     with _explained(target, instead):
         _refuse_no_file(target)
@@ -163,16 +164,17 @@ def require_writable(target: Path, instead: str = _INSTEAD) -> None:
 
 
 def require_writable_folder(folder: Path, instead: str = _INSTEAD) -> None:
-    """
+    """Check that files can be written into a folder, which may not exist yet.
+
     Raises:
-        UserError: no file can be written into a folder, which is made when the first one is.
+        UserError: the place cannot be written, or the disk is full.
     """
     with _explained(folder, instead), _partial_folder(folder / "file"):
         pass
 
 
 def _refuse_no_file(target: Path) -> None:
-    """Who may write a folder could put a file in the place of a device or a pipe there: root in that of /dev/null."""
+    """Refuse devices and pipes, which root could replace by a file: /dev/null."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     if target.exists() and not target.is_file() and not target.is_symlink():
@@ -185,10 +187,10 @@ def _refuse_no_file(target: Path) -> None:
 
 
 def settled(folder: Path) -> Path:
-    """A name of a folder that still leads to it when another one takes its place; "." does not.
+    """Return a path of a folder that stays valid when the folder is replaced, which "." does not.
 
     Raises:
-        UserError: it is a relative one, and the current folder has gone.
+        UserError: the path is relative, and the current folder was removed.
     """
     try:
         whole = folder.resolve()
@@ -197,21 +199,21 @@ def settled(folder: Path) -> Path:
         if folder.is_absolute():
             return folder
         raise UserError(
-            f"there is no current folder that {folder} could be in",
+            f"{folder} is relative to a current folder that does not exist",
             expected="a current folder",
-            got="one that has been removed, or replaced, as bundles are when they are built again",
-            remedy='enter it again, as with `cd "$PWD"`',
+            got="a folder that was removed or replaced, as a new build replaces a bundle",
+            remedy='enter the folder again with `cd "$PWD"`',
         ) from error
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in the system's temporary folder, which only its owner reads, until the block ends.
+    """Yield a folder in the system's temporary folder that only its owner can read, and remove it after the block.
 
-    Remains of processes of this user that were killed are swept first: they may hold a model's weights.
+    Remains of this user's killed processes are removed first, because they may hold a model's weights.
 
     Raises:
-        UserError: there is no such folder, or it cannot be written.
+        UserError: there is no temporary folder that can be written.
     """
     with ExitStack() as stack:
         try:
@@ -222,13 +224,13 @@ def temporary_folder() -> Iterator[Path]:
                 "no temporary folder can be used",
                 expected="a folder that this user may write, with free space",
                 got=str(error),
-                remedy="set TMPDIR to one",
+                remedy="set TMPDIR to such a folder",
             ) from error
         yield folder
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a path is in a `temporary_folder`, so that TMPDIR decides where it is."""
+    """Return whether a path is in a `temporary_folder`, whose place TMPDIR decides."""
     return any(parent.name.startswith(f".{_temporary_name()}{PARTIAL}") for parent in path.parents)
 
 
@@ -237,10 +239,10 @@ def _temporary_name() -> str:
 
 
 def link_files(names: Iterable[str], source: Path, target: Path) -> None:
-    """Give files of a folder a second name in another, which costs no space; copies where the file system has no such thing.
+    """Hard-link files of one folder into another, or copy them if the file system has no hard links.
 
     Args:
-        names: paths in both folders.
+        names: paths relative to both folders.
     """
     for name in names:
         place = target / name
@@ -253,14 +255,15 @@ def link_files(names: Iterable[str], source: Path, target: Path) -> None:
 
 @contextmanager
 def one_at_a_time(work: Path, instead: str = _INSTEAD) -> Iterator[None]:
-    """Waits until no other process is inside such a block for the same path, for a day at most, and says for whom. The lock ends
-    with the process, however that ends.
+    """Run the block in one process at a time per path. Waits for a day at most, and prints the process that it waits for.
+
+    The lock ends with the process, however the process ends.
 
     Args:
-        work: what the processes would share; the lock is a file beside it, which goes in the end.
-        instead: for messages, what the user can do to have another place.
+        work: the path to protect; the lock file lies beside it and is removed after the block.
+        instead: remedy for messages: how the user chooses another place.
     Raises:
-        UserError: the place cannot be written, or another process has it for longer.
+        UserError: the place cannot be written, or another process holds the lock for longer.
     """
     path = work.with_name(work.name + ".lock")
     with _explained(work, instead):
@@ -274,12 +277,12 @@ def one_at_a_time(work: Path, instead: str = _INSTEAD) -> Iterator[None]:
 
 
 def _lock_file(path: Path) -> int:
-    """A handle of a file that this process has locked, and that is there. It is made where there is none."""
+    """Create and lock a lock file, and return its handle."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             lock(handle, path, wait=DAY, noted=True)
-            # The one before may have removed the file after this process had opened it.
+            # The previous holder may have removed the file after this process had opened it.
             there = is_open_file(handle, path)
         except BaseException:
             os.close(handle)
@@ -290,7 +293,7 @@ def _lock_file(path: Path) -> int:
 
 
 def is_open_file(handle: int, path: Path) -> bool:
-    """Whether an open file is the one that has a path now, and neither removed nor replaced."""
+    """Return whether a path still names an open file, which was neither removed nor replaced."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -299,7 +302,7 @@ def is_open_file(handle: int, path: Path) -> bool:
 
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target`, for its owner alone. Its lock, which ends with the process, tells a build from its remains."""
+    """Yield a folder beside `target`, readable by its owner alone. Its lock distinguishes running builds from remains."""
     made = not target.parent.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target.parent):
@@ -313,16 +316,16 @@ def _partial_folder(target: Path) -> Iterator[Path]:
         _remove(partial)
         os.close(handle)
         if made:
-            with contextlib.suppress(OSError):  # something is in it
+            with contextlib.suppress(OSError):  # not empty
                 target.parent.rmdir()
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Waits for the lock of a folder: one process at a time makes, sweeps or replaces what is in it, or replaces it.
+    """Hold the lock of a folder, under which one process at a time changes or replaces the folder.
 
     Raises:
-        UserError: another process has it for an hour, which takes moments.
+        UserError: another process holds the lock for an hour; usually locks are held for moments.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -333,8 +336,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of this program's, and what is in it, also where it is the copy of one that nobody may write."""
-    with contextlib.suppress(OSError):  # another user's
+    """Remove a folder and its content, read-only folders too."""
+    with contextlib.suppress(OSError):  # a folder of another user
         folder.chmod(0o700)
         for place, names, _ in os.walk(folder):
             for path in (Path(place, name) for name in names):
@@ -344,10 +347,10 @@ def _remove(folder: Path) -> None:
 
 
 def _try_to_move(target: Path, partial: Path) -> None:
-    """Find out whether a folder can be moved, by a rename that never succeeds: to a folder that something is in.
+    """Check that a folder can be moved, by a rename to a non-empty folder, which always fails.
 
     Raises:
-        OSError: it cannot.
+        OSError: the folder cannot be moved.
     """
     with locked(target.parent):
         if not target.exists():
@@ -363,14 +366,14 @@ def _try_to_move(target: Path, partial: Path) -> None:
 
 
 def _replace_folder(partial: Path, target: Path) -> None:
-    """Move `partial` to `target`. What was there is left at `partial`, where the caller removes it."""
+    """Move `partial` to `target`. The old folder ends at `partial`, and the caller removes it."""
     try:
         partial.rename(target)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         if not _exchange(partial, target):
-            # The old folder steps aside; if this process dies between the renames, the next sweep puts it back.
+            # If this process dies between the renames, the next sweep restores the old folder.
             old = partial.with_name(partial.name + _OLD)
             target.rename(old)
             partial.rename(target)
@@ -378,10 +381,10 @@ def _replace_folder(partial: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in a single step, so that a reader or a kill never finds neither.
+    """Swap two folders atomically, so that the target exists at every moment.
 
     Returns:
-        False where the C library or the file system cannot.
+        False if the C library or the file system does not support this.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -396,7 +399,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed processes left; put back a folder that one of them had moved aside."""
+    """Remove the remains of killed processes, and restore a folder that one of them had moved aside."""
     for left in _remains(target.parent, f".{target.name}{PARTIAL}"):
         if left.name.endswith(_OLD) and not target.exists():
             left.rename(target)
@@ -405,19 +408,19 @@ def _sweep(target: Path) -> None:
 
 
 def is_partial(name: str) -> bool:
-    """Whether a name is one that only temporary folders have that become folders or files."""
+    """Return whether a name is that of a temporary folder."""
     return _PARTIAL_NAME.fullmatch(name) is not None
 
 
 def sweep_files(folder: Path) -> None:
-    """Remove what killed processes left in a folder of files that they had not finished, whatever the files' names."""
+    """Remove the temporary folders of killed processes in a folder, whatever their targets."""
     with locked(folder):
         for left in _remains(folder, "."):
             _remove(left)
 
 
 def _remains(folder: Path, prefix: str) -> Iterator[Path]:
-    """Temporary folders whose names begin so, and whose processes are gone."""
+    """Yield temporary folders with a prefix whose processes have ended."""
     for left in sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and is_partial(p.name)):
         if not _in_use(left):
             yield left
@@ -426,10 +429,10 @@ def _remains(folder: Path, prefix: str) -> Iterator[Path]:
 def _in_use(partial: Path) -> bool:
     try:
         handle = os.open(partial, os.O_RDONLY)
-    except OSError:  # another user's, or removed just now by the process that made it
+    except OSError:  # a folder of another user, or just removed by its process
         return True
     try:
-        return not lock(handle, partial, wait=0)  # without locks nobody can tell
+        return not lock(handle, partial, wait=0)  # without locks every folder counts as in use
     except BlockingIOError:
         return True
     finally:
@@ -446,7 +449,7 @@ def _explained(target: Path, instead: str) -> Iterator[None]:
                 f"the disk is full while writing {target}",
                 expected="free space",
                 got=f"{error.strerror or error}, {free_space(target) / 2**20:.0f} MiB free",
-                remedy=f"free some space, or {instead}; nothing half-written was left",
+                remedy=f"free some space, or {instead}; half-written files were removed",
             ) from error
         if not _concerns(error, target):
             raise
@@ -455,7 +458,7 @@ def _explained(target: Path, instead: str) -> Iterator[None]:
                 f"{target} cannot be replaced",
                 expected="a folder that can be renamed",
                 got="a mount point" if target.is_mount() else f"{error.strerror}: {error.filename}",
-                remedy=f"{instead}; one inside of it will do",
+                remedy=f"{instead}, for example a folder inside this one",
             ) from error
         if error.errno in _UNWRITABLE:
             raise UserError(
@@ -468,12 +471,12 @@ def _explained(target: Path, instead: str) -> Iterator[None]:
 
 
 def path_of(error: OSError) -> Path | None:
-    """The absolute path of the file that an error is about; None where it names none."""
+    """Return the absolute path of the file that an error names; None if it names no file."""
     return Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, (str, bytes)) else None
 
 
 def _concerns(error: OSError, target: Path) -> bool:
-    """Whether an error is about a target or what is beside or above it, rather than some other file that a block read."""
+    """Return whether an error concerns a target, its siblings or parents, and not another file that the block read."""
     place, target = path_of(error), target.absolute()
     if place is None:
         return False
@@ -481,20 +484,20 @@ def _concerns(error: OSError, target: Path) -> bool:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether free space would have avoided an error. numpy's `tofile` gives no number, only how much was written."""
-    if error.errno is None:
+    """Return whether an error means a lack of space."""
+    if error.errno is None:  # of numpy's `tofile`
         return str(error).endswith(" written")
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_space(path: Path) -> int:
-    """Free bytes on the disk where a path is or would be."""
+    """Return the free bytes on the disk of a path, which may not exist yet."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def _existing(path: Path) -> Path:
     try:
         there = path.exists()
-    except OSError:  # in a folder that this user may not enter
+    except OSError:  # in a folder without permission
         there = False
     return path if there else _existing(path.absolute().parent)

@@ -1,4 +1,4 @@
-"""Images of users: one way to read them, with one set of messages."""
+"""Reads images of users."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes an image upright, by the orientation that its EXIF data tell."""
+"""Transposition that turns an image upright, by its EXIF orientation."""
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def images_below(folder: Path) -> list[Path]:
-    """The image files in a folder and all below it, by name."""
+    """Return the image files in a folder and its subfolders, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
 
 
 def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, int, int], otherwise: str) -> Tensor:
-    """An image as [C, H, W] FP32 in [0, 1], turned as its EXIF data say; colours are converted, sizes are not.
+    """Read an image as [C, H, W] FP32 in [0, 1], turned upright, with colours converted to C channels.
 
     Args:
         opened: opens the image.
-        name: where it is, for messages.
-        shape: [C, H, W] that it must have, once it is turned.
-        otherwise: what a user can do instead of correcting the image.
+        name: name of the image in messages.
+        shape: required [C, H, W] of the upright image.
+        otherwise: the user's alternative to correcting the image, for messages.
     Raises:
-        UserError: it cannot be read, or has another size.
+        UserError: the image cannot be read or has another size.
     """
     channels, height, width = shape
     with _readable(name, otherwise), opened() as image:
@@ -52,18 +52,18 @@ def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, i
             f"the image {name} has the wrong size",
             expected=f"{width} × {height} pixels",
             got=f"{pixels.shape[1]} × {pixels.shape[0]}",
-            remedy=f"scale or crop it as the model's training did, or {otherwise}",
+            remedy=f"scale or crop the image as in the model's training, or {otherwise}",
         )
     return torch.from_numpy(pixels.reshape(height, width, channels).transpose(2, 0, 1) / np.float32(255))
 
 
 def read_picture(path: Path, otherwise: str) -> Image.Image:
-    """An image in RGB as programs show it: turned as its EXIF data say.
+    """Read an image in RGB, turned upright.
 
     Args:
-        otherwise: what a user can do instead of correcting the image.
+        otherwise: the user's alternative to correcting the image, for messages.
     Raises:
-        UserError: it cannot be read.
+        UserError: the image cannot be read.
     """
     with _readable(str(path), otherwise), Image.open(path) as image:
         return _as_shown(image).convert("RGB")
@@ -71,13 +71,9 @@ def read_picture(path: Path, otherwise: str) -> Image.Image:
 
 @contextmanager
 def _readable(name: str, otherwise: str) -> Iterator[None]:
-    """
-    Raises:
-        UserError: Pillow cannot read the image.
-    """
     try:
         yield
-    # What Pillow raises for damaged files of its formats.
+    # Pillow raises these for damaged files.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = first_line(error)
         raise UserError(
@@ -89,34 +85,23 @@ def _readable(name: str, otherwise: str) -> Iterator[None]:
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """An image in 8 bits, turned as its EXIF data say, before they are lost.
+    """Turn an image upright by its EXIF data and convert it to 8 bits.
 
     Raises:
-        ValueError: its values have no range that is known.
+        ValueError: the range of the image's values is unknown.
     """
     image.load()
     try:
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        TypeError,
-        KeyError,
-        struct.error,
-    ):  # damaged: programs show such images as they are
+    except (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error):  # damaged EXIF data
         turn = None
     return _in_8_bits(image if turn is None else image.transpose(turn))
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits in 8: Pillow would clip it.
-
-    Raises:
-        ValueError: its values have no range that is known.
-    """
     if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, in which nothing tells what is white")
+        raise ValueError(f"an image of Pillow's mode {image.mode}, whose value of white is unknown")
     if not image.mode.startswith("I;16"):
         return image
+    # Pillow would clip 16-bit grey.
     return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

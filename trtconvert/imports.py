@@ -1,5 +1,4 @@
-"""The code of this package that a module depends on: its own, and that of all that it imports, as the texts of the files say.
-Nothing is imported to find out."""
+"""Finds the code of this package that a module depends on, from the texts of the files. No module is imported."""
 
 from __future__ import annotations
 
@@ -21,14 +20,13 @@ _ON_DEMAND = "\ndef __getattr__("
 
 
 def code_modules(names: Iterable[str]) -> set[str]:
-    """Modules, the packages that they lie in, all modules of this package that those import, and so on.
+    """Return modules, their packages, and all modules of this package that they import, directly and indirectly.
 
-    An import counts wherever it stands: in functions too, but not under `if TYPE_CHECKING`. So does a text that names a module,
-    as `import_module` takes them. What a package imports only when it is asked for a name (`__getattr__`) counts where that name
-    is imported, and where the package itself is.
+    Imports inside functions count, imports under `if TYPE_CHECKING` do not. A string with the name of a module counts, because
+    `import_module` takes strings. Imports of a package's `__getattr__` count if the name or the package is imported.
 
     Args:
-        names: of modules, or of what is in them. Those of other packages do not count.
+        names: names of modules or of their content. Names of other packages are ignored.
     """
     found, left = set[str](), {*names}
     while left:
@@ -45,7 +43,7 @@ def code_modules(names: Iterable[str]) -> set[str]:
 
 
 def code_hash(names: Iterable[str]) -> str:
-    """SHA-256 of the code of `code_modules`."""
+    """Return the SHA-256 of the code of `code_modules`."""
     digest = hashlib.sha256()
     for module in sorted(code_modules(names)):
         digest.update(f"{module} {hashlib.sha256(_sources()[module]).hexdigest()}\n".encode())
@@ -54,7 +52,7 @@ def code_hash(names: Iterable[str]) -> str:
 
 @functools.cache
 def _sources() -> Mapping[str, bytes]:
-    """The files of this package by the names of their modules, all read at one time: somebody may edit them during a build."""
+    """Read all files of this package at one time, because files may be edited during a build."""
     found = {}
     for path in _PACKAGE.rglob("*.py"):
         inner = path.relative_to(_PACKAGE.parent).with_suffix("").parts
@@ -63,7 +61,7 @@ def _sources() -> Mapping[str, bytes]:
 
 
 def _module_of(name: str) -> str:
-    """The module of this package that a name is, or lies in; empty where there is none."""
+    """Return the module of this package that a name denotes or lies in; empty if there is none."""
     while name and name not in _sources():
         name = name.rpartition(".")[0]
     return name
@@ -75,9 +73,9 @@ def _imports(module: str) -> set[str]:
 
 
 def imported_names(source: str) -> set[str]:
-    """What a module imports of this package when it is imported or one of its functions runs: modules, and names in modules.
+    """Return the modules, and names in modules, of this package that a source text imports, in functions too.
 
-    Regular expressions find the statements, which Python's parser reads: it would take seconds for whole files.
+    Regular expressions find the import statements, because Python's parser takes seconds for whole files.
     """
     if _ON_DEMAND in source:
         tree = ast.parse(source)
@@ -85,14 +83,14 @@ def imported_names(source: str) -> set[str]:
     without = _FOR_TYPES.sub("", source)
     try:
         statements = ast.parse("\n".join(_IMPORT.findall(without)))
-    except SyntaxError:  # a line of a docstring that begins so, or a statement that the expression cuts off
+    except SyntaxError:  # a docstring line like an import, or a statement that the expression cuts off
         return _names([ast.parse(source)])
     return _names([statements]) | {*_TEXT.findall(without)}
 
 
 @functools.cache
 def _on_demand(module: str) -> dict[str, str]:
-    """What a module imports when it is asked for a name: the names of its `__all__` that it imports for type checkers."""
+    """Return the imports of a module's `__getattr__`: the names of `__all__` that it imports for type checkers."""
     source = _sources()[module].decode()
     if _ON_DEMAND not in source:
         return {}
@@ -108,7 +106,7 @@ def _on_demand(module: str) -> dict[str, str]:
 
 
 def _names(trees: Iterable[ast.AST]) -> set[str]:
-    """What the nodes of syntax trees import of this package, but for those that are there for type checkers."""
+    """Return the names of this package that syntax trees import, except under `if TYPE_CHECKING`."""
     found, left = set[str](), [*trees]
     while left:
         node = left.pop()
@@ -124,15 +122,15 @@ def _is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
 
 
 def names_of(node: ast.AST, package: str = "") -> Iterator[str]:
-    """The names that a statement imports, in full: of modules, and of what is in modules.
+    """Yield the full names of modules, and of their content, that a statement imports.
 
     Args:
-        package: that the statement's module lies in, or is, which relative imports begin at.
+        package: base of relative imports.
     """
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.name
-            if alias.asname is None:  # what is bound is the outermost package
+            if alias.asname is None:  # binds the outermost package
                 yield alias.name.partition(".")[0]
     elif isinstance(node, ast.ImportFrom):
         above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []

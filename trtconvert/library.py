@@ -1,4 +1,4 @@
-"""The shared library with the kernels, their C API and the TensorRT plugin: where it is, and how it is loaded."""
+"""Finds and loads the shared library with the kernels, their C API and the TensorRT plugins."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from trtconvert.errors import BackendUnavailable
 
 _PLACE = Path("lib") / "libtrtconvert.so"
 
-REINSTALL = "pip install --force-reinstall --no-deps with trtconvert's wheel, or with its checkout, which compiles it"
-"""The remedy where the library is missing, old or damaged."""
+REINSTALL = (
+    "run pip install --force-reinstall --no-deps on trtconvert's wheel, or on a checkout, which compiles the library"
+)
+"""Remedy for a missing, old or damaged library."""
 
 
 def library_path() -> Path | None:
-    """Path of libtrtconvert.so; None when the package was not built.
+    """Return the path of libtrtconvert.so; None if the package was not built.
 
-    It lies in the package. An editable install leaves it in site-packages, away from the sources.
+    The library lies in the package, or in site-packages for an editable install.
     """
     beside = Path(__file__).parent / _PLACE
     if beside.is_file():
@@ -33,10 +35,10 @@ def library_path() -> Path | None:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """libtrtconvert.so, loaded once.
+    """Load libtrtconvert.so once.
 
     Raises:
-        BackendUnavailable: there is none, or it does not load.
+        BackendUnavailable: the library is missing or does not load.
     """
     path = library_path()
     try:
@@ -51,39 +53,39 @@ def load_library() -> ctypes.CDLL:
 
 
 def outdated(missing: AttributeError) -> BackendUnavailable:
-    """The error of a library that lacks a function."""
+    """Return the error for a library that lacks a function."""
     return BackendUnavailable(
         "the kernel library is older than the program that loads it",
-        expected="the libtrtconvert.so that was built with this version",
+        expected="the libtrtconvert.so of this version",
         got=str(missing),
         remedy=REINSTALL,
     )
 
 
 def library_version() -> str:
-    """Version of the library. Raises BackendUnavailable where there is none."""
+    """Return the version of the library. Raises BackendUnavailable without a library."""
     return _text("trtconvert_version")
 
 
 def compiled_architectures() -> tuple[str, ...]:
-    """Architectures that the library holds kernels for, such as ("80", "86", "90a", "120"). Raises BackendUnavailable."""
+    """Return the architectures of the library's kernels, such as ("80", "86", "90a", "120"). Raises BackendUnavailable."""
     return tuple(_text("trtconvert_compiled_architectures").split(","))
 
 
 def has_linear_kernel() -> bool:
-    """Whether the library has its kernel for linear layers, for the GPU that CUDA takes by itself. Raises BackendUnavailable."""
+    """Return whether the library has a kernel of linear layers for CUDA's current GPU. Raises BackendUnavailable."""
     return bool(_function("trtconvert_linear_is_supported")())
 
 
 def has_group_norm_kernel() -> bool:
-    """Whether the library has its kernel for group norms, for the GPU that CUDA takes by itself. Raises BackendUnavailable."""
+    """Return whether the library has a kernel of group norms for CUDA's current GPU. Raises BackendUnavailable."""
     return bool(_function("trtconvert_group_norm_is_supported")())
 
 
 def serves(architecture: str, compiled: Iterable[str]) -> bool:
-    """Whether kernels compiled for some architectures run on a GPU, like "sm89".
+    """Return whether kernels compiled for some architectures run on a GPU such as "sm89".
 
-    Each brings PTX too, which later GPUs compile for themselves, but for those of one GPU only ("90a").
+    Later GPUs run them too by their PTX, except kernels of architecture-specific targets ("90a").
     """
     number = int(architecture.removeprefix("sm"))
     return any(number == int(name[:-1]) if name.endswith("a") else number >= int(name) for name in compiled)

@@ -1,4 +1,4 @@
-"""What a manifest means: whether its fields fit together, beyond what each may be alone. Looked at before any is acted on."""
+"""Checks that the fields of a manifest fit together, before any of them is used."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     from trtconvert.bundle import ComponentRecord, DiffusersRecord, LayerRecord, Manifest, SiteRecord, TensorRecord
 
 INDEX = "model_index.json"
-"""What every folder of a pipeline has."""
+"""The index file of a pipeline's folder."""
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool")
-"""Types of inputs and outputs, as numpy and torch call them."""
+"""Types of inputs and outputs, by their names in numpy and torch."""
 
 CACHE, O_HAT = "modiff.", ".o_hat"
-"""What names of caches begin with, and end with where they are of what a layer gives."""
+"""Prefix of the names of caches, and suffix of caches of a layer's output."""
 
 _STATIC = 3
-"""Of `LayerMode`."""
+"""`LayerMode.STATIC`."""
 
 CACHE_DTYPES = ("float16", "float32")
-"""Those of caches: BF16 has too few bits for sums over many steps."""
+"""Types of caches: BF16 has too few bits for sums over many steps."""
 
 
 def contradiction(manifest: Manifest) -> str:
-    """What in a manifest does not fit the rest of it, the first such thing; empty if nothing."""
+    """Return the first contradiction in a manifest; empty if there is none."""
     return next(_contradictions(manifest), "")
 
 
@@ -35,7 +35,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     bins = manifest.recipe.calibration.bins
     denoisers = [component for component in manifest.components.values() if component.is_denoiser]
     if len(denoisers) != 1:
-        yield f"components: {len(denoisers)} denoisers, where there is one in every bundle"
+        yield f"components: {len(denoisers)} denoisers in place of one"
         return
     for name, component in manifest.components.items():
         found = (*_of_signature(component), *_of_parts(component, bins), *_of_diffusers(component))
@@ -43,11 +43,11 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     yield from _of_quality(manifest, denoisers[0], bins)
     for field, path in _named_files(manifest):
         if path not in manifest.files:
-            yield f"{field}: {path}, which is not among files"
+            yield f"{field}: {path}, which files does not list"
 
 
 def _named_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Fields that name files of the bundle, and the files."""
+    """Yield the fields that name files of the bundle, with the files."""
     yield "calibration", manifest.calibration
     if manifest.pipeline:
         yield "pipeline", f"{manifest.pipeline}/{INDEX}"
@@ -68,9 +68,9 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
         yield from (f"{field}: the type {t.dtype!r} of {t.name}" for t in tensors if t.dtype not in DTYPES)
     sized = {dim for tensor in component.inputs for dim in tensor.shape if isinstance(dim, str)}
     if unknown := sorted(sized - component.dims.keys()):
-        yield f"dims: without {unknown[0]}, which an input has"
+        yield f"dims: no {unknown[0]}, a dimension of an input"
     if unknown := sorted(component.steps.keys() - component.dims.keys()):
-        yield f"steps: the dimension {unknown[0]}, which dims has not"
+        yield f"steps: the dimension {unknown[0]}, which dims lacks"
     given = {_symbol(dim) for tensor in component.outputs for dim in tensor.shape if isinstance(dim, str)}
     if unknown := sorted(given - sized):
         yield f"outputs: the dimension {unknown[0]}, which no input has"
@@ -78,40 +78,40 @@ def _of_signature(component: ComponentRecord) -> Iterator[str]:
     yield from _of_guidance(component)
     names = {tensor.name for tensor in component.inputs}
     if component.timestep_input and component.timestep_input not in names:
-        yield f"timestep_input: {component.timestep_input}, which is no input"
+        yield f"timestep_input: {component.timestep_input}, which is not an input"
     if (component.timestep_max > 0) != bool(component.timestep_input):
         yield f"timestep_max: {component.timestep_max:g} with the timestep_input '{component.timestep_input}'"
     if component.noise_input is not None and component.noise_input.timestep_max != component.timestep_max:
         yield f"noise_input: {component.noise_input.timestep_max:g} places with the timestep_max {component.timestep_max:g}"
     for index, profile in enumerate(component.profiles):
         if profile.keys() != component.dims.keys():
-            yield f"profiles.{index}: the dimensions {', '.join(profile)}, where dims has {', '.join(component.dims)}"
+            yield f"profiles.{index}: the dimensions {', '.join(profile)}, but dims has {', '.join(component.dims)}"
     for number, engine in enumerate(component.engines):
         for index, profile in enumerate(engine.profiles):
             if unknown := sorted(profile.keys() - component.dims.keys()):
-                yield f"engines.{number}.profiles.{index}: the dimension {unknown[0]}, which dims has not"
+                yield f"engines.{number}.profiles.{index}: the dimension {unknown[0]}, which dims lacks"
 
 
 def _of_caches(component: ComponentRecord) -> Iterator[str]:
     names = [cache.name for cache in component.caches]
     if not names:
         if any(layer.modulated for layer in component.layers):
-            yield "caches: none, of layers that quantise deltas"
+            yield "caches: none, but layers that quantise deltas"
         return
     if not component.is_denoiser:
-        yield "caches: some, without a timestep"
+        yield "caches: of a component without a timestep"
     yield from _twins("caches", (tensor.name for tensor in component.all_inputs))
     batch = component.inputs[0].shape[:1] if component.inputs else []
     modulated = {layer.name for layer in component.layers if layer.modulated}
     if bad := [layer.name for layer in component.layers if layer.modulated and set(layer.modes) != {_STATIC}]:
-        yield f"layers: {bad[0]} quantises deltas, and is not static in all timestep bins"
+        yield f"layers: {bad[0]} quantises deltas, but is not static in all timestep bins"
     if modulated != {name.removeprefix(CACHE).removesuffix(O_HAT) for name in names if name.endswith(O_HAT)}:
         yield "caches: of other layers than those that quantise deltas"
     for cache in component.caches:
         if cache.dtype not in CACHE_DTYPES:
             yield f"caches: the type {cache.dtype!r} of {cache.name}"
         if cache.shape[:1] != batch or not all(isinstance(size, int) for size in cache.shape[1:]):
-            yield f"caches: the shape {cache.shape} of {cache.name}, whose first dimension alone is that of the samples"
+            yield f"caches: the shape {cache.shape} of {cache.name}; only the first dimension may vary, with the samples"
 
 
 def _of_guidance(component: ComponentRecord) -> Iterator[str]:
@@ -119,71 +119,70 @@ def _of_guidance(component: ComponentRecord) -> Iterator[str]:
     if guidance is None or not component.inputs:
         return
     if not component.is_denoiser:
-        yield "guidance: without a timestep"
+        yield "guidance: in a component without a timestep"
     inputs = {tensor.name: tensor for tensor in component.inputs}
     scale = inputs.get(guidance.scale)
     if scale is None or (scale.dtype, scale.shape) != ("float32", component.inputs[0].shape[:1]):
-        yield f"guidance.scale: {guidance.scale}, which is no input with a float32 number for each sample"
+        yield f"guidance.scale: {guidance.scale}, which is not an input with a float32 number for each sample"
     if not guidance.negative:
-        yield "guidance.negative: none, where guidance needs conditions"
+        yield "guidance.negative: none, but guidance needs conditions"
     for name, twin in guidance.negative.items():
         if name not in inputs or twin not in inputs or name == twin or {name, twin} & {component.timestep_input}:
-            yield f"guidance.negative.{name}: {twin}, where two inputs are expected"
+            yield f"guidance.negative.{name}: {twin}; both must be inputs and differ"
         elif (inputs[name].dtype, inputs[name].shape) != (inputs[twin].dtype, inputs[twin].shape):
-            yield f"guidance.negative.{name}: {twin}, which has another type or shape"
+            yield f"guidance.negative.{name}: {twin}, of another type or shape"
     parts = [component.inputs[0].name, component.timestep_input, guidance.scale]
     parts += [name for pair in guidance.negative.items() for name in pair]
     if twice := [name for name in parts if parts.count(name) > 1]:
-        yield f"guidance: {twice[0]}, which has several parts in it"
+        yield f"guidance: {twice[0]} in several roles"
     rows = {tensor.name for tensor in component.inputs if tensor.shape[:1] == component.inputs[0].shape[:1]}
     if alone := sorted(rows - set(parts)):
-        yield f"guidance: {alone[0]}, which has an entry for each sample, and no part in it"
+        yield f"guidance: {alone[0]} has a row for each sample, but no role"
     if component.caches:
-        yield "guidance: beside caches, which have a row for each half"
+        yield "guidance: with caches, which have a row for each half"
 
 
 def _symbol(dim: str) -> str:
-    """The name in a dimension that may be a line through it: "height" of "8*height-3"."""
+    """Return the symbolic dimension in a linear function of it: "height" of "8*height-3"."""
     return dim.rpartition("*")[2].partition("+")[0].partition("-")[0]
 
 
 def _of_parts(component: ComponentRecord, bins: int) -> Iterator[str]:
-    """Of sites and layers. A component that follows no timestep has one bin."""
     if component.sites and not component.is_denoiser:
-        yield "sites: some, without a timestep"
+        yield "sites: in a component without a timestep"
     length = bins if component.is_denoiser else 1
     inputs = {tensor.name for tensor in component.inputs} - {component.timestep_input}
     for name, ranges in component.input_ranges.items():
         if name not in inputs or not component.is_denoiser:
-            yield f"input_ranges: of {name}, which is no input of a denoiser beside the timestep"
+            yield f"input_ranges: of {name}, which is not an input of a denoiser beside the timestep"
         if len(ranges) != length:
-            yield f"input_ranges.{name}: {len(ranges)}, where there are {length} timestep bins"
+            yield f"input_ranges.{name}: {len(ranges)} for {length} timestep bins"
     fields: dict[str, Sequence[SiteRecord | LayerRecord]] = {"sites": component.sites, "layers": component.layers}
     for field, parts in fields.items():
         yield from _twins(field, (part.name for part in parts))
         for index, part in enumerate(parts):
             if part.modes and len(part.modes) != length:
-                yield f"{field}.{index}.modes: {len(part.modes)}, where there are {length} timestep bins"
+                yield f"{field}.{index}.modes: {len(part.modes)} for {length} timestep bins"
             if part.modes and part.reason:
-                yield f"{field}.{index}: modes, and a reason why it has none"
+                yield f"{field}.{index}: modes, but also a reason to have none"
     for index, site in enumerate(component.sites):
         if site.scaling and not site.modes:
             yield f"sites.{index}.scaling: {site.scaling}, of a site without modes"
         if site.sparse and len(site.sparse) != len(site.modes):
-            yield f"sites.{index}.sparse: {len(site.sparse)}, where there are {len(site.modes)} modes"
+            yield f"sites.{index}.sparse: {len(site.sparse)} for {len(site.modes)} modes"
         if len(site.density) != len(site.sparse):
-            yield f"sites.{index}.density: {len(site.density)}, where sparse has {len(site.sparse)}"
+            yield f"sites.{index}.density: {len(site.density)} for {len(site.sparse)} in sparse"
         if any(not share and density < 1 for share, density in zip(site.sparse, site.density, strict=False)):
-            yield f"sites.{index}.density: less than 1 where nothing may be lost"
+            yield f"sites.{index}.density: less than 1 in a bin that loses no attention"
         if site.sparse and site.dense:
-            yield f"sites.{index}.dense: a reason why it has no block mask, and sparse, which gives it one"
+            yield f"sites.{index}.dense: a reason to have no block mask, but sparse has one"
     for index, layer in enumerate(component.layers):
         if bool(layer.kernel) != (layer.kind == "conv"):
-            yield f"layers.{index}.kernel: {layer.kernel} of a layer of the kind {layer.kind}"
+            yield f"layers.{index}.kernel: {layer.kernel} for the kind {layer.kind}"
     sites = {site.name for site in component.sites}
     for number, engine in enumerate(component.engines):
         if unknown := [site.name for site in engine.native_sites if site.name not in sites]:
-            yield f"engines.{number}.native_sites: {unknown[0]}, which is no site"
+            yield f"engines.{number}.native_sites: {unknown[0]}, which is not a site"
 
 
 def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
@@ -193,7 +192,7 @@ def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
     names = [name.lstrip("*") for name in record.parameters]
     yield from _twins("diffusers.parameters", names)
     if bad := [name for name in names if not name.isidentifier()]:
-        yield f"diffusers.parameters: {bad[0]!r} is no name"
+        yield f"diffusers.parameters: {bad[0]!r} is not a name"
     taken: dict[str, int] = {}
     wrong = [*_of_nodes("diffusers.arguments", record.arguments, taken)]
     yield from wrong
@@ -201,32 +200,34 @@ def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
     if taken.keys() != {tensor.name for tensor in component.inputs} - of_guidance:
         yield "diffusers.arguments: other tensors than inputs has"
     for tensor in component.inputs:
-        # A wrong number of rows would be allocated at each call, before the engine's sizes are looked at.
+        # A wrong number of rows would be allocated at each call, before the engine's sizes are checked.
         if (least := taken.get(tensor.name, 0)) and least > (most := _most_rows(component, tensor)):
-            yield f"diffusers.arguments: {least} rows of {tensor.name} at least, which has {most} at most"
+            yield f"diffusers.arguments: at least {least} rows of {tensor.name}, which has at most {most}"
     given: dict[str, int] = {}
     yield from _of_nodes("diffusers.results", record.results, given)
     if unknown := sorted(given.keys() - {tensor.name for tensor in component.outputs}):
-        yield f"diffusers.results: {unknown[0]}, which is no output"
+        yield f"diffusers.results: {unknown[0]}, which is not an output"
     yield from _of_attributes(record)
     if sizes := record.predictions:
         count, shape = sum(map(math.prod, sizes.values())), component.outputs[0].shape
         if len(sizes) < 2 or not component.is_denoiser or shape[1:] != [count]:
-            yield f"diffusers.predictions: {count} numbers of {', '.join(sizes)}, where the output is {shape}"
+            yield f"diffusers.predictions: {count} numbers of {', '.join(sizes)}, but the output is {shape}"
     timesteps = set[str]() if wrong else {node["of"] for node in record.arguments.values() if "share" in node}
     if timesteps - {component.timestep_input}:
         yield f"diffusers.arguments: shares of {min(timesteps)}, which is not the timestep"
 
 
 def _most_rows(component: ComponentRecord, tensor: TensorRecord) -> int:
-    """The largest second size of an input; 0 where it has no second dimension."""
+    """Return the largest second size of an input; 0 without a second dimension."""
     size = tensor.shape[1] if len(tensor.shape) > 1 else 0
     return size if isinstance(size, int) else component.dims.get(size, (0, 0, 0))[2]
 
 
 def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: dict[str, int], *, nested: bool = False) -> Iterator[str]:
-    """What is wrong with arguments or results, see `DiffusersRecord`; takes up the names of their tensors, and how many rows each
-    has at least. Shares of timesteps are arguments themselves, and not nested in one."""
+    """Yield faults of arguments or results, see `DiffusersRecord`, and collect their tensors with the least number of rows.
+
+    Shares of timesteps are arguments themselves, never nested.
+    """
     for name, node in nodes.items():
         here = f"{place}.{name}"
         match node:
@@ -250,13 +251,13 @@ def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: dict[str, int], *, 
             case {"value": _, **rest} | {"unused": [*_], **rest} if not rest:
                 pass
             case _:
-                yield f"{here}: neither a tensor nor what holds some, nor a value"
+                yield f"{here}: neither a tensor, a container of tensors, nor a value"
 
 
 def _of_attributes(record: DiffusersRecord) -> Iterator[str]:
     for name, node in record.attributes.items():
         if not name.isidentifier() or name.startswith("_"):
-            yield f"diffusers.attributes: {name!r} is no name of an attribute"
+            yield f"diffusers.attributes: {name!r} is not the name of an attribute"
         match node:
             case {"value": _, **rest} | {"part": True, **rest} if not rest:
                 pass
@@ -271,8 +272,8 @@ def _of_attributes(record: DiffusersRecord) -> Iterator[str]:
 
 
 def _is_tensor(numbers: Any) -> bool:
-    """Whether nested lists are as regular as a tensor, and hold numbers that a tensor can have."""
-    import numpy as np  # here: a build that the cache answers loads no library
+    """Return whether nested lists form a tensor of numbers."""
+    import numpy as np  # imported here for the start-up of fully cached builds
 
     try:
         return np.asarray(numbers).dtype.kind in "bif"
@@ -288,12 +289,12 @@ def _of_quality(manifest: Manifest, denoiser: ComponentRecord, bins: int) -> Ite
         if unknown := sorted(rows.keys() - converted):
             yield f"quality.{field}: {unknown[0]}, which is not converted"
         if wrong := sorted(name for name, row in rows.items() if len(row) != bins):
-            yield f"quality.{field}.{wrong[0]}: {len(rows[wrong[0]])} figures, where there are {bins} timestep bins"
-        # Without layers there are no figures of them; without sites there is no bundle.
+            yield f"quality.{field}.{wrong[0]}: {len(rows[wrong[0]])} figures for {bins} timestep bins"
+        # Bundles may have no layers, but always have sites.
         if (rows or field == "site_sqnr") and not any(db is not None for row in rows.values() for db in row):
-            yield f"quality.{field}: no figure at all"
+            yield f"quality.{field}: no figure"
     if unknown := sorted(quality.component_errors.keys() - manifest.components.keys()):
-        yield f"quality.component_errors: {unknown[0]}, which is no component"
+        yield f"quality.component_errors: {unknown[0]}, which is not a component"
     figures: dict[str, float | None] = {
         **{name: getattr(quality, name) for name in ("psnr", "psnr_worst", "lpips", "lpips_worst", "error")},
         "lowering_difference": quality.lowering_difference,

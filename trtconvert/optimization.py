@@ -1,4 +1,4 @@
-"""One call for a pipeline that is loaded already: converted once, its engine put in place, and found again afterwards."""
+"""`trtconvert.optimize`: converts a loaded pipeline once and puts its engine in place; later calls find the bundle again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from trtconvert.runtime import LoadedBundle
 
 _SECTIONS: dict[str, dict[str, Any]] = {
-    # Stated: a search draws samples, which takes long where the denoiser does.
+    # Stated modes: a search draws samples, which takes long with a slow denoiser.
     "attention": {"modes": "precision"},
     "layers": {"modes": "static"},
     "calibration": {"samples": 8, "batch": 4, "steps": 10, "bins": 10},
     "verify": {"samples": 2, "steps": 4, "on_gpu": {"samples": 16, "steps": 10}, "min_psnr": 20.0},
 }
-"""What is asked of a conversion unless the caller says otherwise."""
+"""Default sections of the recipe."""
 
 
 def optimize(
@@ -41,26 +41,25 @@ def optimize(
 ) -> Any:
     """Convert a diffusers pipeline's denoiser and put its engine in place.
 
-    The pipeline is written to the temporary folder while it is converted, as it is: with LoRAs that were fused. What was
-    converted is found again by the numbers of its weights and what was asked for. Progress is shown as on the command line.
+    The pipeline is saved to the temporary folder during the conversion, with its fused LoRAs. A later call with the same weights
+    and the same arguments finds the bundle again. Progress is shown as on the command line.
 
     Args:
-        pipe: the pipeline; the same one is returned, with another `transformer` or `unet`, that computes what the bundle's engine
-            does. The weights go with the last reference to the old one.
-        folder: for bundles, one for each set of weights; in the user's cache by default.
-        recipe: sections and fields of a recipe that are to be others, as {"attention": {"modes": "auto"}}.
-        device: "cpu" computes with ONNX Runtime, which is for checking and slow; a GPU otherwise, on which the conversion
-            computes too.
-        offload: let the weights of the model that is converted lie in host memory, and come to the GPU block by block. Without
-            it this is done where the model does not fit the GPU otherwise, in what `pipe` leaves free.
+        pipe: the pipeline. Its `transformer` or `unet` is replaced by one that runs the engine; the old weights are freed with
+            the last reference to the old model.
+        folder: folder of the bundles, one for each set of weights; default: in the user's cache.
+        recipe: sections and fields that replace those of the default recipe, such as {"attention": {"modes": "auto"}}.
+        device: "cpu" runs ONNX Runtime, which is slow and for checking; otherwise a GPU, on which the conversion computes too.
+        offload: keep the converted model's weights in host memory and copy them to the GPU block by block. By default models
+            that do not fit beside `pipe` are offloaded.
         quiet: show no progress.
-        options: of `model.options`, as height=1024, width=1024, batch=[1, 1, 2].
+        options: fields of `model.options`, such as height=1024, width=1024, batch=[1, 1, 2].
     Returns:
         The pipeline.
     Raises:
-        UserError: not a pipeline that can be converted, or a field that no recipe has.
-        BackendUnavailable: there is no GPU, no TensorRT or no plugin library here, and device is not "cpu".
-        GateError: what was converted misses its gates.
+        UserError: the pipeline cannot be converted, or a field does not exist in recipes.
+        BackendUnavailable: there is no GPU, TensorRT or plugin library, and device is not "cpu".
+        GateError: the converted model misses its gates.
     """
     from rich.console import Console
 
@@ -73,10 +72,10 @@ def optimize(
     name = _denoiser_of(pipe)
     if device != "cpu" and not (state := tensorrt.status()).available:
         raise BackendUnavailable(
-            "there is nothing here to build an engine with",
+            "no engine can be built on this machine",
             expected="an NVIDIA GPU, and TensorRT for it",
             got=state.detail,
-            remedy=f'{state.remedy}; device="cpu" computes with ONNX Runtime, to check images, slowly',
+            remedy=f'{state.remedy}; or check images slowly with device="cpu", which runs ONNX Runtime',
         )
     sections = _merged(recipe or {}, options, device, offload)
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
@@ -94,7 +93,7 @@ def optimize(
 
 
 def _loaded(bundle: Path, device: str | None, report: Reporter, cache: Cache) -> LoadedBundle:
-    """The bundle on the CPU, or on a GPU, compiled for it where no engine fits."""
+    """Load the bundle on the CPU or a GPU, and compile it for the GPU if no engine fits."""
     from trtconvert import runtime
     from trtconvert.compile import compile_bundle
 
@@ -102,7 +101,7 @@ def _loaded(bundle: Path, device: str | None, report: Reporter, cache: Cache) ->
         return runtime.load(bundle, backend="onnxruntime")
     try:
         return runtime.load(bundle, backend="tensorrt", device=device)
-    except BackendUnavailable:  # another GPU's, or another TensorRT's
+    except BackendUnavailable:  # the engine is for another GPU or TensorRT
         compile_bundle(bundle, report, cache)
         return runtime.load(bundle, backend="tensorrt", device=device)
 
@@ -112,17 +111,17 @@ def _denoiser_of(pipe: Any) -> str:
     name = next((name for name in DENOISERS if isinstance(parts, Mapping) and parts.get(name) is not None), None)
     if name is None or not hasattr(pipe, "save_pretrained"):
         raise UserError(
-            "this cannot be optimized",
+            "the object cannot be optimized",
             expected=f"a pipeline of diffusers with a {' or a '.join(DENOISERS)}",
             got=type(pipe).__name__,
-            remedy="give the whole pipeline; a recipe converts other models (`trtconvert build`)",
+            remedy="pass the whole pipeline; convert other models by a recipe (`trtconvert build`)",
         )
     if not hasattr(getattr(pipe, name), "state_dict") or type(getattr(pipe, name)).__module__.startswith("trtconvert."):
         raise UserError(
             f"the pipeline's {name} is converted already",
             expected="a model with its weights",
             got=type(getattr(pipe, name)).__name__,
-            remedy="load the pipeline anew to convert it otherwise",
+            remedy="load the pipeline again to convert it with other settings",
         )
     return name
 
@@ -131,27 +130,27 @@ def _merged(
     recipe: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], device: str | None, offload: bool
 ) -> dict[str, dict[str, Any]]:
     sections = {name: dict(fields) for name, fields in _SECTIONS.items()}
-    sections["engine"] = {"backend": "onnxruntime"}  # what is built for this GPU comes after
+    sections["engine"] = {"backend": "onnxruntime"}  # engines for this GPU are compiled afterwards
     sections["compute"] = {"device": "cpu" if device == "cpu" else "auto"} | ({"offload": "on"} if offload else {})
     sections["model"] = {"source": "diffusers", "weights": "pipeline", "options": dict(options)}
     for name, fields in recipe.items():
         fixed = {"model": ("source", "weights"), "engine": ("backend",)}.get(name, ())
         if wrong := [field for field in fixed if field in fields]:
             raise UserError(
-                f"recipe[{name!r}] says what the call says",
+                f"recipe[{name!r}] has fields that the arguments decide",
                 expected="other fields of the section",
                 got=", ".join(wrong),
-                remedy="leave them out: the pipeline is the model, and `device` says where it runs",
+                remedy="remove these fields: `pipe` is the model, and `device` selects the backend",
             )
         sections[name] = sections.get(name, {}) | dict(fields)
     asked = recipe.get("verify", {})
-    if asked.keys() & {"samples", "steps"} and "on_gpu" not in asked:  # what the caller says counts on a GPU too
+    if asked.keys() & {"samples", "steps"} and "on_gpu" not in asked:  # the caller's values hold on a GPU too
         del sections["verify"]["on_gpu"]
     return sections
 
 
 def _key(pipe: Any, name: str, sections: Mapping[str, Any]) -> str:
-    """Of the weights' numbers, the pipeline's class and what is asked for. Weights are read where they lie, one at a time."""
+    """Hash the weights, the pipeline's class and the recipe."""
     from trtconvert.weights.tensor_files import raw_bytes
 
     digest = hashlib.sha256(

@@ -3,8 +3,8 @@
     recipe ─► components and their engines ─► calibrate ─► search ─► plan ─► steps ─► reference ─► errors
            ─► export ─► engine ─► verify ─► bundle
 
-Each stage is a folder in the cache, filed under the hash of what the stage reads: a second build redoes what changed and
-nothing else, and loads neither the model nor torch when nothing did.
+Each stage is a folder in the cache, filed under the hash of everything that the stage reads. A second build runs only the
+changed stages; without changes it loads neither the model nor torch.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ if TYPE_CHECKING:
     from trtconvert.diffusion_model import DiffusionModel
 
 PIPELINE = "pipeline"
-"""Folder of a bundle with what a pipeline needs beside its models."""
+"""Folder in a bundle with the files of a pipeline other than its models."""
 
 
 def _keep_evidence(verified: Stage, output: Path) -> Path:
-    """Copy the samples and the figures of a build that missed a gate beside where its bundle would be."""
+    """Copy the samples and figures of a build that missed a gate into a folder beside the bundle's."""
     folder = output.with_name(f"{output.name}.missed")
     folder.mkdir(parents=True, exist_ok=True)
     for name in (SAMPLES, QUALITY):
@@ -79,28 +79,28 @@ def _keep_evidence(verified: Stage, output: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished build: its manifest, and where it is."""
+    """A finished build."""
 
     manifest: Manifest
     folder: Path
 
 
 def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_bad: bool = False) -> Outcome:
-    """Run the whole conversion and leave a bundle at `output`.
+    """Run the whole conversion and write a bundle to `output`.
 
     Args:
-        skip_bad: leave bad calibration samples out, and list them in the calibration.
+        skip_bad: skip bad calibration samples, and list them in the calibration.
     Raises:
-        UserError: the recipe asks for something that the model or this machine does not have.
-        GateError: the quality gates are missed; no bundle is left.
+        UserError: the recipe does not fit the model or this machine.
+        GateError: the model misses a quality gate; no bundle is written.
     """
     output = settled(output)
     refuse_foreign(output)
     if cache.folder.resolve().is_relative_to(output.resolve()):
         raise UserError(
             f"the build cache {cache.folder} lies in the bundle {output}",
-            expected="two folders, neither the cache in the bundle",
-            got="one in the other",
+            expected="a cache outside the bundle",
+            got="a cache inside the bundle",
             remedy="give another folder with --cache, or with -o",
         )
     recipe = recipe.model_copy(update={"model": with_dtype(recipe.model)})
@@ -112,19 +112,18 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     _refuse_missing_packages(recipe)
     for file, missing in left_over([(lora.file, lora.target) for lora in recipe.loras]):
         report.notice(
-            f"{file.name} has parts for {', '.join(missing)} too, which are left out; those of a text encoder are merged "
-            "by an entry of loras with that target",
+            f"{file.name} has parts for {', '.join(missing)} too, which are ignored; an entry of loras with that target "
+            "merges the parts of a text encoder",
         )
 
-    def take_along(new: Path) -> None:
-        refuse_foreign(output)  # it may have come meanwhile
+    def keep_users_files(new: Path) -> None:
+        refuse_foreign(output)  # another process may have written there meanwhile
         if (output / bundle.MANIFEST).exists():
             bundle.keep_others(output, new)
             if lost := _engines(output) - _engines(new):
                 names = ", ".join(sorted(Path(name).stem for name in lost))
                 report.notice(
-                    f"engines of the bundle before that the new one has not: {names}; run `trtconvert compile` on their "
-                    "GPUs again",
+                    f"the new bundle lacks engines of the old one: {names}; run `trtconvert compile` on their GPUs again",
                 )
 
     def timed(model: DiffusionModel, parts: Parts) -> DiffusionModel:
@@ -133,7 +132,7 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
         return with_forecast(recipe, place, report, model, parts)
 
     asked = Build(recipe, weights, place, cache, report, skip_bad, timed)
-    with whole_folder(output, "give another folder with -o", take_along) as folder, report.live():
+    with whole_folder(output, "give another folder with -o", keep_users_files) as folder, report.live():
         made = _run_stages(asked, backend, output)
         with report.stage("bundle"):
             manifest = _assemble(folder, asked, made, backend, reason)
@@ -142,12 +141,11 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
 
 @dataclass(frozen=True)
 class _Made:
-    """What the stages of a build made.
+    """Results of a build's stages.
 
     Attributes:
-        planned, steps, reference, verified: what these stages left.
-        components, engines: by name, what the stages left that exported them and built for them.
-        quality: the figures, which passed the gates.
+        components, engines: exported components and their engines, by name.
+        quality: the figures that passed the gates.
     """
 
     planned: Planned
@@ -160,10 +158,6 @@ class _Made:
 
 
 def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
-    """
-    Args:
-        output: where the bundle would be, beside which the evidence of a missed gate is kept.
-    """
     of_engines = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
     components, engines, component_errors = component_stages(build), dict[str, Engines](), dict[str, float]()
     for name, of in components.items():
@@ -175,14 +169,14 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
     planned = steps.planned
     reference = reference_stage(build)
     errors = errors_stage(build, planned) if build.place.on_gpu else None
-    build.source.leave_gpu()  # which engines are built on and timed
+    build.source.leave_gpu()  # makes room for building and timing engines
     exported = export_stage(build, planned)
     built = engine_stages(of_engines, COMPONENT, component_of(exported), exported)
     verified = verify_stage(build, planned, steps, exported, reference, errors, built)
     try:
         quality, built = check_gates(build.recipe, planned, verified, built)
     except GateError:
-        build.report.notice(f"what missed the gate is in {_keep_evidence(verified, output)}")
+        build.report.notice(f"the samples that missed the gate are in {_keep_evidence(verified, output)}")
         raise
     quality = quality.model_copy(update={"component_errors": component_errors})
     return _Made(
@@ -191,16 +185,16 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
 
 
 def _engines(folder: Path) -> set[str]:
-    """The files of a bundle's engines."""
     return {
         engine.file for component in bundle.read_manifest(folder).components.values() for engine in component.engines
     }
 
 
 def refuse_foreign(output: Path) -> None:
-    """
+    """Check that a bundle can be written to a path.
+
     Raises:
-        UserError: something that is not a bundle stands where the bundle should go.
+        UserError: the path holds something other than a bundle or an empty folder.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
@@ -209,7 +203,7 @@ def refuse_foreign(output: Path) -> None:
     except UserError as error:
         got = "a folder with other files" if output.is_dir() else "a file"
         if (output / bundle.MANIFEST).exists():
-            got += f", and a {bundle.MANIFEST} that is not a bundle's, or damaged"
+            got += f", and a {bundle.MANIFEST} that is damaged or not a bundle's"
         raise UserError(
             f"{output} exists and is not a bundle",
             expected="a new folder, an empty one, or a bundle to replace",
@@ -219,7 +213,7 @@ def refuse_foreign(output: Path) -> None:
 
 
 def _on_place(recipe: Recipe, place: Place) -> Recipe:
-    """The recipe with what it asks for where the build computes."""
+    """Apply `verify.on_gpu` to a recipe whose build computes on a GPU."""
     more = recipe.verify.on_gpu
     if not place.on_gpu or more is None:
         return recipe
@@ -228,14 +222,10 @@ def _on_place(recipe: Recipe, place: Place) -> Recipe:
 
 
 def _refuse_missing_packages(recipe: Recipe) -> None:
-    """
-    Raises:
-        UserError: a package or a file that the figures of the plan or of the gates need is missing: nobody wants to hear after
-            the calibration.
-    """
+    """Check the packages and files of the plan's and the gates' figures, before the calibration takes its time."""
     plan = recipe.plan
     if (weights := recipe.verify.lpips_weights) is not None and named_file("verify.lpips_weights", weights):
-        from trtconvert.evaluate.metrics import load_lpips  # with torch, which builds that the cache answers do without
+        from trtconvert.evaluate.metrics import load_lpips  # imports torch, which fully cached builds do not need
 
         load_lpips(weights)
     if recipe.attention.modes == "auto":
@@ -251,7 +241,7 @@ def _refuse_missing_packages(recipe: Recipe) -> None:
 
 
 def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, reason: str) -> Manifest:
-    """Copy what the stages left into the bundle's folder, and write the manifest last."""
+    """Copy the stages' files into the bundle's folder, and write the manifest last."""
     recipe, planned = build.recipe, made.planned
     shutil.copyfile(planned.calibrated.stage.folder / CALIBRATION, folder / CALIBRATION)
     if (planned.stage.folder / FRONTIER).is_file():
@@ -259,7 +249,7 @@ def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, r
     records: dict[str, ComponentRecord] = {}
     for name, exported in made.components.items():
         record = component_of(exported)
-        for file in exported.folder.glob(f"{record.onnx}*"):  # a large model's weights lie beside it
+        for file in exported.folder.glob(f"{record.onnx}*"):  # with the external weights of large models
             shutil.copyfile(file, folder / file.name)
         for engine, stage in made.engines[name]:
             (folder / engine.file).parent.mkdir(exist_ok=True)
@@ -272,7 +262,7 @@ def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, r
         records[COMPONENT] = records[COMPONENT].model_copy(update={"reuse": made.steps.record})
     shutil.copyfile(made.verified.folder / SAMPLES, folder / SAMPLES)
     shutil.copyfile(made.reference.folder / VERIFY, folder / VERIFY)
-    kept = with_paths(recipe, lambda path: Path(path.name))  # without the folders of this machine
+    kept = with_paths(recipe, lambda path: Path(path.name))  # without this machine's folders
     images = {name: copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
     weights_at = recipe.model.weights
     if len(records) > 1 and weights_at is not None and (saved := pipeline_folder(weights_at, recipe.model.config)):
@@ -296,13 +286,12 @@ def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, r
 
 
 def _title(recipe: Recipe) -> str:
-    """What a model is called that is no pipeline's: an ONNX file by its name."""
     section = recipe.model
     return section.weights.name if section.source == ONNX and section.weights is not None else section.source
 
 
 def copied_images(name: str, paths: Path | list[Path], folder: Path) -> Path | list[Path]:
-    """The images of an argument in a bundle, relative to it, where they are copied to."""
+    """Copy the images of an argument into a bundle, and return their paths relative to the bundle."""
     numbered = (
         {path: f"{name}-{number}" for number, path in enumerate(paths)} if isinstance(paths, list) else {paths: name}
     )

@@ -1,4 +1,4 @@
-"""What a command says while it works, and in the end: bars and tables for people, JSON for programs, or nothing."""
+"""Progress and results of commands: bars and tables for people, JSON for programs, or nothing."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ from rich.text import Text
 from trtconvert.errors import TrtconvertError, kind_and_first_line
 
 _PROGRESS_SECONDS = 0.5
-"""Between two events of a stage's progress."""
+"""Shortest time between two progress events of a stage."""
 
 _FIRST_LINE, _NEXT_LINES = 2.0, 30.0
-"""Seconds from a stage's start to its first line, and from line to line, where the output is no terminal."""
+"""Seconds from a stage's start to its first line, and between lines, if the output is not a terminal."""
 
 _ALMOST = 0.99
-"""The largest share that a stage is said to have done while it goes on."""
+"""Largest shown share of a running stage."""
 
 
 def say(console: Console, text: str) -> None:
-    """A line that names a file: not broken within the path, whose brackets are no markup of rich's."""
+    """Print a line without wrapping, and without reading brackets as rich's markup."""
     console.print(text, markup=False, emoji=False, soft_wrap=True)
 
 
 class StageStarted(BaseModel):
-    """A stage begins."""
+    """A stage starts."""
 
     event: Literal["started"] = "started"
     stage: str
 
 
 class StageProgress(BaseModel):
-    """How far a stage is, twice a second at most."""
+    """Progress of a stage, twice a second at most."""
 
     event: Literal["progress"] = "progress"
     stage: str
-    done: float = Field(ge=0, le=1, description="The share that is done.")
+    done: float = Field(ge=0, le=1, description="Finished share of the stage.")
     elapsed_s: float
-    remaining_s: float | None = Field(None, description="Estimated from the steps before; null until some are done.")
+    remaining_s: float | None = Field(None, description="Estimate from the finished steps; null before the first.")
     detail: str = ""
 
 
 class StageFinished(BaseModel):
-    """A stage is done."""
+    """A stage ends."""
 
     event: Literal["finished"] = "finished"
     stage: str
     elapsed_s: float
-    reused: bool = Field(description="Whether the cache had it.")
+    reused: bool = Field(description="True if the cache had the stage's result.")
 
 
 class Notice(BaseModel):
-    """What a person should know."""
+    """A message for people."""
 
     event: Literal["notice"] = "notice"
     text: str
@@ -81,8 +81,8 @@ class Failure(BaseModel):
 
     event: Literal["error"] = "error"
     kind: Literal["user", "failed", "internal", "interrupted"] = Field(
-        description="The user's mistake, exit code 2; what failed here, as a gate that is missed, 1; a fault of trtconvert, 1; "
-        "a signal, 128 and its number."
+        description="`user`: a mistake of the user, exit code 2; `failed`: for example a missed gate, 1; `internal`: a bug of "
+        "trtconvert, 1; `interrupted`: by signal N, 128 + N."
     )
     problem: str
     expected: str = ""
@@ -95,17 +95,17 @@ Event = Annotated[StageStarted | StageProgress | StageFinished | Notice | Failur
 
 
 def events_schema() -> dict[str, Any]:
-    """JSON schema of a line that `--json` writes to the standard error."""
+    """Return the JSON schema of a line that `--json` prints to stderr."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | TypeAdapter(Event).json_schema()
 
 
 def write_event(event: BaseModel) -> None:
-    """One line of JSON on the standard error."""
+    """Print an event as a line of JSON to stderr."""
     print(event.model_dump_json(), file=sys.stderr, flush=True)
 
 
 def failure(error: BaseException, exit_code: int) -> Failure:
-    """What ended a command, as an event."""
+    """Return the event for the error that ended a command."""
     if isinstance(error, TrtconvertError):
         kind = "user" if error.exit_code == 2 else "failed"
         words = {name: getattr(error, name) for name in ("problem", "expected", "got", "remedy")}
@@ -116,11 +116,11 @@ def failure(error: BaseException, exit_code: int) -> Failure:
 
 
 class Output:
-    """Where a command's words go.
+    """The output of a command.
 
     Args:
-        form: "text", for people; "quiet", which leaves errors alone; "json", with events as lines on the standard error and the
-            result as one object on the standard output.
+        form: "text" for people; "quiet" for errors only; "json" for events as lines on stderr and the result as one object on
+            stdout.
         stopped: see `Reporter`.
     """
 
@@ -132,7 +132,7 @@ class Output:
 
     @contextmanager
     def kept_clean(self) -> Iterator[None]:
-        """What libraries print inside this block goes to the standard error, where the standard output is the result's."""
+        """Redirect stdout to stderr inside the block if stdout is reserved for the JSON result."""
         if self.form == "json":
             with redirect_stdout(sys.stderr):
                 yield
@@ -140,19 +140,20 @@ class Output:
             yield
 
     def silence(self) -> None:
-        """Say nothing more but errors: this process is one of several that share the work."""
+        """Print errors only from now on, in a process that shares the work with others."""
         self.form, self.console.quiet = "quiet", True
 
     def reporter(self) -> Reporter:
-        """Of the command's stages."""
+        """Make a reporter of the command's stages."""
         return Reporter(self.console, self._stopped, write_event if self.form == "json" else None)
 
     def result(self, values: Mapping[str, Any], *lines: str, show: Callable[[Console], None] | None = None) -> None:
-        """The end of a command.
+        """Print the result of a command.
 
         Args:
-            values: for programs; paths become text. docs/automation.md lists them.
-            lines, show: the same for people: lines, after what a function prints.
+            values: the result for programs, listed in docs/automation.md; paths become text.
+            lines: the result for people, printed after `show`.
+            show: prints to the console.
         """
         if self.form == "json":
             write_result(self._stdout, values)
@@ -164,7 +165,7 @@ class Output:
 
 
 def write_result(stream: TextIO, values: Mapping[str, Any]) -> None:
-    """One line of JSON. Infinities, which JSON has not, become null."""
+    """Print one line of JSON. Infinities and NaN, which JSON does not have, become null."""
     text = json.dumps(values, default=str, ensure_ascii=False)
     if "Infinity" in text or "NaN" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
@@ -175,14 +176,14 @@ class Reporter:
     """Shows a bar per stage and keeps the stages' times.
 
     Args:
-        stopped: whether the user asked to stop. Asked at the edges of stages: an interrupt that arrives while a library is
-            being imported can get lost on its way up.
-        events: told what happens, beside the console.
+        console: the console of bars and lines.
+        stopped: returns whether the user asked to stop. Called before and after each stage, because an interrupt during the
+            import of a library can get lost.
+        events: called with each event.
 
     Attributes:
-        console: where everything goes.
         seconds: time of each stage, in order.
-        reused: stages that the cache answered.
+        reused: stages whose result came from the cache.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Reporter:
         self._lines = False
         self._bars = Progress(
             SpinnerColumn(),
-            # Names of layers have brackets, which are no markup of rich's.
+            # Names of layers hold brackets, which are not markup.
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[detail]}", markup=False),
@@ -209,7 +210,7 @@ class Reporter:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Bars are drawn inside this block; where the output is no terminal, lines tell of stages that take their time."""
+        """Draw bars inside the block, or print lines about long stages if the output is not a terminal."""
         self._lines = not self.console.quiet and not self.console.is_interactive
         try:
             with self._bars:
@@ -219,7 +220,7 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Bar]:
-        """One stage and its bar.
+        """Run the block as one stage with a bar.
 
         Raises:
             KeyboardInterrupt: the user asked to stop.
@@ -239,7 +240,7 @@ class Reporter:
         self._tell(StageFinished(stage=name, elapsed_s=round(self.seconds[name], 3), reused=bar.reused))
 
     def notice(self, text: str) -> None:
-        """What a person should know, above the bars."""
+        """Print a message above the bars."""
         say(self.console, f"notice: {text}")
         self._tell(Notice(text=text))
 
@@ -254,7 +255,7 @@ class Reporter:
 
 @contextmanager
 def _lines(bar: Bar) -> Iterator[None]:
-    """A line about a stage soon after it began, and then now and then, however long its steps take."""
+    """Print lines about a stage at intervals, however long its steps take."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -273,10 +274,10 @@ def _lines(bar: Bar) -> Iterator[None]:
 
 
 class _Remaining(ProgressColumn):
-    """The time that is left, of a stage whose steps are counted."""
+    """Column of the remaining time."""
 
     def render(self, task: Any) -> Text:
-        """See rich."""
+        """Render the remaining time of a task."""
         left = task.fields["left"]
         seconds = None if task.finished or left is None else left()
         return Text("" if seconds is None else f"{_clock(seconds)} left", style="progress.remaining")
@@ -287,10 +288,10 @@ def _clock(seconds: float) -> str:
 
 
 class Bar:
-    """The bar of one stage. It is never full before the stage is done: with more steps than it was told of, the total grows.
+    """The bar of one stage. If there are more steps than announced, the total grows, so that a running stage is never full.
 
     Attributes:
-        reused: whether the cache had the stage.
+        reused: True if the stage's result came from the cache.
     """
 
     def __init__(self, bars: Progress, task: TaskID, events: Callable[[BaseModel], None] | None = None) -> None:
@@ -302,46 +303,46 @@ class Bar:
         bars.update(task, left=self.left)
 
     def total(self, steps: float) -> None:
-        """How many calls of `step` there will be."""
+        """Set the number of steps."""
         self._total = self._expected = steps
         self._show()
 
     def more(self, steps: float) -> None:
-        """So many steps more than were told of before."""
+        """Add to the number of steps."""
         self.total(self._expected + steps)
 
     def step(self, count: float = 1) -> None:
-        """One more step is done, or one that takes as long as several."""
+        """Count a finished step that takes as long as `count` steps."""
         self._done += count
         self._within = 0.0
         self._show()
         self._tell()
 
     def skip(self, count: float = 1) -> None:
-        """One more step need not be done: it took no time, and says nothing of what the others take."""
+        """Count a step that was skipped, which does not enter the estimate of the remaining time."""
         self._skipped += count
         self.step(count)
 
     def within(self, share: float, count: float = 1) -> None:
-        """The share, 0 to 1, of the step that is under way, which takes as long as several."""
+        """Set the finished share, 0 to 1, of the running step, which takes as long as `count` steps."""
         self._within = count * min(share, _ALMOST)
         self._show()
         self._tell()
 
     def share(self, detail: str, done: float) -> None:
-        """The share that is done, 0 to 1, and what is going on."""
+        """Set the finished share of the stage, 0 to 1, and a text about the current work."""
         self._total, self._expected, self._done, self._within = 1.0, 1.0, done, 0.0
         self._show(detail=detail)
         self._tell()
 
     def notice(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a message above the bars."""
         say(self._bars.console, f"notice: {text}")
         if self._events is not None:
             self._events(Notice(text=text))
 
     def left(self) -> float | None:
-        """Seconds that are left, by what the steps before took; None where nobody knows."""
+        """Estimate the remaining seconds from the finished steps; None before the first."""
         worked = self._done + self._within - self._skipped
         if not self._total or worked <= 0:
             return None
@@ -349,7 +350,7 @@ class Bar:
         return max(0.0, left - (self._elapsed() - self._moved))
 
     def print_line(self) -> None:
-        """Say how far the stage is in a line."""
+        """Print the progress as a line."""
         task = self._bars.tasks[self._task]
         words = [f"{_clock(self._elapsed())} so far"]
         if self._total is not None:

@@ -1,4 +1,4 @@
-"""Where a calibration comes from, in its file's header. Free of torch."""
+"""The provenance of a calibration, in the header of its file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Provenance(BaseModel):
-    """Where a calibration comes from.
+    """The model and data of a calibration.
 
     Attributes:
         model: name of the model; weights: SHA-256 of its weights.
         data: "denoise", the function, or the name of the file or folder; data_hash: see `data_identity`.
         samples, batch, steps, seed, percentile, statistic, bins, timestep_max: as in the recipe.
-        observed: denoiser calls seen per timestep bin.
-        skipped: bad samples that were left out, with the reason.
+        observed: number of denoiser calls per timestep bin.
+        skipped: skipped samples, each with the reason.
         versions: of trtconvert and torch.
     """
 
@@ -45,7 +45,7 @@ class Provenance(BaseModel):
 
 
 def read_provenance(path: Path) -> Provenance:
-    """Of a file that `Calibration.save` wrote; nothing but the header is read.
+    """Read the provenance of a file of `Calibration.save`; only the header is read.
 
     Raises:
         UserError: the file is missing, damaged, or not a calibration.
@@ -57,10 +57,10 @@ def read_provenance(path: Path) -> Provenance:
 
 
 def provenance_in(header: dict[str, Any]) -> Provenance:
-    """The one in a safetensors header.
+    """Return the provenance in a safetensors header.
 
     Raises:
-        ValueError: there is none, or not a whole one.
+        ValueError: the provenance is missing or incomplete.
     """
     metadata = header.get("__metadata__")
     text = metadata.get("provenance") if isinstance(metadata, dict) else None
@@ -72,18 +72,18 @@ def provenance_in(header: dict[str, Any]) -> Provenance:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))} of the provenance: {first['msg']}") from error
     if len(made.observed) != made.bins:
-        raise ValueError(f"calls of {len(made.observed)} timestep bins, where there are {made.bins}")
+        raise ValueError(f"calls of {len(made.observed)} timestep bins in place of {made.bins}")
     if not any(made.observed):
         raise ValueError("no call in any timestep bin")
     return made
 
 
 def not_a_calibration(path: Path, error: Exception) -> UserError:
-    """Of a file that is none, for some reason."""
+    """Return the error for a file that is not a calibration."""
     reason = error.strerror if isinstance(error, OSError) else None
     return UserError(
         f"{path} is not a calibration",
         expected="a safetensors file written by trtconvert",
         got="no file" if isinstance(error, FileNotFoundError) else reason or first_line(error),
-        remedy="copy it again, or make it again, by `trtconvert calibrate` or a build without calibration.from",
+        remedy="copy the file again, or make a new one by `trtconvert calibrate` or a build without calibration.from",
     )

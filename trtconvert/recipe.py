@@ -1,7 +1,6 @@
-"""Recipes: what to convert, how to calibrate it, what to build, and which quality it must keep.
+"""Recipes: the model, its calibration, the engines to build, and the quality that they must keep.
 
-A recipe is YAML. Every field has a default but `model`; unknown fields are refused with the nearest valid name, and every
-error names its line.
+A recipe is YAML. Every field except `model` has a default. Errors name the line, and unknown fields the nearest valid name.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import read_limited
 
 ONNX, ONNX_SUFFIX = "onnx", ".onnx"
-"""What model.source is called where it is a file of this suffix, which model.weights names then."""
+"""`model.source` of an ONNX file, and the suffix by which a recipe is recognised as one; `model.weights` names the file."""
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
 LayerModeName = Literal["weight_only", "dynamic", "static"]
@@ -41,7 +40,7 @@ Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
 
 
 def computes(target: str, dtype: str) -> bool:
-    """Whether TensorRT-RTX computes in a type on a target: Turing has no BF16, and the library no FP32 products for it."""
+    """Return whether TensorRT-RTX supports a type on a target: on Turing it has no matrix products in BF16 and FP32."""
     return target != "sm75" or dtype not in ("float32", "bfloat16")
 
 
@@ -61,24 +60,24 @@ ComponentName = Annotated[str, AfterValidator(_component_name)]
 LoraTarget = Annotated[str, AfterValidator(_lora_target)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
-"""torch takes 64 bits, and samples count up from here."""
+"""Seeds of further samples count up from this one, and torch takes 64 bits."""
 Number = Annotated[float, Field(strict=True)]
-"""Strict: true is no number, and as 1 it would open a gate."""
+"""Strict, because `true` read as 1 would open a gate."""
 Share = Annotated[Number, Field(gt=0, lt=1)]
 
 
 class _Section(BaseModel):
-    # NaN would pass or fail every gate, and JSON, in which bundles keep the recipe, has neither NaN nor infinity.
+    # NaN would pass or fail every gate, and bundles keep the recipe in JSON, which has neither NaN nor infinity.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(_Section):
-    """Where the denoiser comes from."""
+    """The model to convert."""
 
     source: str = Field(
-        description="`digits-dit` or `emoji-dit`, the models that ship with the project; `diffusers`, the denoiser of a "
-        "pipeline that `save_pretrained` wrote; an ONNX file, relative to the recipe; or `package.module:function`, a function "
-        "that returns a trtconvert.models.DiffusionModel."
+        description="`digits-dit` or `emoji-dit`, models that ship with the project; `diffusers`, the denoiser of a pipeline "
+        "saved by `save_pretrained`; an ONNX file, relative to the recipe; or `package.module:function`, a function that returns "
+        "a trtconvert.models.DiffusionModel."
     )
     weights: Path | None = Field(
         default=None,
@@ -86,32 +85,32 @@ class ModelSection(_Section):
     )
     config: Path | None = Field(
         default=None,
-        description="For one file of weights of a diffusers pipeline: a folder with model_index.json and all that the file does "
-        "not hold; of models that it holds, config.json is enough. By default the folder that the file lies in.",
+        description="For a single file of weights of a diffusers pipeline: a folder with model_index.json and the models that "
+        "the file does not hold. For models in the file, config.json is enough. Default: the folder of the file.",
     )
     images: dict[str, Path | list[Path]] = Field(
         default_factory=dict,
-        description="Images that the pipeline's call takes, by its arguments, such as `image` and `mask_image`, or lists of "
-        "them, as for several ControlNets; relative to the recipe. Other images may be given to the pipeline later; they decide "
-        "what the model is calibrated and verified on.",
+        description="Images for the pipeline's call by its arguments, such as `image` and `mask_image`, or lists of images for "
+        "several ControlNets; relative to the recipe. The model is calibrated and verified on them; the converted pipeline takes "
+        "other images too.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Keyword arguments for a `package.module:function`, or of "
-        "trtconvert.models.diffusers.diffusers_model: `height`, `width`, `frames`, `prompts`, …; or, of an ONNX file, of "
-        "trtconvert.models.onnx.model.onnx_model: `sizes`, `conditions`, `schedule`, …",
+        description="Keyword arguments of a `package.module:function`; of trtconvert.models.diffusers.diffusers_model: `height`, "
+        "`width`, `frames`, `prompts`, …; or, for an ONNX file, of trtconvert.models.onnx.model.onnx_model: `sizes`, "
+        "`conditions`, `schedule`, …",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
-        description="Type of the engine's weights and inputs. `auto`: that in which a diffusers pipeline's denoiser was saved, "
-        "float32 for other models. bfloat16 has the range of float32, which many models of today need, "
-        "and an eighth of float16's precision; ONNX Runtime computes it in float32.",
+        description="Type of the engine's weights and inputs. `auto`: the saved type of a diffusers pipeline's denoiser, and "
+        "float32 for other models. bfloat16 has the range of float32, which many current models need, and an eighth of "
+        "float16's precision; ONNX Runtime computes bfloat16 models in float32.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _of_onnx(cls, section: Any) -> Any:
-        """An ONNX file that stands for a source: it is where the weights are."""
+        """Move an ONNX file from `source` to `weights`."""
         source = section.get("source") if isinstance(section, dict) else None
         if not isinstance(source, str) or not source.endswith(ONNX_SUFFIX):
             return section
@@ -122,109 +121,109 @@ class ModelSection(_Section):
     @field_validator("images")
     @classmethod
     def _by_argument(cls, images: dict[str, Path | list[Path]]) -> dict[str, Path | list[Path]]:
-        """Files of bundles are named after them."""
+        """Check the arguments: files of bundles are named after them."""
         if bad := [name for name in images if not name.isidentifier()]:
             raise ValueError(f"arguments of the pipeline's call, not {', '.join(map(repr, bad))}")
         return images
 
 
 class LoraSection(_Section):
-    """A LoRA that is merged into the model before anything is observed."""
+    """A LoRA that is merged into the model before the calibration."""
 
     file: Path = Field(
         description="Safetensors file in the layout of diffusers, of peft or of kohya's scripts, relative to the recipe."
     )
-    scale: Number = Field(default=1.0, description="What its difference from the weights is multiplied by.")
+    scale: Number = Field(default=1.0, description="Factor of the LoRA's weight difference.")
     target: LoraTarget = Field(
         default="denoiser",
-        description="What it is merged into: `denoiser`, `text_encoder`, `text_encoder_2`, …; what the file has for others is "
-        "left out. A file for several has an entry for each.",
+        description="The model to merge into: `denoiser`, `text_encoder`, `text_encoder_2`, …; the file's parts for other models "
+        "are ignored. A file for several models gets an entry for each.",
     )
 
 
 class AttentionSection(_Section):
-    """Which attention runs in INT8, and how."""
+    """Attention sites that run in INT8, and their modes."""
 
     include: list[str] = Field(default=["*"], min_length=1, description="Patterns (fnmatch) of site names to convert.")
-    exclude: list[str] = Field(default=[], description="Patterns of site names to leave as they are.")
+    exclude: list[str] = Field(default=[], description="Patterns of site names that stay unconverted.")
     modes: Literal["auto", "sigma-rule"] | ModeName | list[ModeName] = Field(
         default="auto",
         description="One mode for every timestep, or one per timestep bin from low noise up. `sigma-rule`: aggressive "
-        "where σ/σ_mid > 5, precision where σ/σ_mid < 0.1, balanced between. `auto`: the fastest modes per site and bin "
-        "that keep the budget of the plan section. `fp8`: as precision, but the second product in FP8 on Hopper.",
+        "for σ/σ_mid > 5, precision for σ/σ_mid < 0.1, and balanced between. `auto`: the fastest modes per site and bin "
+        "that keep the budget of the plan section. `fp8`: like precision, with the second product in FP8 on Hopper.",
     )
     scaling: Literal["auto", "calibrated", "dynamic"] = Field(
         default="auto",
         description="`calibrated`: static per-head scales. `dynamic`: modes precision, balanced and fp8 measure the scales "
-        "of queries (per token) and keys (per 128) while they run, which is closer on inputs unlike the calibration's. `auto`: "
-        "dynamic at each site where plan.kernel_cost, or the times that come with the program, show it no slower, or do not "
-        "tell.",
+        "of queries (per token) and keys (per 128 tokens) at run time, which is closer on inputs that differ from the "
+        "calibration. `auto`: dynamic at every site unless plan.kernel_cost, or the program's own times, show that it is slower.",
     )
     smooth_k: bool = Field(
-        default=True, description="Subtract the calibrated mean key before quantising; softmax does not see it."
+        default=True, description="Subtract the calibrated mean key before quantising; softmax is invariant to this."
     )
     sparse: Literal["off", "auto"] | Share = Field(
         default="off",
-        description="Leave out the blocks of 128 queries × 128 keys that hold almost no attention, as the calibration finds them "
-        "for each site, timestep bin and head. A number is the share of each query block's attention that may be lost, in all "
-        "bins: 0.01 for a hundredth. `auto`: the plan's search chooses one of plan.sparse_candidates, or none, per site and bin, "
-        "with the modes. For sites with 385 tokens or more that attend to themselves, and one size of everything but the batch.",
+        description="Skip blocks of 128 queries × 128 keys with almost no attention; the calibration finds them for each site, "
+        "timestep bin and head. A number is the share of each query block's attention that may be lost, for example 0.01, in all "
+        "bins. `auto`: the plan's search chooses one of plan.sparse_candidates, or none, per site and bin, together with the "
+        "modes. For self-attention over 385 tokens or more, and one size of each dimension except the batch.",
     )
 
 
 class LayersSection(_Section):
-    """Which linear layers and convolutions run in INT8, and how."""
+    """Linear layers and convolutions that run in INT8, and their modes."""
 
     include: list[str] = Field(
         default=["*"],
         min_length=1,
-        description="Patterns (fnmatch) of layer names to convert. `*` leaves the first and the last layer out, which "
-        "patterns of their own names take in.",
+        description="Patterns (fnmatch) of layer names to convert. `*` excludes the first and the last layer; patterns of their "
+        "names include them.",
     )
-    exclude: list[str] = Field(default=[], description="Patterns of layer names to leave as they are.")
+    exclude: list[str] = Field(default=[], description="Patterns of layer names that stay unconverted.")
     kinds: list[Literal["linear", "conv"]] = Field(
         default=["linear"],
         min_length=1,
-        description="`linear` layers, and convolutions (`conv`). Those of U-Nets that lie behind group norms are kernels of ours "
-        "on Hopper; the others are INT8 in ONNX Runtime and Q/DQ engines alone.",
+        description="`linear` layers, and convolutions (`conv`). Our kernels compute a U-Net's convolutions after group norms on "
+        "Hopper; other convolutions are INT8 in ONNX Runtime and Q/DQ engines only.",
     )
     min_rows: Count = Field(
         default=2,
-        description="Rows (tokens, pixels) for each sample below which activations stay in 16 bits, see few_rows. 1 takes in "
-        "modulations and embeddings of the timestep, whose errors meet every token.",
+        description="Layers with fewer rows (tokens, pixels) per sample keep activations in 16 bits, see few_rows. 1 includes "
+        "modulations and embeddings of the timestep, whose errors reach every token.",
     )
     few_rows: Literal["weight_only", "exact"] = Field(
         default="weight_only",
-        description="What layers of fewer rows become: with `weight_only` those of at least four million weights, as modulations "
-        "of large transformers, have INT8 weights, half the memory; with `exact` they stay as they are.",
+        description="Layers with fewer rows. `weight_only`: layers of at least four million weights, such as modulations of "
+        "large transformers, get INT8 weights, which take half the memory. `exact`: these layers stay unconverted.",
     )
     modes: Literal["auto", "off"] | LayerModeName | list[LayerModeName] = Field(
         default="auto",
         description="One mode for every timestep, or one per timestep bin from low noise up. `static`: INT8 weights and "
-        "activations, calibrated scales. `dynamic`: scales of activations measured per token. `weight_only`: "
-        "INT8 weights, activations in 16 bits. `off`: no layer. `auto`: what the plan's search decides together "
-        "with attention where attention.modes is auto, else static.",
+        "activations, calibrated scales. `dynamic`: activation scales measured per token. `weight_only`: "
+        "INT8 weights, activations in 16 bits. `off`: no layer. `auto`: the plan's search decides together "
+        "with attention if attention.modes is auto; else static.",
     )
     equalise: bool = Field(
         default=True,
-        description="SmoothQuant: channels of activations are scaled, and weights the other way, where that lowers the error.",
+        description="SmoothQuant: scale channels of activations, and weights inversely, if that lowers the error.",
     )
     offsets: bool = Field(
         default=False,
-        description="Subtract the middle of each channel's range from activations where that lowers the error, as behind a "
-        "GELU, and add its product with the weights to the bias. For ONNX Runtime and our kernels; TensorRT's "
-        "own (Q/DQ) take a wider scale instead.",
+        description="Subtract the middle of each channel's range from activations if that lowers the error, as after a GELU, "
+        "and add its product with the weights to the bias. For ONNX Runtime and our kernels; TensorRT's own kernels (Q/DQ) take "
+        "a wider scale instead.",
     )
     scales: Literal["least-error", "maxima"] = Field(
         default="least-error",
-        description="Scales of activations: those of least squared error, or the calibration's percentile of the calls' maxima.",
+        description="Activation scales: of least squared error, or from the calibration's percentile of the calls' maxima.",
     )
     modiff: StrictBool | Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
         default=False,
         description="MoDiff: layers with static scales in all timestep bins quantise the deltas of their inputs between steps, "
-        "and add the products to caches, which the runtime holds. true for all of them, or patterns of layer names; `auto`: "
-        "those that the plan's search chooses, by what caches cost in time and save in error, where layers.modes is auto. Needs "
-        "calibration.data that is denoised step by step (denoise, prompts), and one height and width in engine.shapes.",
+        "and add the products to caches, which the runtime holds. true: all such layers; or patterns of layer names; "
+        "`auto`, with layers.modes auto: the plan's search chooses layers by the time that caches cost and the error that they "
+        "save. Needs calibration.data that is denoised step by step (denoise, prompts), and one height and width in "
+        "engine.shapes.",
     )
 
     @property
@@ -238,11 +237,11 @@ class LayersSection(_Section):
         modes = {self.modes} if isinstance(self.modes, str) else set(self.modes)
         problems = (
             (not {"auto", "static"} & modes, "modes",
-             "static or auto with layers.modiff, which is for static layers; or layers.modiff: false"),
+             "static or auto with layers.modiff; or layers.modiff: false"),
             (isinstance(self.modes, list) and modes != {"static"}, "modes",
-             "static with layers.modiff, which is for layers that are static in all timestep bins"),
+             "static in all timestep bins with layers.modiff"),
             (self.modiff == "auto" and self.modes != "auto", "modiff",
-             "true or patterns where layers.modes are stated: auto is for the search of layers.modes: auto"),
+             "true or patterns with stated layers.modes: modiff: auto needs layers.modes: auto"),
             (self.offsets, "offsets", "false with layers.modiff: deltas have no offsets"),
         )  # fmt: skip
         for wrong, field, expected in problems:
@@ -253,36 +252,36 @@ class LayersSection(_Section):
 
 
 class CalibrationSection(_Section):
-    """What is observed, and how ranges become scales."""
+    """The calibration data, and how observed ranges become scales."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
     from_: Path | None = Field(
         default=None,
         alias="from",
-        description="A file that `trtconvert calibrate` wrote for this model, instead of calibrating; `bins` must be its own.",
+        description="A file of `trtconvert calibrate` for this model, in place of a calibration; `bins` must be the file's.",
     )
     data: Literal["denoise"] | EntryPoint | Path = Field(
         default="denoise",
         description="`denoise`: seeded denoising runs of the model. Or denoiser inputs (.safetensors, .npz, .pt), a folder of "
-        "images with or without captions, prompts (.txt), a dataset that datasets.save_to_disk wrote, or "
-        "`package.module:function`, which yields dictionaries of denoiser inputs.",
+        "images with or without captions, prompts (.txt), a dataset saved by datasets.save_to_disk, or "
+        "`package.module:function`, a function that yields dictionaries of denoiser inputs.",
     )
     samples: Count = Field(default=64, description="Samples to denoise, or images, prompts or recorded inputs to use.")
     batch: Count = Field(default=16, description="Samples per batch; percentiles are taken over batches.")
     steps: Count = Field(
-        default=20, description="Denoising steps of each run, or timesteps at which each image is shown."
+        default=20, description="Denoising steps of each run, or timesteps at which the model sees each image."
     )
     seed: Seed = Field(
-        default=0, description="First seed of the denoising runs, or of the noise that images are shown with."
+        default=0, description="First seed of the denoising runs, or of the noise that is added to images."
     )
     percentile: Annotated[Number, Field(gt=0, le=100)] = Field(
-        default=99.0, description="Of `statistic`; what is larger is clipped."
+        default=99.0, description="Percentile of `statistic`; larger values are clipped."
     )
     statistic: Literal["batch-max", "elements", "mse"] = Field(
         default="batch-max",
-        description="What the percentile is taken of: the maxima of the batches, or the magnitudes of all elements. Or `mse`: "
-        "the ranges of least squared error, without a percentile. The last two run the data twice.",
+        description="The percentile is taken over the maxima of batches, or over the magnitudes of all elements. `mse`: ranges "
+        "of least squared error, without a percentile. `elements` and `mse` run the data twice.",
     )
     bins: Annotated[Count, Field(le=64)] = Field(
         default=10, description="Timestep bins; each has its own scales and mode."
@@ -293,28 +292,29 @@ class CalibrationSection(_Section):
         fields = type(self).model_fields.items()
         also = [n for n, f in fields if n not in ("from_", "bins") and getattr(self, n) != f.default]
         if self.from_ is not None and also:
-            raise ValueError(f"'from' takes a calibration as it is: remove {', '.join(also)}")
+            raise ValueError(f"'from' alone, without {', '.join(also)}: the file's calibration was made with its own")
         return self
 
 
 class PlanSection(_Section):
-    """The budget of `modes: auto`, and the samples on which the search measures."""
+    """The quality budget of `modes: auto`, and the samples of the search."""
 
     min_psnr: Number = Field(
-        default=36.0, description="dB, against full precision; 3 dB above the gate leave room for other seeds."
+        default=36.0, description="PSNR in dB against full precision; 3 dB above the gate leave room for other seeds."
     )
     min_ssim: Annotated[Number, Field(gt=0, le=1)] | None = Field(
         default=None, description="Mean structural similarity to full precision, for images of 5 pixels and more."
     )
     lpips_weights: Path | None = Field(
-        default=None, description="torchvision's AlexNet weights: the plans' LPIPS is measured; relative to the recipe."
+        default=None,
+        description="torchvision's AlexNet weights, relative to the recipe: measures the LPIPS of plans.",
     )
     max_lpips: Annotated[Number, Field(gt=0)] | None = Field(
         default=None, description="Mean LPIPS against full precision; needs lpips_weights."
     )
     features: Literal["digits-classifier", "emoji-classifier", "inception"] | EntryPoint | None = Field(
         default=None,
-        description="A feature extractor, as for `trtconvert evaluate --features`: the plans' feature distance is measured.",
+        description="A feature extractor as of `trtconvert evaluate --features`: measures the feature distance of plans.",
     )
     features_weights: Path | None = Field(
         default=None, description="Weights of the feature extractor, relative to the recipe."
@@ -322,49 +322,47 @@ class PlanSection(_Section):
     max_feature_distance: Annotated[Number, Field(gt=0)] | None = Field(
         default=None,
         description="Mean squared distance between unit vectors of features of INT8 and of full-precision samples, 0 to 4. "
-        "Not LPIPS, whose layers are weighted to agree with people. Needs features.",
+        "This is not LPIPS, whose layers are weighted to agree with people. Needs features.",
     )
     kernel_cost: Path | None = Field(
         default=None,
-        description="Times of the attention kernels on the GPU that the plan is for, as `trtconvert measure` writes them "
-        "there; relative to the recipe. attention.scaling: auto reads them too. The "
-        "times that come with the program, of an H100, by default.",
+        description="Kernel times on the plan's target GPU, a file of `trtconvert measure`, relative to the recipe; read by "
+        "attention.scaling: auto too. Default: the program's own times of an H200.",
     )
     candidates: list[ModeName] = Field(
         default=["precision", "balanced", "aggressive"],
         min_length=1,
-        description="Modes that the search may choose, beside fp16, which serves what none of them can: [balanced, aggressive] "
-        "for a plan of INT8 in both products. fp8 may be added for long sequences on Hopper, where it is 14 % faster than "
-        "aggressive. Its relative error is 0.04, or 0.09 if all queries attend to one token; those of aggressive are 0.02 and "
-        "0.15, of precision 0.01 and 0.01. A kernel_cost that was measured before fp8 existed has to be measured again.",
+        description="Modes that the search may choose, beside fp16. [balanced, aggressive] gives a plan of INT8 in both "
+        "products. fp8 may be added for long sequences on Hopper, where it is 14 % faster than aggressive. The relative error "
+        "of fp8 is 0.04, or 0.09 if all queries attend to one token; those of aggressive are 0.02 and 0.15, of precision 0.01 "
+        "and 0.01. A kernel_cost without fp8 must be measured again.",
     )
     layer_candidates: list[LayerModeName] = Field(
         default=["static"],
         min_length=1,
-        description="Modes of layers that the search may choose, beside their own type, where layers.modes is auto.",
+        description="Layer modes that the search may choose with layers.modes auto, beside the layer's own type.",
     )
     sparse_candidates: list[Share] = Field(
         default=[0.01, 0.03, 0.1],
         min_length=1,
         max_length=8,
-        description="Shares of attention that the search may leave out, where attention.sparse is auto.",
+        description="Shares of attention that the search may skip with attention.sparse auto.",
     )
     point: str | None = Field(
         default=None,
-        description="Name of a plan that the search tried, as the bundle's frontier.json and report list them, to be built "
-        "instead of the fastest one. It must keep the budget too.",
+        description="Build this plan of an earlier search in place of the fastest one; the bundle's frontier.json and report "
+        "list the names. The plan must keep the budget too.",
     )
-    samples: Count = Field(default=8, description="Seeds sampled with every plan that is tried.")
+    samples: Count = Field(default=8, description="Seeds sampled with every tried plan.")
     steps: Count = Field(
-        default=20, description="Denoising steps; at least calibration.bins, so that every bin is seen."
+        default=20, description="Denoising steps; at least calibration.bins, so that the search measures every bin."
     )
-    seed: Seed = Field(default=500, description="First seed; apart from calibration's and verify's.")
-
+    seed: Seed = Field(default=500, description="First seed; must differ from the seeds of calibration and verify.")
     sensitivity: Literal["auto", "exact", "probes"] = Field(
         default="auto",
-        description="How the error of each choice is measured. `exact`: the model runs once for each choice in every step. "
-        "`probes`: random projections of the prediction are carried back to all choices at once, so that the cost does not grow "
-        "with the number of sites. `auto`: exact for up to 64 choices. The plans that are found are sampled in any case.",
+        description="How the search measures the error of each choice. `exact`: the model runs once for each choice in every "
+        "step. `probes`: random projections of the prediction are propagated back to all choices at once, so that the cost does "
+        "not grow with the number of sites. `auto`: exact for up to 64 choices. The found plans are sampled in any case.",
     )
 
     @field_validator("sparse_candidates")
@@ -378,9 +376,9 @@ class PlanSection(_Section):
     def _measurable(self) -> PlanSection:
         for limit, needed in (("max_lpips", "lpips_weights"), ("max_feature_distance", "features")):
             if getattr(self, limit) is not None and getattr(self, needed) is None:
-                raise ValueError(f"{needed} as well: {limit} is measured with it")
+                raise ValueError(f"{needed} as well, which {limit} needs")
         if self.features_weights is not None and self.features is None:
-            raise ValueError("features as well: features_weights are its weights")
+            raise ValueError("features as well, which features_weights belong to")
         return self
 
 
@@ -410,92 +408,91 @@ class Range(_Section):
 
 
 class ComputeSection(_Section):
-    """Where calibration, search and verification compute."""
+    """The device and precision of calibration, search and verification."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="`auto` takes the GPU where there is one and the model fits, and says which and why. On a GPU the "
-        "engine's own kernels compute INT8; on a CPU their specification does in FP32, which takes hours for models of published "
-        "sizes.",
+        description="`auto` takes the GPU if there is one and the model fits, and prints the choice with its reason. On a GPU "
+        "the engine's kernels compute INT8; on a CPU the reference in FP32 does, which takes hours for published models.",
     )
     offload: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Whether the model's weights lie in host memory and come to the GPU block by block, by diffusers' group "
-        "offloading. That changes no number and takes longer. `auto` does so where the model does not fit the GPU otherwise. "
+        description="Keep the model's weights in host memory and copy them to the GPU block by block, by diffusers' group "
+        "offloading. Results are the same, and the build takes longer. `auto` offloads models that do not fit the GPU otherwise. "
         "With `off` such a model computes on the CPU, unless device is cuda.",
     )
     precision: Literal["model", "float32"] = Field(
         default="model",
-        description="Of what is called full precision, on a GPU: model.dtype, with FP32 where the model asks for it, or float32. "
-        "On a CPU it is float32.",
+        description="Type of full precision on a GPU: model.dtype, with FP32 in modules that demand it, or float32. On a CPU it "
+        "is always float32.",
     )
 
 
 class EngineSection(_Section):
-    """What is built."""
+    """The engines to build."""
 
     backend: Literal["auto", "tensorrt", "tensorrt_rtx", "onnxruntime"] = Field(
         default="auto",
-        description="`auto` takes the first of tensorrt, tensorrt_rtx and onnxruntime that this machine can build with.",
+        description="`auto` takes the first of tensorrt, tensorrt_rtx and onnxruntime that this machine can use.",
     )
     shapes: dict[str, Range] = Field(
         default_factory=dict,
-        description="Symbolic dimension: [min, opt, max]. What is absent takes the model's own range.",
+        description="Symbolic dimension: [min, opt, max]. Other dimensions take the model's own range.",
     )
     profiles: list[dict[str, Range]] = Field(
         default=[],
-        description="Instead of shapes: several such mappings, an optimisation profile each. One engine serves all of them "
-        "and is tuned for the opt of each.",
+        description="In place of shapes: several such mappings, one optimisation profile each. One engine serves all profiles "
+        "and is tuned for the opt sizes of each.",
     )
     targets: list[Target] = Field(
         default=["sm75", "sm80", "sm86", "sm89", "sm120"],
         min_length=1,
-        description="GPUs that TensorRT-RTX builds for, an engine each.",
+        description="GPU architectures for which TensorRT-RTX builds one engine each.",
     )
     attention: Literal["auto", "plugin", "native"] = Field(
         default="auto",
-        description="tensorrt: `auto` times both on the GPU that builds, at each distinct shape, and keeps TensorRT's own "
-        "attention where it is the faster. It then times whole engines, also with the plugin at every site, with TensorRT's own "
-        "attention at further ones and at every one, and without any plugin, and keeps the fastest. `plugin` and `native` take "
-        "one at every site and time nothing.",
+        description="tensorrt: `auto` times our plugin and TensorRT's own attention on the build's GPU at each distinct shape, "
+        "and keeps the faster. `auto` then times whole engines, also with the plugin at every site, with TensorRT's own "
+        "attention at further sites and at every site, and without any plugin, and keeps the fastest. `plugin` and `native` use "
+        "one of them at every site without timing.",
     )
     layers: Literal["auto", "plugin", "native", "exact"] = Field(
         default="auto",
-        description="tensorrt: how INT8 layers are computed. `native`: by TensorRT's own kernels (Q/DQ). `plugin`: by ours "
-        "where there is one. `exact`: in 16 bits, with the weights that INT8 holds. `auto` takes what is the "
-        "faster, by rules that were measured for each size, and by whole engines where attention is auto too. Layers that "
-        "quantise deltas (`layers.modiff`) are computed by Q/DQ or, with FP16 caches, by plugins: by these where nothing is "
-        "timed.",
+        description="tensorrt: kernels of INT8 layers. `native`: TensorRT's own (Q/DQ). `plugin`: ours, for layers that we have "
+        "kernels for. `exact`: 16-bit products of the dequantised INT8 weights. `auto` takes the faster, by measured rules for "
+        "each size, and by whole engines if attention is auto too. MoDiff layers (`layers.modiff`) are computed by Q/DQ or, with "
+        "FP16 caches, by plugins; without timing by plugins.",
     )
     workspace_mb: Annotated[Count, Field(le=2**20)] | None = Field(
-        default=None, description="MiB of scratch memory that a layer may take; the library's own limit by default."
+        default=None, description="Largest scratch memory of a layer in MiB; default: the library's own limit."
     )
     optimization_level: Annotated[int, Field(ge=0, le=5, strict=True)] = Field(
-        default=3, description="tensorrt: how many kernels the builder tries, 0 to 5; more takes longer."
+        default=3, description="tensorrt: how many kernels the builder tries, 0 to 5; higher levels take longer."
     )
     refittable: bool = Field(
         default=False,
-        description="tensorrt: weights of the engine can be replaced. The bundle then keeps what INT8 layers are quantised from.",
+        description="tensorrt: the engine's weights can be replaced. The bundle then keeps the unquantised weights of INT8 "
+        "layers.",
     )
     version_compatible: bool = Field(
-        default=False, description="tensorrt: later versions of it load the engine as well."
+        default=False, description="tensorrt: later TensorRT versions load the engine too."
     )
     hardware_compatible: bool = Field(
-        default=False, description="tensorrt: every GPU from sm80 on runs the engine, some speed aside."
+        default=False, description="tensorrt: every GPU from sm80 on runs the engine, at a lower speed."
     )
     weight_streaming: bool = Field(
-        default=False, description="tensorrt: weights may stay in host memory and travel while the engine runs."
+        default=False, description="tensorrt: weights may stay in host memory and are copied while the engine runs."
     )
     guidance: Literal["separate", "fused"] = Field(
         default="separate",
-        description="Classifier-free guidance. `separate`: the sampler or pipeline calls the denoiser with both halves, and adds "
-        "them up. `fused`: the denoiser takes samples once, the conditions of both halves, and a scale for each sample, "
-        "`guidance_scale`; it gives one prediction. The batch in shapes and profiles is then the number of samples.",
+        description="Classifier-free guidance. `separate`: the sampler or pipeline calls the denoiser with both halves and adds "
+        "them. `fused`: the denoiser takes samples once, the conditions of both halves, and `guidance_scale`, a scale for each "
+        "sample, and returns one prediction. The batch in shapes and profiles is then the number of samples.",
     )
     channels_last: bool = Field(
         default=True,
-        description="tensorrt: group norms of U-Nets, and what turns images into tokens and back, are plugins that keep channels "
-        "last as convolutions do, on Hopper and later, with either attention.",
+        description="tensorrt: group norms of U-Nets, patchify and unpatchify are plugins in the channels-last layout of "
+        "convolutions, on Hopper and later, with either attention.",
     )
 
     @field_validator("targets")
@@ -516,61 +513,61 @@ class EngineSection(_Section):
     def _replaceable(cls, refittable: bool, info: ValidationInfo) -> bool:
         if refittable and info.data.get("layers") == "native":
             raise ValueError(
-                "false with engine.layers: native, whose INT8 weights cannot be replaced; or engine.layers: auto, plugin or exact"
+                "false with engine.layers: native, which has fixed INT8 weights; or engine.layers: auto, plugin or exact"
             )
         return refittable
 
     def ranges(self) -> list[dict[str, Range]]:
-        """What each optimisation profile asks for, at least one."""
+        """Return the stated ranges of each optimisation profile, at least one."""
         return self.profiles or [self.shapes]
 
 
 class VerifyOnGpu(_Section):
-    """What the gates draw where the build computes on a GPU."""
+    """Samples of the gates in builds that compute on a GPU."""
 
-    samples: Count = Field(default=16, description="Seeds, in the place of verify.samples.")
-    steps: Count = Field(default=20, description="Denoising steps, in the place of verify.steps.")
+    samples: Count = Field(default=16, description="Seeds, in place of verify.samples.")
+    steps: Count = Field(default=20, description="Denoising steps, in place of verify.steps.")
 
 
 class VerifySection(_Section):
-    """The gates: a build whose images or outputs miss one of them fails."""
+    """The gates: a build fails if its images or outputs miss one of them."""
 
     samples: Count = Field(default=64, description="Seeds sampled by the full-precision and by the INT8 model.")
     steps: Count = Field(default=50, description="Denoising steps.")
     on_gpu: VerifyOnGpu | None = Field(
         default=None,
-        description="Other samples and steps where the build computes on a GPU, which draws more in less time.",
+        description="Other samples and steps for builds that compute on a GPU, which draws faster.",
     )
     sampler: Literal["ddim", "heun", "euler"] = Field(
-        default="ddim", description="How the samples are drawn; `ddim` with a pipeline stands for its own scheduler."
+        default="ddim", description="Sampler; for a pipeline, `ddim` means the pipeline's own scheduler."
     )
-    seed: Seed = Field(default=1000, description="First seed; keep it apart from the calibration's.")
+    seed: Seed = Field(default=1000, description="First seed; must differ from the seeds of the calibration.")
     min_psnr: Number = Field(
-        default=33.0, description="dB, of the final samples against the full-precision model's, over all seeds."
+        default=33.0, description="PSNR in dB of the final samples against full precision, over all seeds."
     )
     lpips_weights: Path | None = Field(
         default=None,
-        description="torchvision's AlexNet weights: LPIPS of the samples is measured, and is a gate; relative to the recipe.",
+        description="torchvision's AlexNet weights, relative to the recipe: makes LPIPS of the samples a gate.",
     )
     max_lpips: Annotated[Number, Field(gt=0)] | None = Field(
         default=0.1,
-        description="Mean LPIPS of the final samples against the full-precision model's, where lpips_weights are given. People "
-        "seldom see a difference below 0.1; null for no such gate.",
+        description="Mean LPIPS of the final samples against full precision; needs lpips_weights. People seldom see a difference "
+        "below 0.1. null: no such gate.",
     )
     min_site_sqnr: Number = Field(
-        default=15.0, description="dB, of each site's output in each timestep bin against exact attention."
+        default=15.0, description="SQNR in dB of each site's output in each timestep bin against exact attention."
     )
     max_error: Annotated[Number, Field(gt=0)] | None = Field(
         default=None,
-        description="Relative L2 error of the exported denoiser against the torch reference of the same arithmetic. By default "
-        "0.01, or 0.03 where a site runs in fp8 or a layer multiplies in INT8: it counts what falls on the other side of a "
-        "rounding edge.",
+        description="Relative L2 error of the exported denoiser against the torch reference of the same arithmetic. Default: "
+        "0.01, or 0.03 if a site runs in fp8 or a layer multiplies in INT8, because values near a rounding edge may round "
+        "differently.",
     )
     max_prediction_error: Annotated[Number, Field(gt=0)] | None = Field(
         default=0.03,
         description="Relative L2 error of the engine's prediction against full precision in every timestep bin, on inputs of "
-        "full-precision trajectories. Measured where an engine is built on this machine's GPU, by `trtconvert compile` too; null "
-        "for no such gate.",
+        "full-precision trajectories. Measured on engines for this machine's GPU, by `trtconvert compile` too. null: no such "
+        "gate.",
     )
     max_component_error: Annotated[Number, Field(gt=0)] = Field(
         default=0.02,
@@ -579,38 +576,38 @@ class VerifySection(_Section):
 
 
 class StepsSection(_Section):
-    """Denoising steps that need not be computed: predictions are extrapolated from the last two that were."""
+    """Denoising steps that are skipped: their predictions are extrapolated from the last two computed ones."""
 
     computed: Literal["all", "auto"] | Annotated[Number, Field(gt=0, le=1)] = Field(
         default="all",
-        description="`all` computes every step. `auto` leaves out as many as the budget of the section plan allows. A number is "
-        "the share of the steps that may be computed, as 0.4. What is chosen at calibrated steps holds for other numbers of "
-        "steps and other schedulers by its modelled error: few steps leave none out.",
+        description="`all` computes every step. `auto` skips as many steps as the budget of the plan section allows. A number "
+        "is the largest share of computed steps, for example 0.4. The choice, made at `calibrated` steps, transfers to other "
+        "numbers of steps and other schedulers by its modelled error: with few steps no step is skipped.",
     )
     calibrated: Annotated[int, Field(ge=4, strict=True)] = Field(
         default=50,
-        description="Denoising steps on which schedules are measured: as many as are usual for the model, or more.",
+        description="Denoising steps of the measurement: the usual number for the model, or more.",
     )
-    samples: Count = Field(default=8, description="Seeds of the samples that schedules are measured on.")
-    seed: Seed = Field(default=700, description="First seed; apart from those of the other sections.")
+    samples: Count = Field(default=8, description="Seeds of the measurement.")
+    seed: Seed = Field(default=700, description="First seed; must differ from the seeds of the other sections.")
 
 
 class ComponentSection(_Section):
-    """How one of the pipeline's other models is converted. Its attention stays in its own precision."""
+    """The conversion of one of the pipeline's other models, whose attention stays unconverted."""
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
         default=None,
-        description="Type of the engine's weights and inputs; model.dtype for text encoders and float32 for the VAE by default.",
+        description="Type of the engine's weights and inputs. Default: model.dtype for text encoders, float32 for the VAE.",
     )
     layers: Literal["int8", "exact"] | None = Field(
         default=None,
-        description="`int8`: its linear layers and convolutions run in INT8, as `layers` says for the denoiser, calibrated "
-        "on what the pipeline passes; as they are by default.",
+        description="`int8`: linear layers and convolutions run in INT8 with the settings of `layers`, calibrated on the "
+        "pipeline's calls. Default: exact.",
     )
 
 
 class OutputSection(_Section):
-    """What the bundle holds beside the engines."""
+    """Further files of the bundle."""
 
     grid: Annotated[Count, Field(le=64)] = Field(default=16, description="Samples shown in samples.png.")
 
@@ -630,9 +627,8 @@ class Recipe(_Section):
     steps: StepsSection = StepsSection()
     components: dict[ComponentName, ComponentSection] = Field(
         default_factory=dict,
-        description="With model.source diffusers: models of the pipeline to convert beside the denoiser, `text_encoder`, "
-        "`text_encoder_2`, …, `vae_decoder`, `vae_encoder`. `all` stands for those that turn prompts into images, and holds "
-        "what they do not say themselves.",
+        description="With model.source diffusers: further models of the pipeline to convert: `text_encoder`, `text_encoder_2`, "
+        "…, `vae_decoder`, `vae_encoder`. `all` means the text encoders and the VAE decoder, and sets their defaults.",
     )
     compute: ComputeSection = ComputeSection()
     engine: EngineSection = EngineSection()
@@ -653,12 +649,12 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _shares_are_chosen_or_stated(self) -> Recipe:
-        """Levels of block masks are the search's choice, as modes are, or stated beside stated modes."""
+        """Check that block masks are searched with searched modes, and stated with stated modes."""
         sparse, searched = self.attention.sparse, self.attention.modes == "auto"
         expected = ""
         if sparse == "auto" and not searched:
             expected = (
-                "a share such as 0.01, or off, where attention.modes are stated: auto is for the search of modes: auto"
+                "a share such as 0.01, or off, with stated attention.modes: sparse: auto needs attention.modes: auto"
             )
         if not isinstance(sparse, str) and searched:
             expected = f"auto with attention.modes: auto, and plan.sparse_candidates: [{sparse:g}]"
@@ -672,7 +668,7 @@ class Recipe(_Section):
 
     @property
     def sparse_shares(self) -> tuple[float, ...]:
-        """Shares of attention that may be left out, rising, of which masks are needed; none where attention stays dense."""
+        """The rising shares of attention that need block masks; empty if attention stays dense."""
         sparse = self.attention.sparse
         if isinstance(sparse, str):
             return tuple(self.plan.sparse_candidates) if sparse == "auto" else ()
@@ -680,12 +676,12 @@ class Recipe(_Section):
 
     @property
     def plan_follows_steps(self) -> bool:
-        """Whether the plan is chosen together with the denoising steps that are computed."""
+        """True if the search chooses the plan together with the computed steps."""
         return self.steps.computed == "auto" and self.attention.modes == "auto" and self.plan.point is None
 
     @model_validator(mode="after")
     def _changes_can_be_seen(self) -> Recipe:
-        """Deltas from step to step need steps in order, and layers that the engine computes in INT8."""
+        """Check that MoDiff gets steps in order, and layers that the engine computes in INT8."""
         if self.layers.modiff is False:
             return self
         calibration, engine = self.calibration, self.engine
@@ -693,17 +689,17 @@ class Recipe(_Section):
             (calibration.from_ is None and calibration.steps < 2, ("calibration", "steps"), calibration.steps,
              "2 steps or more: layers.modiff is calibrated on deltas from step to step"),
             (self.layers.modiff == "auto" and self.attention.modes != "auto", ("layers", "modiff"), "auto",
-             "true or patterns where attention.modes are stated: auto is for the search of attention.modes: auto"),
+             "true or patterns with stated attention.modes: modiff: auto needs attention.modes: auto"),
             (self.layers.modiff == "auto" and "static" not in self.plan.layer_candidates, ("layers", "modiff"), "auto",
              "static among plan.layer_candidates with layers.modiff: auto"),
             (engine.refittable, ("engine", "refittable"), True,
-             "false with layers.modiff: TensorRT's own INT8 layers compute deltas, whose weights cannot be replaced"),
+             "false with layers.modiff: MoDiff layers have fixed INT8 weights"),
             (engine.layers == "exact", ("engine", "layers"), engine.layers,
              "auto or native with layers.modiff: 16-bit layers have no caches"),
             (engine.guidance == "fused", ("engine", "guidance"), engine.guidance,
-             "separate with layers.modiff: caches have a row for each row of the denoiser, and both halves are two of them"),
+             "separate with layers.modiff: caches have one row per row of the denoiser, and both halves are two rows"),
             (self.steps.computed != "all", ("steps", "computed"), self.steps.computed,
-             "all with layers.modiff, whose scales are of deltas from one step to the next"),
+             "all with layers.modiff, whose scales hold for deltas from one step to the next"),
         )  # fmt: skip
         for wrong, place, got, expected in problems:
             if wrong:
@@ -714,19 +710,19 @@ class Recipe(_Section):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe; relative paths in it become relative to the recipe's folder.
+    """Read and check a recipe. Relative paths are resolved against the recipe's folder.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or does not fit the schema. Names the line and the nearest name.
     """
     try:
-        # Limited as what is in it: a character takes up to four bytes.
+        # A character takes up to four bytes.
         text = read_limited(path, 4 * YAML_CHARACTERS).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read the recipe {path}",
             expected="a YAML file in UTF-8",
-            got=_reason(error),
+            got=error.strerror or type(error).__name__ if isinstance(error, OSError) else "bytes that are not UTF-8",
             remedy="check the path",
         ) from error
     try:
@@ -750,7 +746,7 @@ def load_recipe(path: Path) -> Recipe:
     _refuse_unseen_bins(path, document, recipe)
     _refuse_unfit_targets(path, document, recipe)
     look_in(path.parent)
-    return _anchored(recipe, path.parent)
+    return with_paths(recipe, lambda inner: path.parent / inner)
 
 
 def json_schema() -> dict[str, Any]:
@@ -758,15 +754,8 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema()
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror or type(error).__name__ if isinstance(error, OSError) else "bytes that are not UTF-8"
-
-
 def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
-    """
-    Raises:
-        UserError: the search of a plan would take fewer steps than there are timestep bins, and measure nothing in some.
-    """
+    """Refuse a search with fewer steps than timestep bins, which measures nothing in some bins."""
     steps, bins = recipe.plan.steps, recipe.calibration.bins
     if recipe.attention.modes == "auto" and steps < bins:
         raise UserError(
@@ -778,24 +767,20 @@ def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
 
 
 def _refuse_unfit_targets(path: Path, document: Any, recipe: Recipe) -> None:
-    """
-    Raises:
-        UserError: the recipe asks for an engine for Turing, where TensorRT-RTX computes in float16 alone. By default there is
-            none.
-    """
+    """Refuse a stated Turing target unless model.dtype is float16. The default targets skip Turing instead."""
     engine, dtype = recipe.engine, recipe.model.dtype
     asked = "targets" in engine.model_fields_set and engine.backend in ("auto", "tensorrt_rtx")
     if asked and any(not computes(target, dtype) for target in engine.targets):
         raise UserError(
             f"{path}:{_line(document, ('engine', 'targets'))}: 'engine.targets' does not fit 'model.dtype'",
-            expected="model.dtype float16 for sm75, which has no products of other types in TensorRT-RTX",
+            expected="model.dtype float16 for sm75: TensorRT-RTX has no matrix products of other types there",
             got=f"{dtype} and {', '.join(engine.targets)}",
             remedy="take sm75 out of engine.targets, or set model.dtype to float16",
         )
 
 
 def _plain(path: Path, node: Any) -> Any:
-    """The document without ruamel's types."""
+    """Convert ruamel's mappings and lists into dictionaries and lists."""
     if isinstance(node, dict):
         for key in node:
             if not isinstance(key, str):
@@ -811,17 +796,13 @@ def _plain(path: Path, node: Any) -> Any:
     return node
 
 
-def _anchored(recipe: Recipe, folder: Path) -> Recipe:
-    return with_paths(recipe, lambda path: folder / path)
-
-
 def changed_paths(paths: Path | list[Path], change: Callable[[Path], Path]) -> Path | list[Path]:
-    """One path or several, each changed."""
+    """Apply `change` to a path, or to each path of a list."""
     return [change(path) for path in paths] if isinstance(paths, list) else change(paths)
 
 
 def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
-    """The recipe with every path in it changed."""
+    """Return the recipe with `change` applied to every path."""
 
     def changed(section: _Section) -> _Section:
         paths: dict[str, Any] = {name: change(value) for name, value in section if isinstance(value, Path)}
@@ -836,18 +817,18 @@ def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
 
 
 def _problems(path: Path, document: Any, errors: list[Any]) -> Iterator[str]:
-    """What pydantic found, as expected, got and remedy, with the line in the file."""
+    """Describe pydantic's errors, each with the line in the file."""
     found: dict[tuple, list[Any]] = {}
     for error in errors[:_ERRORS]:
         found.setdefault(_place(document, error), []).append(error)
     for keys, here in found.items():
-        # A union complains once per branch: the branch that got deeper is the one that was meant.
+        # A union reports errors of every branch: the branch that validated deepest is the intended one.
         if not any(len(other) > len(keys) and other[: len(keys)] == keys for other in found):
             yield _describe(f"{path}:{_line(document, keys)}", keys, here)
 
 
 def _place(document: Any, error: Any) -> tuple:
-    """The keys that lead to an error. Pydantic's location also has names of union branches and of validators."""
+    """Return the keys that lead to an error, without the union branches and validators in pydantic's location."""
     if error["type"] == "missing":
         return error["loc"]
     keys, node = [], document
@@ -859,7 +840,7 @@ def _place(document: Any, error: Any) -> tuple:
 
 
 def _line(document: Any, keys: tuple) -> int:
-    """Line of the last key that the file has; ruamel keeps [line, column, …] of keys and of items, but of no merged ones."""
+    """Return the line of the last key that the file has. ruamel knows the lines of keys and items, except merged ones."""
     node, line = document, 1
     for key in keys:
         places = getattr(getattr(node, "lc", None), "data", None) or {}
@@ -873,10 +854,10 @@ def _line(document: Any, keys: tuple) -> int:
 
 
 _ERRORS = 100
-"""Of pydantic's that are told. A long list of wrong entries has several for each."""
+"""Largest number of reported errors. A wrong entry of a list causes several."""
 
 _SHOWN = 200
-"""Characters of a value that messages repeat."""
+"""Largest number of characters of a value in messages."""
 
 _EXPECTED = {
     "model_type": "a mapping of fields",
@@ -894,7 +875,7 @@ _EXPECTED = {
     "bool_parsing": "true or false",
     "invalid-json-value": "text, a number, true or false, a list or a mapping",
 }
-"""Kinds of pydantic's errors in words of YAML."""
+"""Expected values for pydantic's error types, in terms of YAML."""
 
 
 def _describe(where: str, keys: tuple, errors: list[Any]) -> str:
@@ -935,7 +916,6 @@ def _shown(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What a YAML value is, in words."""
     kinds = {
         dict: "a mapping",
         list: "a list",
@@ -952,13 +932,13 @@ def _kind(value: Any) -> str:
 
 
 def _fields_at(keys: tuple) -> Iterator[str]:
-    """Names of the fields of a section, or of what a section's mapping holds by names of the user's."""
+    """Yield the names of a section's fields, or of the entries of a mapping with names of the user's."""
     section: Any = Recipe
     for key in keys:
         field = section.model_fields.get(key)
         annotation = field.annotation if field else None
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             section = annotation
-        elif field:  # of several: components, LoRAs, or the ranges of engine.shapes and engine.profiles
+        elif field:  # components, LoRAs, or the ranges of engine.shapes and engine.profiles
             section = {"components": ComponentSection, "loras": LoraSection}.get(key, Range)
     yield from (field.alias or name for name, field in section.model_fields.items())

@@ -1,4 +1,4 @@
-"""Files that come with the program beside its code: recipes, and the models of those that build anywhere."""
+"""Recipes and models that come with the program."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _PACKAGE = Path(__file__).parent
 
 
 def shipped_folder() -> Path:
-    """The folder of recipes: in the package where it was installed, beside the package in a checkout."""
+    """Return the folder of recipes: inside an installed package, or beside the package in a checkout."""
     installed = _PACKAGE / "recipes"
     return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
 
 
 def shipped_models() -> list[str]:
-    """Names of the recipes whose weights come with the program, so that they build anywhere."""
+    """Return the names of the recipes whose weights come with the program."""
     return [path.stem for path in sorted(shipped_folder().glob("*.yaml")) if _weights(path).is_file()]
 
 
 def shipped_recipe(name: str) -> Path:
-    """The recipe of one of `shipped_models`."""
+    """Return the recipe of one of `shipped_models`."""
     return shipped_folder() / f"{name}.yaml"
 
 

@@ -1,12 +1,13 @@
-"""`trtconvert init`: a first recipe, for a published model by its short name, or for what lies in a folder or a file.
+"""Recipes of `trtconvert init`, for published models by short names, and for folders and files.
 
-Free of torch: files of weights are asked for their headers only.
+Imports no torch, and reads only the headers of files of weights.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,16 +24,16 @@ from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
 
 @dataclass(frozen=True)
 class Published:
-    """A model as it is published.
+    """A published model.
 
     Attributes:
-        title: for people; pipeline: its class in diffusers; folder: of the repository that holds it, without its owner.
-        options: `model.options` of it, with what they mean.
-        dtype: in which it is saved.
-        notes: lines of comment at the top.
+        title: name for people; pipeline: class in diffusers; folder: name of the repository without its owner.
+        options: `model.options`, each with its meaning.
+        dtype: type of the saved weights.
+        notes: comment lines at the top of the recipe.
         images: arguments of the pipeline's call that take an image.
-        is_large: whether each of its steps takes minutes on a CPU.
-        second_encoder: whether it has a large second text encoder.
+        is_large: True if a step takes minutes on a CPU.
+        second_encoder: True if there is a large second text encoder.
     """
 
     title: str
@@ -91,44 +92,44 @@ PUBLISHED: dict[str, Published] = {
         "WanPipeline",
         "Wan2.2-T2V-A14B-Diffusers",
         _video(720, 1280, 81, "4·n + 1")
-        | {"denoiser": ("transformer", "of high noise; a second bundle has transformer_2")},
-        notes=("Two denoisers take turns: build this once for each, with its name in model.options.denoiser.",),
+        | {"denoiser": ("transformer", "for high noise; a second bundle has transformer_2")},
+        notes=("Two denoisers take turns: build a bundle for each, named in model.options.denoiser.",),
     ),
     "qwen-image": Published(
         "Qwen-Image",
         "QwenImagePipeline",
         "Qwen-Image",
         {
-            "height": (1328, "pixels; one size, which its model is told as a number"),
+            "height": (1328, "pixels; one size, because the model takes sizes as numbers"),
             "width": (1328, ""),
-            "batch": (1, "images per call: its model is told the shape of each"),
-            "tokens": ([4, 64, 512], "min, opt, max of a prompt's: they are not padded"),
+            "batch": (1, "images per call, because the model takes the shape of each"),
+            "tokens": ([4, 64, 512], "min, opt, max of a prompt, because prompts are not padded"),
         },
     ),
     "ltx": Published("LTX-Video", "LTXPipeline", "LTX-Video", _video(512, 704, 97, "8·n + 1")),
     "cogvideox": Published("CogVideoX, 2B", "CogVideoXPipeline", "CogVideoX-2b", _video(480, 720, 49, ""), "float16"),
     "hunyuanvideo": Published("HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo", _video(544, 960, 61, "4·n + 1")),
 }
-"""By short names."""
+"""Published models by short names."""
 
 _LARGE = 1_000_000_000
-"""Bytes of a file whose denoiser takes minutes for each step on a CPU."""
+"""Size in bytes from which a denoiser takes minutes per step on a CPU."""
 
 _LONG = 4096
-"""Tokens from which on attention is long."""
+"""Number of tokens from which attention counts as long."""
 
 _HEADER = "`trtconvert schema` prints every field with its meaning. Next: trtconvert build {name}"
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a recipe is for.
+    """The model of a recipe.
 
     Attributes:
-        known: the published model that it is like, where it is like one, with what its own folder says.
-        sizes: of what it draws by itself, where it is like none.
-        few_steps: why it takes few, in words.
-        has_text: whether it has text encoders, as far as is known.
+        known: the published model of the same kind, with the options of the model's own folder; None if there is none.
+        sizes: default sizes of an unknown model's pipeline.
+        few_steps: why the model takes few steps; empty if it does not.
+        has_text: True if the model has text encoders, or may have some.
     """
 
     title: str
@@ -143,23 +144,24 @@ class _Found:
 
 
 def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequence[Path] = ()) -> str:
-    """A commented recipe.
+    """Write a commented recipe.
 
     Args:
         model: a short name of `PUBLISHED` or of a model that comes with the program, a pipeline's folder, a file of weights, or
             an ONNX file.
-        at: where it will lie; paths in it are relative to its folder.
-        prompts: a text file, one prompt a line, to calibrate on; loras: files to merge.
+        at: path of the recipe; paths in the recipe are relative to its folder.
+        prompts: a text file with one calibration prompt a line.
+        loras: LoRA files to merge.
     Raises:
-        UserError: nobody knows such a model, or a file is not there.
+        UserError: the model is unknown, or a file does not exist.
     """
     for what, path in (("prompts", prompts), *(("LoRA", path) for path in loras)):
         if path is not None and not path.is_file():
             raise UserError(
                 f"there is no file of {what} at {path}",
-                expected="a text file with a prompt a line" if what == "prompts" else "a safetensors file",
+                expected="a text file with one prompt a line" if what == "prompts" else "a safetensors file",
                 got="no such file",
-                remedy="check the path; it is relative to the current folder",
+                remedy="check the path, which is relative to the current folder",
             )
     if model.endswith(ONNX_SUFFIX) and Path(model).is_file():
         return _of_onnx(Path(model), _beside(Path(model), at), at, prompts, loras)
@@ -170,19 +172,17 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
     lines += [f"# {note}" for note in (known.notes if known else ())]
     where = (
-        " # the folder that it was downloaded to, relative to this file"
-        if known and found.weights == known.folder
-        else ""
+        " # folder of the downloaded model, relative to this file" if known and found.weights == known.folder else ""
     )
     lines += ["model:", "  source: diffusers", f"  weights: {_quoted(found.weights)}{where}"]
     if found.config:
         lines.append(f"  config: {found.config}")
     dtype = found.dtype or (known.dtype if known else "float16")
-    lines.append(f"  dtype: {dtype} # in which it is saved; float32, float16 or bfloat16")
+    lines.append(f"  dtype: {dtype} # type of the saved weights; float32, float16 or bfloat16")
     if known and known.images:
         lines += [
             "  images:",
-            *(f"    {name}: photo.png # what is shown to it while it is converted" for name in known.images),
+            *(f"    {name}: photo.png # input image of the calibration" for name in known.images),
         ]
     lines += _options(known, found.sizes)
     if loras:
@@ -194,10 +194,10 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
 
 
 def _shipped(name: str, prompts: Path | None, loras: Sequence[Path]) -> str:
-    """The recipe of a model that comes with the program, which names its files where they are installed.
+    """Return the recipe of a model that comes with the program, with the installed paths of its files.
 
     Raises:
-        UserError: there are prompts or LoRAs, which are for diffusers pipelines.
+        UserError: prompts or LoRAs were given, which are for diffusers pipelines.
     """
     for option, given in (("--prompts", [prompts] if prompts else []), ("--lora", loras)):
         if given:
@@ -219,7 +219,6 @@ def _published(name: str) -> _Found:
 
 
 def _looked_at(place: Path, at: Path) -> _Found:
-    """What lies in a folder or a file."""
     if place.is_dir() and is_saved_pipeline(place):
         return _of_pipeline(place, place, at)
     if place.is_file():
@@ -230,18 +229,18 @@ def _looked_at(place: Path, at: Path) -> _Found:
             f"The weights in {place.name}",
             _relative(place, at),
             None,
-            "FOLDER # with model_index.json and what it names",
+            "FOLDER # of the pipeline, with model_index.json",
         )
     if place.is_dir():
         raise UserError(
-            f"{place} holds no diffusers pipeline",
-            expected=f"a folder with {INDEX}, as `pipeline.save_pretrained(folder)` writes it",
+            f"{place} is not a diffusers pipeline",
+            expected=f"a folder with {INDEX}, written by `pipeline.save_pretrained(folder)`",
             got=", ".join(sorted(path.name for path in place.iterdir())[:8]) or "an empty folder",
             remedy="save the whole pipeline there",
         )
     names = [*PUBLISHED, *shipped_models()]
     raise UserError(
-        f"'{place}' is no folder, no file and no model that comes with a recipe",
+        f"'{place}' is neither a folder, a file, nor the name of a model with a recipe",
         expected="a pipeline's folder, a file of weights, or one of " + ", ".join(names),
         got=str(place),
         remedy=did_you_mean(str(place), names, "check the path"),
@@ -284,7 +283,7 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
 
 
 def _has_long_sequences(known: Published) -> bool:
-    """Whether it draws videos of so many tokens that block masks may be worth it."""
+    """Return whether the model draws videos of so many tokens that block masks may pay."""
     # HunyuanVideo's attention has a mask of its own.
     if "frames" not in known.options or known.pipeline == "HunyuanVideoPipeline":
         return False
@@ -293,32 +292,32 @@ def _has_long_sequences(known: Published) -> bool:
 
 
 def _beside(place: Path, at: Path) -> str:
-    """A file as a recipe names it, relative or absolute as `_relative`, but under its own name where that is a link: weights
-    beside it are."""
+    """Return a file's path for a recipe as `_relative` does, without following links: external weights lie beside the link."""
     relative = os.path.relpath(os.path.abspath(place), at.resolve().parent)
     return relative if relative.count("..") <= 2 else os.path.abspath(place)
 
 
 def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Sequence[Path]) -> str:
-    """
+    """Write the recipe of an ONNX file.
+
     Args:
-        source: what the recipe, which will lie at a path, says instead of the file's.
+        source: the recipe's `model.source`; at: path of the recipe.
     Raises:
-        UserError: the file cannot be used, or there are prompts, which it does not read.
+        UserError: the file cannot be used, or prompts were given.
     """
     from trtconvert.models.onnx.files import external_files, read_graph
     from trtconvert.models.onnx.inputs import is_consistency, proposed_options
 
     if prompts is not None:
         raise UserError(
-            f"{place} does not read prompts",
-            expected="a denoiser alone, with what a text encoder makes of prompts as an input",
+            f"{place} does not take prompts",
+            expected="the embeddings of a text encoder as inputs of the ONNX denoiser",
             got=f"--prompts {prompts}",
-            remedy="leave --prompts out, and put rows of those inputs into a file that model.options.conditions names",
+            remedy="leave --prompts out, and put rows of these inputs into the file model.options.conditions",
         )
     section = with_dtype(ModelSection(source=ONNX, weights=place))
     lines = [f"# {place.name}. {_HEADER.format(name=at.name)}", "model:", f"  source: {_quoted(source)}"]
-    lines += [f"  dtype: {section.dtype} # in which it is saved; float32, float16 or bfloat16", "  options:"]
+    lines += [f"  dtype: {section.dtype} # type of the saved weights; float32, float16 or bfloat16", "  options:"]
     for name, (value, meaning) in proposed_options(place, read_graph(place)).items():
         if isinstance(value, dict):
             lines.append(f"    {name}: # {meaning}")
@@ -328,12 +327,12 @@ def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Se
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
     stored = sum(path.stat().st_size for path in (place, *external_files(place)))
-    few = "a consistency model, by its name" if is_consistency(place) else ""
+    few = "a consistency model, judging by its name" if is_consistency(place) else ""
     return "\n".join([*lines, *_quality(stored > _LARGE, None, at, few=few, few_count=1)]) + "\n"
 
 
 def assumptions(recipe: str) -> list[str]:
-    """What a recipe of `recipe_text` takes for granted, as neither the file nor its names tell: "model.options.…: value"."""
+    """Return the assumptions in a recipe of `recipe_text`, as "model.options.…: value"."""
     from trtconvert.models.onnx.inputs import ASSUMED
 
     stated = (line.partition(f" # {ASSUMED}")[::2] for line in recipe.splitlines())
@@ -341,10 +340,10 @@ def assumptions(recipe: str) -> list[str]:
 
 
 def named_recipe(name: Path) -> Path:
-    """The recipe that a command was given a name of, where no file is: that of a model that comes with the program.
+    """Return the recipe of a model that comes with the program.
 
     Raises:
-        UserError: it is none.
+        UserError: no such model comes with the program.
     """
     models = shipped_models()
     if str(name) in models:
@@ -353,7 +352,7 @@ def named_recipe(name: Path) -> Path:
     raise UserError(
         f"there is no recipe {name}",
         expected="a YAML file, an ONNX file, or a model that comes with the program: " + ", ".join(models),
-        got=f"the name of {PUBLISHED[str(name)].title}, whose weights do not come with it"
+        got=f"the name of {PUBLISHED[str(name)].title}, whose weights do not come with the program"
         if known
         else "No such file or directory",
         remedy=f"`trtconvert init {name} -o recipe.yaml` writes a recipe for its weights"
@@ -364,7 +363,7 @@ def named_recipe(name: Path) -> Path:
 
 @contextmanager
 def recipe_of(place: Path) -> Iterator[Path]:
-    """A temporary file with the first recipe of an ONNX file."""
+    """Yield a temporary file with the default recipe of an ONNX file."""
     with temporary_folder() as folder:
         file = folder / "recipe.yaml"
         file.write_text(_of_onnx(place, os.path.abspath(place), file, None, ()), encoding="utf-8")
@@ -372,27 +371,21 @@ def recipe_of(place: Path) -> Iterator[Path]:
 
 
 def _relative(path: Path, at: Path) -> str:
-    """Relative to the recipe's folder where the path lies in it or close by; else absolute."""
+    """Return a path relative to the recipe's folder if it is at most two levels up; else absolute."""
     path, folder = path.resolve(), at.resolve().parent
     relative = os.path.relpath(path, folder)
     return relative if relative.count("..") <= 2 else str(path)
 
 
 def _quoted(text: str) -> str:
-    """As YAML takes it: JSON where a sign of it could mean something."""
-    return (
-        text if text.replace("/", "").replace("-", "").replace("_", "").replace(".", "").isalnum() else json.dumps(text)
-    )
+    """Quote a text with characters that may have a meaning in YAML."""
+    return text if re.sub(r"[/_.-]", "", text).isalnum() else json.dumps(text)
 
 
 def _options(known: Published | None, sizes: Mapping[str, int]) -> list[str]:
-    """
-    Args:
-        sizes: that a pipeline like none of those that are known draws by itself, as far as its folder says.
-    """
     if known is None:
         own = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        own = f"the pipeline's own by default{', here ' + own if own else ''}"
+        own = f"default: the pipeline's own{', here ' + own if own else ''}"
         return [f"  options: {{}} # height and width in pixels, frames, call: {{guidance_scale: …}}; {own}"]
     lines = ["  options:"]
     for name, (value, meaning) in known.options.items():
@@ -403,30 +396,28 @@ def _options(known: Published | None, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _components(second_encoder: bool, has_text: bool) -> list[str]:
-    what = "text encoders and the VAE's decoder become engines, and the bundle draws prompts by itself"
+    what = "text encoders and the VAE's decoder become engines, and the bundle draws from prompts alone"
     if not has_text:
-        what = "the VAE's decoder becomes an engine; there is no text encoder in the folder"
+        what = "the VAE's decoder becomes an engine; the folder has no text encoder"
     lines = ["", "components:", f"  all: {{}} # {what}"]
     return (
-        [*lines, "  text_encoder_2: {layers: int8} # T5, whose layers in INT8 take half the memory"]
-        if second_encoder
-        else lines
+        [*lines, "  text_encoder_2: {layers: int8} # T5; INT8 layers take half the memory"] if second_encoder else lines
     )
 
 
 def _prompts(file: Path) -> int:
-    """How many a file has.
+    """Return the number of prompts in a file.
 
     Raises:
-        UserError: none.
+        UserError: the file has none.
     """
     count = sum(bool(line.strip()) for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
     if not count:
         raise UserError(
             f"there are no prompts in {file}",
-            expected="a prompt a line",
+            expected="one prompt a line",
             got="an empty file",
-            remedy="write some, or leave --prompts out: the model's own runs are observed then",
+            remedy="write prompts, or leave --prompts out to calibrate on the model's own runs",
         )
     return count
 
@@ -439,19 +430,19 @@ def _quality(
     few: str = "",
     few_count: int = FEW_STEPS,
 ) -> list[str]:
-    """The sections that say what is calibrated, planned and checked: as much as a CPU does in reasonable time.
+    """Write the sections of calibration, plan and gates, with samples and steps that a CPU computes in reasonable time.
 
     Args:
-        few: why the model takes few steps, in words, where it does; few_count: how many.
+        few: why the model takes few steps; empty if it does not. few_count: that number of steps.
     """
     data = "denoise # or a file of prompts, one a line (.txt), or a folder of images"
     if prompts is not None:
         data = _quoted(_relative(prompts, at))
     modes = ("precision", "static") if large else ("auto", "auto")
     why = (
-        ["  # Stated, as a search (auto) takes days on a CPU with such a model; take auto where there is a GPU."]
+        ["  # Stated modes: a search (auto) takes days on a CPU for this model. Use auto on a machine with a GPU."]
         if large
-        else ["  # From a search over sites, layers and timesteps, within a budget of PSNR (section plan)."]
+        else ["  # auto: a search over sites, layers and timesteps, within a PSNR budget (section plan)."]
     )
     samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
     if few:
@@ -464,7 +455,7 @@ def _quality(
         *why,
         f"  modes: {modes[0]} # or auto, fp16, precision, balanced, aggressive, fp8",
         *(
-            ["  # sparse: 0.03 # leaves out blocks of attention that 97 % of it does without"]
+            ["  # sparse: 0.03 # skips blocks that hold at most 3 % of the attention"]
             if long_sequences and large
             else []
         ),
@@ -474,9 +465,9 @@ def _quality(
         "",
         "calibration:",
         f"  data: {data}",
-        f"  samples: {samples} # more is better, and takes longer",
+        f"  samples: {samples} # more samples are better and take longer",
         f"  batch: {min(samples, 4)}",
-        f"  steps: {steps}" + (f" # as few as it was trained for: {few}" if few else ""),
+        f"  steps: {steps}" + (f" # as few as in training: {few}" if few else ""),
         f"  bins: {min(steps, 10)}",
     ]
     if few and not large:  # a search draws too
@@ -484,10 +475,10 @@ def _quality(
     lines += [
         "",
         "verify:",
-        f"  samples: {drawn} # drawn in full precision and in INT8, and compared",
+        f"  samples: {drawn} # drawn in full precision and in INT8 and compared",
         f"  steps: {verified}",
         f"  on_gpu: {{samples: {4 if long_sequences else 16}, steps: {few_count if few else 20}}} "
-        "# in their place, where the build computes on a GPU",
-        "  min_psnr: 20 # dB; a build that misses it fails",
+        "# in builds that compute on a GPU",
+        "  min_psnr: 20 # dB; a build below this fails",
     ]
     return lines

@@ -1,4 +1,4 @@
-"""What a build and a bundle look like on the terminal."""
+"""Tables of builds and bundles for the terminal."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ ATTENTION = {
 }
 
 SHOWN_MASKS = 8
-"""Sites whose block masks are described, those with the fewest blocks."""
+"""Number of sites whose block masks are listed, those with the fewest blocks first."""
 
 _FRONTIER = "frontier.json"
 
 _BYTES = {"float16": 2, "float32": 4}
-"""Of a number in a cache."""
+"""Size of a cache's element."""
 
 INT8_LAYERS = {
     "native": "INT8, TensorRT's kernels",
-    "plugin": "INT8, our plugin where there is one",
-    "exact": "in 16 bits, with the weights that INT8 holds",
+    "plugin": "INT8, our plugins where they exist",
+    "exact": "16-bit products of the dequantised INT8 weights",
 }
 
 
 def print_build(outcome: Outcome, report: Reporter) -> None:
-    """The table at the end of `trtconvert build`."""
+    """Print the table at the end of `trtconvert build`."""
     table = _table(f"built {outcome.folder}")
     _manifest_rows(table, outcome.manifest, outcome.folder)
     for stage, seconds in report.seconds.items():
@@ -59,15 +59,15 @@ def _by_bin(errors: Sequence[float | None]) -> str:
 
 
 def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
-    """The table of `trtconvert inspect`, printed."""
+    """Print the table of `trtconvert inspect`."""
     console.print(manifest_table(manifest, folder))
 
 
 def manifest_table(manifest: Manifest, folder: Path) -> Table:
-    """The table of `trtconvert inspect`. Reads the calibration in the bundle.
+    """Make the table of `trtconvert inspect`.
 
     Raises:
-        UserError: it is not one.
+        UserError: the bundle's calibration file is not a calibration.
     """
     table = _table(str(folder))
     _manifest_rows(table, manifest, folder)
@@ -85,8 +85,7 @@ def _table(title: str) -> Table:
 
 
 def _row(table: Table, label: str, value: str) -> None:
-    """Names and paths may have brackets, which are no markup of rich's."""
-    table.add_row(Text(label), Text(value))
+    table.add_row(Text(label), Text(value))  # Text: names and paths may hold brackets, which are not markup
 
 
 def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
@@ -100,7 +99,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
         _row(table, "", ", ".join(f"{dim} {described}" for dim, described in sizes.items()))
         if component.guidance is not None:
             twins = ", ".join(component.guidance.negative.values())
-            _row(table, "guidance", f"inside, by {component.guidance.scale} of each sample; leads away from {twins}")
+            _row(table, "guidance", f"inside, with the input {component.guidance.scale}; unconditional inputs: {twins}")
         if component.is_denoiser:
             _row(table, "attention sites", _sites(component))
             for group in left_groups(component.sites):
@@ -148,9 +147,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
     if quality.error is not None:
         _row(table, "exported arithmetic", f"relative error {quality.error:.1e} against the torch reference")
     if quality.computed:
-        drawn_by = {"tensorrt": "by the engine that ships", "torch": "by the kernels in torch"}.get(
-            quality.measured, ""
-        )
+        drawn_by = {"tensorrt": "by the bundle's engine", "torch": "by the kernels in torch"}.get(quality.measured, "")
         _row(table, "verified", f"INT8 samples {drawn_by}; full precision on {quality.computed}")
     if quality.component_errors:
         errors = ", ".join(f"{name} {error:.1e}" for name, error in quality.component_errors.items())
@@ -180,12 +177,12 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
             _row(
                 table,
                 "",
-                f"and {_size(kept)} that INT8 layers were quantised from, for LoRAs and new weights of engines",
+                f"and {_size(kept)} of unquantised weights, for LoRAs and new weights of engines",
             )
 
 
 def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
-    """What is particular about an engine of a model that takes these sizes."""
+    """Yield the particulars of an engine."""
     if engine.gpu:
         yield f"built on {engine.gpu}" + (f", holds the plugin library {engine.plugin}" if engine.plugin else "")
     if engine.profiles not in ([], [dims]):
@@ -196,38 +193,34 @@ def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
         yield ", ".join(options)
     if engine.refittable and engine.layers:
         anew = len({layer for layer, _ in engine.int8_constants.values()})
-        yield f"{anew} INT8 layers in plugins, which new weights and LoRAs reach; the others run in 16 bits"
-    same: dict[tuple[int, int, float | None, float | None], int] = {}
-    for site in engine.native_sites:
-        key = (site.query_tokens, site.key_tokens, site.native_us, site.plugin_us)
-        same[key] = same.get(key, 0) + 1
+        yield f"{anew} INT8 layers in plugins, which take new weights and LoRAs; the others run in 16 bits"
+    same = Counter((s.query_tokens, s.key_tokens, s.native_us, s.plugin_us) for s in engine.native_sites)
     for (queries, keys, native, plugin), count in same.items():
         sites = "1 site stays" if count == 1 else f"{count} sites stay"
         if plugin is None:
-            why = "the plugin's attention could not be timed there"
+            why = "the plugin's attention could not be timed"
         elif native is None:
-            why = "native attention alone could not be timed, but the whole engine is faster so"
+            why = "native attention alone could not be timed, but the whole engine is faster with it"
         else:
             why = f"{_microseconds(native)} against {_microseconds(plugin)}"
-            why += "" if native < plugin else " alone, but the whole engine is faster so"
+            why += "" if native < plugin else " alone, but the whole engine is faster with it"
         yield f"{sites} native: {queries} × {keys} tokens, {why}"
     if engine.plugin_us is not None and engine.native_us is not None:
         yield (
             f"a call takes {_microseconds(engine.plugin_us)} with the plugin, {_microseconds(engine.native_us)} with native "
-            "attention at every site: the faster is kept"
+            "attention at every site: the faster engine is kept"
         )
     if engine.layers_us:
         times = ", ".join(f"{_microseconds(us)} {kind}" for kind, us in engine.layers_us.items())
-        yield f"a call takes by how INT8 layers are computed {times}: the fastest is kept"
+        yield f"a call takes {times} INT8 layers: the fastest engine is kept"
     if engine.with_plugins_us is not None and engine.plain_us is not None:
         yield (
             f"a call takes {_microseconds(engine.with_plugins_us)} with plugins, for group norms too, "
-            f"{_microseconds(engine.plain_us)} without any: the faster is kept"
+            f"{_microseconds(engine.plain_us)} without plugins: the faster engine is kept"
         )
 
 
 def _in_onnx(component: ComponentRecord) -> str:
-    """How the ONNX model computes."""
     body = "INT8, the op's function body (exact numerics, slow)"
     if component.is_denoiser and component.has_int8_layers:
         return f"attention and layers: {body}"
@@ -236,15 +229,13 @@ def _in_onnx(component: ComponentRecord) -> str:
 
 
 def _microseconds(us: float) -> str:
-    """To a tenth where less decides."""
     return f"{us:.0f} µs" if us >= 100 else f"{us:.1f} µs"
 
 
 def _calibration(made: Provenance) -> str:
-    """What was observed, and every sample that was left out."""
     text = f"{sum(made.observed)} denoiser calls on {made.data}, {made.bins} timestep bins, statistic {made.statistic}"
     if made.skipped:
-        text += f"; {len(made.skipped)} bad samples left out: {'; '.join(made.skipped)}"
+        text += f"; {len(made.skipped)} bad samples skipped: {'; '.join(made.skipped)}"
     return text
 
 
@@ -255,7 +246,7 @@ def _sites(component: ComponentRecord) -> str:
 
 
 def _masks(component: ComponentRecord) -> Iterator[tuple[str, str]]:
-    """Rows about block masks: label and text."""
+    """Yield label and text of the rows about block masks."""
     masked = sorted((site for site in component.sites if site.sparse), key=lambda site: _mean(site.density))
     if masked:
         of_all = _mean([density for site in masked for density in site.density])
@@ -263,7 +254,7 @@ def _masks(component: ComponentRecord) -> Iterator[tuple[str, str]]:
         for site in masked[:SHOWN_MASKS]:
             yield "", f"{site.name}: {', '.join(f'{density:.0%}' for density in site.density)}"
         if len(masked) > SHOWN_MASKS:
-            yield "", f"and {len(masked) - SHOWN_MASKS} more with less to leave out; {MANIFEST} has all"
+            yield "", f"and {len(masked) - SHOWN_MASKS} more with denser masks; {MANIFEST} has all"
     for index, group in enumerate(dense_groups(component.sites)):
         yield ("" if masked or index else "block masks"), f"none: {group}"
 
@@ -273,7 +264,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _is_fastest(manifest: Manifest, folder: Path) -> bool:
-    """Whether a bundle's plan is the fastest that its search tried."""
+    """Return whether a bundle's plan is the fastest of its search that keeps the budget."""
     if _FRONTIER not in manifest.files:
         return False
     try:
@@ -285,7 +276,7 @@ def _is_fastest(manifest: Manifest, folder: Path) -> bool:
 
 
 def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:
-    """Rows about a model's layers: label and text."""
+    """Yield label and text of the rows about layers."""
     layers = component.layers
     if not layers:
         return
@@ -310,21 +301,16 @@ def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:
 
 
 def _caches(component: ComponentRecord) -> str:
-    """What caches take, in words: the runtime holds two of each, which take turns."""
     per_sample = sum(
         _BYTES[cache.dtype] * math.prod(size for size in cache.shape[1:] if isinstance(size, int))
         for cache in component.caches
     )
-    return f"whose caches take {_size(2 * per_sample)} of a sample"
+    return f"with {_size(2 * per_sample)} of caches per sample"  # the runtime holds two copies, which take turns
 
 
 def _plans(rows: Iterable[Sequence[int]]) -> dict[tuple[int, ...], int]:
-    """How many sites or layers follow each row of modes."""
-    plans: dict[tuple[int, ...], int] = {}
-    for modes in map(tuple, rows):
-        if modes:
-            plans[modes] = plans.get(modes, 0) + 1
-    return plans
+    """Count the sites or layers with each row of modes."""
+    return Counter(tuple(modes) for modes in rows if modes)
 
 
 def _runs(modes: tuple[int, ...], name: Callable[[int], str]) -> str:

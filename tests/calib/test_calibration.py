@@ -411,7 +411,7 @@ def test_what_is_no_calibration_is_refused_by_its_header(records, tmp_path, dama
         "twice": f"the key '{SITE}/q_scale' twice in one object",
         "pipe": "a pipe, not a file",
         "device": "a device, not a file",
-        "type": "of the type F8_E4M3",
+        "type": "has the type F8_E4M3",
         "provenance": "observed.0 of the provenance: ",
         "unseen": "no call in any timestep bin",
     }[damage]

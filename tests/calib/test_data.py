@@ -109,7 +109,7 @@ def test_tensors_that_are_no_plain_numbers_are_refused(digits, inputs, tmp_path,
 def test_a_safetensors_file_of_odd_types_or_with_a_name_twice_is_refused(digits, inputs, tmp_path):
     path = tmp_path / "a.safetensors"
     save_file(inputs | {"x": inputs["x"].to(torch.float8_e4m3fn), "other": inputs["x"].to(torch.float8_e5m2)}, path)
-    with pytest.raises(UserError, match="x is of the type F8_E4M3"):
+    with pytest.raises(UserError, match="x has the type F8_E4M3"):
         inputs_of(digits, path)
     save_file(inputs | {"other": inputs["x"].to(torch.float8_e5m2)}, path)
     inputs_of(digits, path)  # what the model does not take may be of any type

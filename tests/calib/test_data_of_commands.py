@@ -177,7 +177,7 @@ def test_a_recipe_takes_a_calibration(tmp_path):
     refusal(building(model={"source": "tiny_models:another_build"}), "was calibrated for another model", "hash")
     refusal(building(calibration={"bins": 3}, attention={"modes": "fp16"}), "has other timestep bins")
     message = building(calibration={"samples": 3}).output
-    assert "'from' takes a calibration as it is: remove samples" in message
+    assert "'from' alone, without samples" in message
     output.write_bytes(output.read_bytes()[:-8])
     refusal(building(), "is not a calibration")
     output.unlink()
@@ -244,7 +244,8 @@ def test_every_row_of_a_recording_is_written(tmp_path, monkeypatch):
 def test_unfit_recordings_are_refused(tmp_path):
     recipe = tiny_recipe(tmp_path)
     write_images(tmp_path / "images")
-    refusal(run("record", recipe, "-o", tmp_path / "a.npz"), "inputs are not written as 'a.npz'")
+    refusal(run("record", recipe, "-o", tmp_path / "a.npz"), "inputs cannot be written as 'a.npz'")
+    refusal(run("record", recipe, "-o", tmp_path / "a.SAFETENSORS"), "expected: a file that ends in .safetensors")
     refusal(run("record", recipe, "-o", tmp_path / "a.safetensors", "--per-run", 4), "1 to 3", "--per-run")
     images = ("--data", tmp_path / "images")
     refusal(run("record", recipe, "-o", tmp_path / "a.safetensors", *images), "there are no denoising runs")

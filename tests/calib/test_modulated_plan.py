@@ -146,8 +146,8 @@ def test_a_build_takes_the_layers_that_the_plan_chose(tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"attention": "precision"}, "true or patterns where attention.modes are stated"),
-        ({"modes": "static"}, "true or patterns where layers.modes are stated"),
+        ({"attention": "precision"}, "true or patterns with stated attention.modes"),
+        ({"modes": "static"}, "true or patterns with stated layers.modes"),
         ({"plan": {"layer_candidates": ["dynamic"]}}, "static among plan.layer_candidates"),
         ({"modiff": "automatic"}, "true or false"),
     ],

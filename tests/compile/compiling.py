@@ -59,7 +59,7 @@ class Builder:
 
 
 def with_vae(bundle):
-    """The bundle with a second component."""
+    """Return the bundle with a second component."""
     manifest = read_manifest(bundle)
     denoiser = manifest.components["denoiser"]
     vae = denoiser.model_copy(update={"timestep_input": "", "timestep_max": 0.0, "sites": [], "input_ranges": {}})
@@ -73,7 +73,7 @@ def compiled(folder, **options):
 
 
 def fresh(folder):
-    """Compiled with a new engine, whatever the cache has."""
+    """Compile with a new engine, independent of the cache."""
     with temporary_folder() as place:
         return compiled(folder, cache=Cache(place / "cache"))
 

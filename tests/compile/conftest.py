@@ -1,4 +1,4 @@
-"""Fixtures of all tests of `trtconvert compile`."""
+"""Fixtures for the tests of `trtconvert compile`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, cache):
-    """A builder that takes what TensorRT's takes and gives what it gives. Returns its target, by the thread's name."""
+    """Stands in for TensorRT's builder. Returns its target, by the thread's name."""
     main = threading.current_thread().name
     targets = {main: "sm90"}
 

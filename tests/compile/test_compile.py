@@ -1,4 +1,4 @@
-"""`trtconvert compile` on a machine without a GPU: what it does to the bundle. TensorRT-RTX stands in for the builder."""
+"""`trtconvert compile` on a machine without a GPU: changes of the bundle, with TensorRT-RTX in place of the builder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_gpus_of_one_architecture_have_an_engine_each(bundle, builder):
 
 
 def test_an_engine_that_does_not_name_its_gpu_is_replaced(bundle, builder):
-    """As records of before do not."""
+    """Older records do not name the GPU."""
     builder.gpu = ""
     compiled(bundle)
     builder.gpu = "NVIDIA H200"
@@ -68,7 +68,7 @@ def test_an_engine_that_does_not_name_its_gpu_is_replaced(bundle, builder):
 
 
 def test_a_bundle_in_use_keeps_its_files(bundle, builder, tmp_path):
-    """Who has opened the old plan, or linked to it, goes on reading the old one."""
+    """Readers that opened or linked the old plan keep reading it."""
     fresh(bundle)
     os.link(bundle / PLAN, tmp_path / "old.plan")
     content = (tmp_path / "old.plan").read_bytes()
@@ -106,7 +106,7 @@ def test_a_compile_that_is_killed_leaves_the_old_bundle_and_the_next_one_sweeps(
 
 
 def test_two_that_compile_one_bundle_keep_each_others_engines(bundle, gpu, monkeypatch):
-    """The second waits, though the first puts another manifest in the place of the one that is locked."""
+    """The second compile waits, although the first replaces the locked manifest."""
     inside, go_on, waits = threading.Event(), threading.Event(), threading.Event()
     build_engine = tensorrt.build_engine
 
@@ -144,7 +144,7 @@ def test_what_is_no_bundle_is_refused(tmp_path, gpu):
 def test_a_damaged_bundle_is_refused(bundle, gpu):
     with (bundle / "denoiser.onnx").open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(UserError, match=r"denoiser\.onnx in the bundle .* is not what was built"):
+    with pytest.raises(UserError, match=r"denoiser\.onnx in the bundle .* is damaged"):
         compiled(bundle)
 
 
@@ -171,10 +171,13 @@ def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gp
         assert "sm90: built on NVIDIA H200, holds the plugin library 0.1.0" in text
         assert "sm90: 1 site stays native: 16 × 77 tokens, 21.2 µs against 33.7 µs" in text
         assert (
-            "a call takes 418 µs with the plugin, 456 µs with native attention at every site: the faster is kept"
+            "a call takes 418 µs with the plugin, 456 µs with native attention at every site: the faster engine is kept"
             in text
         )
-        assert "a call takes 418 µs with plugins, for group norms too, 512 µs without any: the faster is kept" in text
+        assert (
+            "a call takes 418 µs with plugins, for group norms too, 512 µs without plugins: the faster engine is kept"
+            in text
+        )
 
 
 def test_what_users_put_into_a_bundle_stays_and_is_no_part_of_it(bundle, builder):
@@ -196,7 +199,7 @@ def test_the_manifest_says_what_the_bundle_runs_on_now(bundle, builder):
 
 
 def test_two_that_want_one_engine_build_it_once_and_have_the_same(bundle, gpu, builder, tmp_path):
-    """Of two copies of a bundle, compiled with one cache."""
+    """Two copies of a bundle, compiled with one cache."""
     second = shutil.copytree(bundle, tmp_path / "second")
     waits = threading.Event()
 
@@ -217,7 +220,7 @@ def test_two_that_want_one_engine_build_it_once_and_have_the_same(bundle, gpu, b
 
 
 def test_an_engine_that_changes_in_the_cache_while_it_is_copied_is_refused(bundle, builder, monkeypatch):
-    """The manifest would name what the bundle does not hold."""
+    """Otherwise the manifest would name files that the bundle does not hold."""
     before, copyfile = contents(bundle), shutil.copyfile
 
     def replaced(source, target):
@@ -240,7 +243,7 @@ def test_a_bundle_is_compiled_from_inside_of_it(bundle, builder, monkeypatch):
 
 
 def test_a_bundle_of_links_is_compiled_and_what_they_point_to_stays(bundle, builder, tmp_path):
-    """As `cp -rs` makes them, and the snapshots of Hugging Face's cache."""
+    """Like those of `cp -rs`, and of snapshots in Hugging Face's cache."""
     compiled(bundle)
     before, copy = contents(bundle), tmp_path / "copy"
     (copy / "engines").mkdir(parents=True)
@@ -269,7 +272,7 @@ def test_a_link_that_is_switched_meanwhile_does_not_split_the_engine_from_its_ma
 
 
 def test_a_mount_point_is_compiled(bundle, builder, tmp_path):
-    """It cannot be renamed."""
+    """Such a folder cannot be renamed."""
     place = tmp_path / "mounted"
     place.mkdir()
     if subprocess.run(["mount", "--bind", bundle, place], capture_output=True).returncode:
@@ -331,7 +334,7 @@ def test_components_whose_names_are_no_names_of_files_are_refused(bundle, builde
 
 
 def test_brackets_in_names_are_no_markup(tiny_build, builder, tmp_path):
-    """Rich's would end what was never begun."""
+    """rich would end bars that were never started."""
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "a[" / "bundle]")
     for command in ("compile", "inspect"):
         outcome = run(command, bundle)
@@ -377,7 +380,7 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
         ("engine.refittable=!!bool x", ["not valid YAML"]),
         ("engine.workspace_mb=!!int ''", ["not valid YAML"]),
         pytest.param(
-            "engine.shapes=" + "[" * 3000, ["not valid YAML", "brackets, too many to follow", "[[[…"], id="deep"
+            "engine.shapes=" + "[" * 3000, ["not valid YAML", "too deep within each other", "[[[…"], id="deep"
         ),
         ("engine.shapes={batch: [1, 2, 5]}", ["more of 'batch' than denoiser supports", "expected: 1 to 4"]),
         ("engine.shapes={frames: 2}", ["the dimension 'frames', which denoiser does not have", "expected: batch"]),

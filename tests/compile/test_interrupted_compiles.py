@@ -1,4 +1,4 @@
-"""What ends `trtconvert compile` or changes the bundle meanwhile, and what is kept."""
+"""Failures of `trtconvert compile` and concurrent changes of the bundle: the files that stay."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_finished_engines_are_kept_whatever_ends_the_build_of_the_next(bundle, b
 
 
 def test_an_unchanged_plan_is_read_as_often_as_something_depends_on_it(bundle, builder, cache, monkeypatch):
-    """Plans may have gigabytes: once to check the bundle, once to check the cache, once to compare the two."""
+    """Plans may have gigabytes: one reading to check the bundle, one to check the cache, and one to compare the two."""
     compiled(bundle)
     file_digest, read = hashlib.file_digest, []
 
@@ -165,7 +165,7 @@ def test_a_compile_that_fails_as_it_finishes_leaves_no_plans(bundle, builder, mo
 
 
 def test_a_bundle_that_is_built_meanwhile_is_not_undone(tiny_build, bundle, builder, tmp_path):
-    """And the engine is there at once when the new bundle is compiled, whose ONNX is the same."""
+    """The new bundle, with the same ONNX model, gets its engine from the cache at once."""
     recipe = tiny_recipe(tmp_path, output={"grid": 1})
 
     def build_once(_):
@@ -185,7 +185,7 @@ def test_a_bundle_that_is_built_meanwhile_is_not_undone(tiny_build, bundle, buil
 
 
 def test_an_engine_of_an_onnx_that_was_replaced_meanwhile_is_not_kept(bundle, builder):
-    """The builder may have read the one or the other."""
+    """The builder may have read either."""
 
     def replace_once(_):
         builder.meanwhile = lambda _: None
@@ -236,7 +236,7 @@ def test_a_bundle_that_goes_while_another_process_has_its_lock_is_named(bundle, 
 
 
 def flock_of_nfs(handle, operation):
-    """As NFS 4 has it, which makes of it a lock of a range of bytes."""
+    """As on NFS 4, which turns it into a lock of a byte range."""
     if stat.S_ISREG(os.fstat(handle).st_mode) and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return FLOCK(handle, operation)

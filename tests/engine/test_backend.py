@@ -297,7 +297,7 @@ def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
 
 
 def test_what_cannot_be_refitted_is_refused_before_it_is_calibrated():
-    with pytest.raises(ValidationError, match=r"false with engine\.layers: native, whose INT8 weights cannot be"):
+    with pytest.raises(ValidationError, match=r"false with engine\.layers: native, which has fixed INT8 weights"):
         EngineSection(refittable=True, layers="native")
 
 

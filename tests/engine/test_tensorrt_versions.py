@@ -97,7 +97,7 @@ def test_every_plugin_of_the_library_is_asked_for(monkeypatch, first, loaded, lo
     if lacking is None:
         assert tensorrt.load().__version__ == "10.6"
     else:
-        with pytest.raises(TrtconvertError, match=rf"(?s)cannot be registered.*{lacking}.*remedy: pip install"):
+        with pytest.raises(TrtconvertError, match=rf"(?s)cannot be registered.*{lacking}.*remedy: run pip install"):
             tensorrt.load()
     assert registry.loads == loads
 

@@ -390,7 +390,7 @@ def test_the_faster_of_two_whole_engines_goes_into_the_bundle(bundle, tmp_path, 
     with runtime.load(folder, backend="tensorrt") as on_gpu:
         assert on_gpu["denoiser"](torch.zeros(3, 1, 4, 4).cuda(), torch.full((3,), 400.0).cuda()).isfinite().all()
     outcome = run("inspect", folder)
-    assert "at every site: the faster is kept" in " ".join(outcome.output.replace("│", " ").split())
+    assert "at every site: the faster engine is kept" in " ".join(outcome.output.replace("│", " ").split())
 
 
 def _with_attention(folder, attention):

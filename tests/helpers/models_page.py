@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = """# Pipelines
 
 `tests/models` builds each pipeline of the first table: its own class of diffusers, with random weights of a few layers, is
-converted, and draws with the bundle's denoiser in place of its own. A build tries every other pipeline in the same way: no
+converted, and draws with the bundle's denoiser in place of its own. A build treats other pipelines in the same way, because no
 pipeline is known by its name. This page is generated from the tests' lists, and a test compares them.
 
 | pipeline | denoiser | subject of samples | options in tests, beside sizes |
@@ -23,17 +23,17 @@ pipeline is known by its name. This page is generated from the tests' lists, and
 """
 
 _BETWEEN = """
-The seed of each sample draws its class, or samples take `model.options.call.class_labels` by turns. Pipelines without text
+The seed of each sample draws its class label, or samples take `model.options.call.class_labels` by turns. Pipelines without text
 encoders get embeddings of noise, seeded by the sample. Images come from the recipe's `model.images`.
 
 ## Prompts of any length
 
-`model.options.tokens: [min, opt, max]` gives the denoiser, and converted text encoders, a range of tokens:
+`model.options.tokens: [min, opt, max]` gives the denoiser and converted text encoders a range of tokens:
 
-- Pipelines that pad prompts to an argument `max_sequence_length` (Flux, SD 3, PixArt, Wan, LTX) take any length in the range,
+- Pipelines that pad prompts to their argument `max_sequence_length` (Flux, SD 3, PixArt, Wan, LTX) take any length in the range,
   for prompts and for embeddings.
-- Pipelines that pad to a fixed length (77 for CLIP) draw prompts as before, and take embeddings (`prompt_embeds`) of any length
-  in the range, which tools for long prompts make: `tokens: [77, 77, 231]`.
+- Pipelines that pad to a fixed length (77 for CLIP) draw prompts at this length, and take embeddings (`prompt_embeds`) of any
+  length in the range, as tools for long prompts make them: `tokens: [77, 77, 231]`.
 - Pipelines that do not pad (Qwen-Image) need a range. The recipe's prompts are checked against it before the calibration.
 - Pipelines that pass a list with each prompt's own tokens (Z-Image) need a number or a range: the bundle's denoiser pads shorter
   prompts and masks the padding.
@@ -45,13 +45,13 @@ with a remedy.
 
 - If tokens or frames of a sample have timesteps of their own (Wan 2.2 5B, LTX, SkyReels V2, AnyFlow), the noisiest one decides
   the timestep bin. The others are an input of the engine, as shares of this timestep.
-- One output of the engine joins several predictions of a call (LTX-2: video and sound). Sizes must be one number each then. The
-  quality gate of predictions weighs all numbers alike; PSNR is that of the video.
-- LTX-2's guidance by skipped attention and by separate modalities needs other calls, which the engine refuses; turn it off:
-  `call: {stg_scale: 0, audio_stg_scale: 0, modality_scale: 1, audio_modality_scale: 1}`.
+- Several predictions of one call (LTX-2: video and sound) are concatenated in one output of the engine, and each size must be one
+  number. The quality gate of predictions weighs all numbers equally; PSNR is that of the video.
+- LTX-2's guidance by skipped attention and by separate modalities makes other calls, which the engine refuses. Turn this guidance
+  off: `call: {stg_scale: 0, audio_stg_scale: 0, modality_scale: 1, audio_modality_scale: 1}`.
 - PSNR of sound compares amplitudes at full scale.
-- In mixtures of experts that route tokens by their values (HiDream) each expert computes all tokens: twice the work for 2 of 4.
-- The engine of a model with a ControlNet takes the ControlNet's results; the ControlNet stays in the pipeline.
+- In mixtures of experts that route tokens by their values (HiDream), each expert computes all tokens: twice the work for 2 of 4.
+- The engine of a model with a ControlNet takes the ControlNet's outputs; the ControlNet stays in the pipeline.
 - HunyuanVideo 1.5 needs `batch: 1`: the VAE of diffusers decodes one video at a time.
 
 ## Sizes
@@ -61,7 +61,7 @@ calibration: "draws height 1000 as 992". Ranges of height and width need `call: 
 
 ## Refused
 
-These are refused before the calibration:
+These pipelines are refused before the calibration:
 
 | pipeline | reason |
 | --- | --- |
@@ -75,10 +75,10 @@ _AFTER = """| AnyFlowFARPipeline | its model returns a cache of keys and values 
 | Cosmos3OmniPipeline | its samples are a list in a packed sequence with the prompt, without a timestep for each sample |
 | QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, shapes depend on a mask's values |
 
-These three were tried without saving, with stand-ins for their tokenizers. Ideogram4Pipeline, whose second network would be
-`denoiser: unconditional_transformer`, and GlmImagePipeline with its own tokens are not tested, as diffusers needs large models
-of transformers for their prompts. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6 is tested
-without sound and without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a stand-in.
+The last three were tried without saving, with stand-ins for their tokenizers. Ideogram4Pipeline, whose second network would be
+`denoiser: unconditional_transformer`, and GlmImagePipeline with its own tokens are not tested, because diffusers needs large
+models of transformers for their prompts. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6 is
+tested without sound and without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a stand-in.
 """
 
 

@@ -252,7 +252,7 @@ def test_sizes_within_the_range_are_drawn_by_one_bundle(flux):
         ({"joint_attention_kwargs": {"scale": 0.5}}, ["'joint_attention_kwargs.scale'", "got: 0.5"]),
         ({"controlnet_block_samples": [torch.zeros(1)]}, ["'controlnet_block_samples'", "model.options"]),
         ({"guidance": None}, ["'guidance'", "expected: a tensor", "got: None"]),
-        ({"hidden_state": None}, ["called otherwise than FluxTransformer2DModel", "hidden_state"]),
+        ({"hidden_state": None}, ["does not fit FluxTransformer2DModel", "hidden_state"]),
         ({"controlnet_blocks_repeat": np.ones(3)}, ["'controlnet_blocks_repeat'", "got: an array of shape [3]"]),
         ({"timestep": torch.ones(5)}, ["values of 'timestep'", "or one for each of 1", "got: 5, a tensor"]),
         ({"timestep": torch.ones(2, 16)}, ["values of 'timestep'", "got: 32, a tensor of shape [2, 16]"]),
@@ -271,9 +271,9 @@ def test_what_would_change_the_model_is_not_there(flux):
         transformer = bundle.as_diffusers()
         assert not hasattr(transformer, "load_lora_adapter")
         for name, remedy in (
-            ("set_attn_processor", r"(?s)a change of its attention.*remedy: .*perturbed attention"),
-            ("num_parameters", r"(?s)it runs as it was converted.*remedy: .*the pipeline's own model"),
-            ("fuse_lora", r"(?s)a LoRA for a model without weights.*remedy: .*section loras"),
+            ("set_attn_processor", r"(?s)a change of the attention.*remedy: .*perturbed attention"),
+            ("num_parameters", r"(?s)a use of the original model.*remedy: .*the pipeline's own model"),
+            ("fuse_lora", r"(?s)a LoRA for a model without torch weights.*remedy: .*section loras"),
         ):
             with pytest.raises(AttributeError) as error:
                 getattr(transformer, name)
@@ -286,7 +286,7 @@ def test_what_would_change_the_model_is_not_there(flux):
 def test_a_model_that_is_not_of_diffusers_is_refused(tiny_build):
     with (
         runtime.load(tiny_build.bundle) as bundle,
-        pytest.raises(UserError, match=r"(?s)no model of diffusers.*remedy"),
+        pytest.raises(UserError, match=r"(?s)not a model of diffusers.*remedy"),
     ):
         bundle.as_diffusers()
 

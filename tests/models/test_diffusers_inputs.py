@@ -180,7 +180,7 @@ def test_bundles_of_two_denoisers_refuse_each_other_s_place(tmp_path):
     text = torch.randn(1, 8, 32)
     call = {"prompt_embeds": text, "negative_prompt_embeds": text, "height": 32, "width": 32, "num_frames": 9}
     pipe.transformer, pipe.transformer_2 = low, high
-    told = r"(?s)has the converted transformer_2 as its transformer.*remedy: put it into the place of transformer_2"
+    told = r"(?s)has the converted transformer_2 as its transformer.*remedy: assign the bundle to transformer_2"
     for _ in range(2):  # every time, not only at first
         with pytest.raises(UserError, match=told):
             pipe(**call, num_inference_steps=4, output_type="latent")

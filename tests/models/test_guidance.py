@@ -134,9 +134,7 @@ def test_pipelines_that_use_a_half_by_itself_draw_the_same(model_of, arguments):
     model = model_of("stable_diffusion")
     engine = Engine(fused_form(model))
     expected = with_pipeline(model, model.denoiser, **arguments)
-    with pytest.warns(
-        RuntimeWarning, match="otherwise than in the sum of guidance.*remedy: .*engine.guidance: separate"
-    ):
+    with pytest.warns(RuntimeWarning, match="outside the sum of guidance.*remedy: .*engine.guidance: separate"):
         drawn = with_pipeline(model, engine, **arguments)
     assert relative_error(drawn, expected) < SAME_ARITHMETIC
     if "guidance_scale" in arguments:  # without guidance each row is a sample
@@ -235,7 +233,7 @@ def test_a_bundle_gives_the_sum_with_a_scale_for_each_sample(digits_build, fused
     expected = both[:3] + scale.view(-1, 1, 1, 1) * (both[3:] - both[:3])
     assert relative_error(found, expected) < WHOLE_DENOISER
     assert relative_error(found[0], both[3]) < WHOLE_DENOISER  # 1 is the conditional prediction alone
-    with pytest.raises(UserError, match=r"other inputs than it has.*\n.*negative_label, guidance_scale"):
+    with pytest.raises(UserError, match=r"does not have the component's inputs.*\n.*negative_label, guidance_scale"):
         fused["denoiser"](x, timestep, label)
 
 
@@ -244,22 +242,22 @@ def test_a_manifest_of_guidance_that_cannot_be_is_told(fused_build):
     component = manifest.components["denoiser"]
     assert component.guidance is not None and contradiction(manifest) == ""
     for changes, told in (
-        ({"scale": "timesteps"}, "guidance.scale: timesteps, which is no input"),
-        ({"scale": "label"}, "guidance.scale: label, which is no input with a float32 number"),
+        ({"scale": "timesteps"}, "guidance.scale: timesteps, which is not an input"),
+        ({"scale": "label"}, "guidance.scale: label, which is not an input with a float32 number"),
         ({"negative": {}}, "guidance.negative: none"),
-        ({"negative": {"label": "label"}}, "guidance.negative.label: label, where two inputs"),
-        ({"negative": {"label": "x"}}, "guidance.negative.label: x, which has another type or shape"),
+        ({"negative": {"label": "label"}}, "guidance.negative.label: label; both must be inputs"),
+        ({"negative": {"label": "x"}}, "guidance.negative.label: x, of another type or shape"),
         (
             {"negative": {"label": "negative_label", "negative_label": "label"}},
-            "guidance: label, which has several parts",
+            "guidance: label in several roles",
         ),
-        ({"scale": "timestep"}, "guidance: timestep, which has several parts in it"),
+        ({"scale": "timestep"}, "guidance: timestep in several roles"),
     ):
         other = component.model_copy(update={"guidance": component.guidance.model_copy(update=changes)})
         assert told in contradiction(manifest.model_copy(update={"components": {"denoiser": other}}))
     further = component.inputs[-1].model_copy(update={"name": "style"})
     other = component.model_copy(update={"inputs": [*component.inputs, further]})
-    assert "guidance: style, which has an entry for each sample, and no part in it" in contradiction(
+    assert "guidance: style has a row for each sample, but no role" in contradiction(
         manifest.model_copy(update={"components": {"denoiser": other}})
     )
     other = component.model_copy(update={"inputs": []})
@@ -280,7 +278,7 @@ def test_samplers_draw_the_same_from_both_bundles(digits_build, fused_build):
 
 
 def test_commands_tell_of_guidance_and_draw(fused_build, tmp_path):
-    assert "inside, by guidance_scale" in " ".join(run("inspect", fused_build).output.split())
+    assert "inside, with the input guidance_scale" in " ".join(run("inspect", fused_build).output.split())
     outcome = run("run", fused_build, "-o", tmp_path / "grid.png", "--samples", 3, "--steps", 2)
     assert outcome.exit_code == 0, outcome.output
 

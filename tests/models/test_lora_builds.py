@@ -216,4 +216,4 @@ def test_parts_that_nothing_takes_are_told(tmp_path):
     outcome = built(tmp_path, {"file": "a.safetensors"})
     assert outcome.exit_code == 0, outcome.output
     told = " ".join(outcome.output.split())
-    assert "a.safetensors has parts for text_encoder, text_encoder_3 or text_encoder_2 too, which are left out" in told
+    assert "a.safetensors has parts for text_encoder, text_encoder_3 or text_encoder_2 too, which are ignored" in told

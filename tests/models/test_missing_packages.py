@@ -43,7 +43,7 @@ def test_a_component_is_not_pickled_and_is_copied(tmp_path):
     with pytest.raises(pickle.PicklingError) as error:
         pickle.dumps(denoiser)
     assert isinstance(error.value, UserError)
-    assert "remedy: give the other process the bundle's path" in str(error.value)
+    assert "remedy: pass the bundle's path to the other process" in str(error.value)
 
 
 @pytest.mark.parametrize("backend", ["flex", "sage", "xformers", "nonsense"])

@@ -198,7 +198,7 @@ def test_guidance_that_calls_otherwise_is_named_with_its_settings(tmp_path, scal
     ltx = CONVERTIBLE["ltx_2"]
     ltx.make().save_pretrained(tmp_path)
     call = {name: value for name, value in ltx.options["call"].items() if not name.endswith(scale)}
-    with pytest.raises(UserError, match=rf"remedy: give the pipeline's call {told}"):
+    with pytest.raises(UserError, match=rf"remedy: call the pipeline with {told}"):
         diffusers_model(tmp_path, tokens=8, **{**ltx.options, "call": call})
 
 

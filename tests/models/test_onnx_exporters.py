@@ -195,7 +195,7 @@ def test_files_that_no_recipe_can_be_for_are_refused(files, tmp_path, monkeypatc
     file = files("dit", "traced")
     (tmp_path / "broken.onnx").write_bytes(file.read_bytes()[:-100])
     refusal(run("build", "broken.onnx"), "no ONNX model, or damaged")
-    refusal(run("init", file, "--prompts", _file(tmp_path / "prompts.txt", "a cat")), "does not read prompts")
+    refusal(run("init", file, "--prompts", _file(tmp_path / "prompts.txt", "a cat")), "does not take prompts")
 
 
 def test_a_file_stands_for_its_first_recipe(files, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_a_bundle_that_was_named_from_another_folder_has_its_pipeline(half, tmp_
         monkeypatch.chdir("/")
         assert type(bundle.pipeline()) is diffusers.FluxPipeline
         moved.rename(tmp_path / "elsewhere")
-        with pytest.raises(UserError, match=r"(?s)pipeline in .* cannot be read.*remedy: load the bundle from"):
+        with pytest.raises(UserError, match=r"(?s)pipeline in .* cannot be read.*remedy: check the bundle's path"):
             bundle.pipeline()
 
 
@@ -108,7 +108,7 @@ def test_pipelines_of_other_tasks_say_what_their_bundle_lacks(half, tmp_path):
                 lambda: pipe.vae.enable_tiling(),
                 r"(?s)no 'enable_tiling'.*got: .*whole images.*remedy: .*model.options.height",
             ),
-            (lambda: pipe.vae.disable_slicing(), r"(?s)no 'disable_slicing'.*remedy: leave it out"),
+            (lambda: pipe.vae.disable_slicing(), r"(?s)no 'disable_slicing'.*remedy: leave the setting out"),
         ):
             with pytest.raises(UserError, match=expected) as error:
                 function()
@@ -230,7 +230,7 @@ def test_what_diffusers_calls_optional_is_missed_where_it_was_saved(tmp_path, na
     others = {
         key: part for key, part in pipe.components.items() if isinstance(part, torch.nn.Module) and key not in optional
     }
-    with pytest.raises(UserError, match=rf"(?s)has no {', '.join(optional)} for.*text_encoder=….*None to go without"):
+    with pytest.raises(UserError, match=rf"(?s)has no {', '.join(optional)} for.*text_encoder=….*None leaves one out"):
         make_pipeline(tmp_path / "kept", others)
     assert make_pipeline(tmp_path / "kept", others | dict.fromkeys(optional)).text_encoder is None
 
@@ -267,7 +267,7 @@ def test_a_processor_whose_package_is_missing_is_named(kept, monkeypatch):
         pipeline_module, "library_class", lambda library, name: Missing if "Tokenizer" in name else found(library, name)
     )
     with pytest.raises(
-        BackendUnavailable, match=r"(?s)needs a package.*got: .*requires the protobuf.*remedy: install it"
+        BackendUnavailable, match=r"(?s)needs a package.*got: .*requires the protobuf.*remedy: install the package"
     ):
         make_pipeline(folder, models_of)
 
@@ -277,7 +277,9 @@ def test_a_part_that_the_installed_diffusers_wants_and_the_saved_pipeline_lacks_
     index = json.loads((folder / INDEX).read_text())
     del index["tokenizer"]
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"(?s)cannot be made of the parts.*'tokenizer'.*remedy: pass those"):
+    with pytest.raises(
+        UserError, match=r"(?s)cannot be made from the saved parts.*'tokenizer'.*remedy: pass the missing"
+    ):
         make_pipeline(folder, models_of)
 
 

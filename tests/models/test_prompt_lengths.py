@@ -54,7 +54,7 @@ def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet):
         assert len(errors) == 10 and max(errors) <= INT8_CALL
         for tokens in (7, 33):
             given = torch.randn(1, tokens, WIDTH)
-            with pytest.raises(UserError, match=r"(?s)tokens 8\.\.32.*remedy: give model.options.tokens .*\[min, opt"):
+            with pytest.raises(UserError, match=r"(?s)tokens 8\.\.32.*remedy: set model.options.tokens .*\[min, opt"):
                 pipe(prompt_embeds=given, negative_prompt_embeds=given, height=32, width=32, num_inference_steps=1)
 
 
@@ -113,7 +113,9 @@ def test_a_bundle_draws_prompts_of_any_length_in_the_range(tmp_path):
         for length in (4, 7, 12):
             pipe("a bird in a tree", **drawn, max_sequence_length=length)
         assert len(errors) == 3 and max(errors) <= INT8_CALL
-        with pytest.raises(UserError, match=r"(?s)tokens 4\.\.12.*model.options.tokens.*max_sequence_length within it"):
+        with pytest.raises(
+            UserError, match=r"(?s)tokens 4\.\.12.*model.options.tokens.*max_sequence_length within the range"
+        ):
             pipe("a bird in a tree", **drawn, max_sequence_length=13)
 
 

@@ -147,7 +147,7 @@ def test_a_bundle_says_its_steps_and_takes_them_alone(unet):
             got = dropped_in(x, timestep, text).sample
             assert (got - expected).norm() <= 0.05 * expected.norm()
         for rows in (9, 11):
-            with pytest.raises(UserError, match=r"(?s)height 8\.\.16 in steps of 2.*remedy: .*between its steps"):
+            with pytest.raises(UserError, match=r"(?s)height 8\.\.16 in steps of 2.*remedy: .*between the steps"):
                 dropped_in(torch.randn(2, 4, rows, 8), timestep, text)
 
 

@@ -88,7 +88,7 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(cache.Path, "home", homeless)
-    with pytest.raises(UserError, match=r"(?s)no place for the build cache.*got: Could not.*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"(?s)no folder for the build cache.*got: Could not.*XDG_CACHE_HOME"):
         cache.default_folder()
     found = next(found for found in doctor.examine() if found.what == "cache")
     assert found.good is False and "XDG_CACHE_HOME" in found.remedy

@@ -52,9 +52,9 @@ def test_every_path_lies_in_the_bundle(bundle, field, path):
 @pytest.mark.parametrize(
     ("changes", "got"),
     [
-        ({"files": {}}, "calibration: calibration.safetensors, which is not among files"),
-        ({"components__denoiser__onnx": "other.onnx"}, "components.denoiser.onnx: other.onnx, which is not among"),
-        ({"pipeline": "pipeline"}, "pipeline: pipeline/model_index.json, which is not among"),
+        ({"files": {}}, "calibration: calibration.safetensors, which files does not list"),
+        ({"components__denoiser__onnx": "other.onnx"}, "components.denoiser.onnx: other.onnx, which files does not"),
+        ({"pipeline": "pipeline"}, "pipeline: pipeline/model_index.json, which files does not"),
         (
             {"recipe__model__images": {"image": "images/image.png"}},
             "recipe.model.images.image: images/image.png, which",
@@ -62,15 +62,15 @@ def test_every_path_lies_in_the_bundle(bundle, field, path):
         ({"recipe__model__images": {"image": "/etc/passwd"}}, "recipe.model.images.image: /etc/passwd, which"),
         ({"components__denoiser__sites__0__modes": [65, 1]}, "components.denoiser.sites.0.modes.0: "),
         ({"components__denoiser__sites__0__modes": [-1, 1]}, "components.denoiser.sites.0.modes.0: "),
-        ({"components__denoiser__sites__0__modes": [1]}, "sites.0.modes: 1, where there are 2 timestep bins"),
+        ({"components__denoiser__sites__0__modes": [1]}, "sites.0.modes: 1 for 2 timestep bins"),
         ({"components__denoiser__sites__0__name": ""}, "components.denoiser.sites.0.name: "),
-        ({"components__denoiser__sites__0__reason": "none"}, "modes, and a reason why it has none"),
+        ({"components__denoiser__sites__0__reason": "none"}, "modes, but also a reason to have none"),
         (
             {
                 "components__denoiser__sites__0__sparse": [0.1, 0.0],
                 "components__denoiser__sites__0__density": [0.5, 0.5],
             },
-            "sites.0.density: less than 1 where nothing may be lost",
+            "sites.0.density: less than 1 in a bin that loses no attention",
         ),
         (
             {
@@ -78,14 +78,14 @@ def test_every_path_lies_in_the_bundle(bundle, field, path):
                 "components__denoiser__sites__0__density": [0.5, 1.0],
                 "components__denoiser__sites__0__dense": "too many",
             },
-            "sites.0.dense: a reason why it has no block mask",
+            "sites.0.dense: a reason to have no block mask",
         ),
-        ({"components__denoiser__dims": {}}, "dims: without batch, which an input has"),
+        ({"components__denoiser__dims": {}}, "dims: no batch, a dimension of an input"),
         ({"components__denoiser__dims": {"batch": [4, 2, 1]}}, "components.denoiser.dims: "),
         ({"components__denoiser__dims": {"batch": [0, 1, 2]}}, "components.denoiser.dims: "),
         (
             {"components__denoiser__profiles": [{"side": [1, 2, 4]}]},
-            "profiles.0: the dimensions side, where dims has batch",
+            "profiles.0: the dimensions side, but dims has batch",
         ),
         ({"components__denoiser__inputs__0__dtype": "../x"}, "inputs: the type '../x' of x"),
         ({"components__denoiser__inputs__0__shape": ["batch", "8*"]}, "components.denoiser.inputs.0.shape: "),
@@ -97,22 +97,22 @@ def test_every_path_lies_in_the_bundle(bundle, field, path):
             {"components__denoiser__outputs__0__shape": ["8*height"]},
             "outputs: the dimension height, which no input has",
         ),
-        ({"components__denoiser__timestep_input": "t"}, "timestep_input: t, which is no input"),
+        ({"components__denoiser__timestep_input": "t"}, "timestep_input: t, which is not an input"),
         ({"components__denoiser__timestep_input": ""}, "components: 0 denoisers"),
         ({"components__denoiser__timestep_max": 0}, "timestep_max: 0 with the timestep_input 'timestep'"),
         ({"components": {}}, "components: 0 denoisers"),
-        ({"quality__site_sqnr": {}}, "quality.site_sqnr: no figure at all"),
-        ({"quality__site_sqnr": {"denoiser": [None, None]}}, "quality.site_sqnr: no figure at all"),
+        ({"quality__site_sqnr": {}}, "quality.site_sqnr: no figure"),
+        ({"quality__site_sqnr": {"denoiser": [None, None]}}, "quality.site_sqnr: no figure"),
         ({"quality__site_sqnr": {"another": [30.0, 30.0]}}, "quality.site_sqnr: another, which is not converted"),
         ({"quality__layer_sqnr": {"out": [30.0, 30.0]}}, "quality.layer_sqnr: out, which is not converted"),
         ({"quality__psnr": float("nan")}, "quality.psnr: nan, which no gate passes"),
-        ({"quality__component_errors": {"vae_decoder": 0.1}}, "quality.component_errors: vae_decoder, which is no"),
+        ({"quality__component_errors": {"vae_decoder": 0.1}}, "quality.component_errors: vae_decoder, which is not"),
         ({"files__samples.png": {"size": -1, "sha256": "0" * 64}}, "files.samples.png.size: "),
         ({"files__samples.png": {"size": 1, "sha256": "0"}}, "files.samples.png.sha256: "),
         ({"recipe__calibration__bins": 3}, "got: recipe: one entry of attention.modes per timestep bin"),
         (
             {"quality__site_sqnr": {"denoiser": [30.0]}},
-            "quality.site_sqnr.denoiser: 1 figures, where there are 2 timestep bins",
+            "quality.site_sqnr.denoiser: 1 figures for 2 timestep bins",
         ),
     ],
 )
@@ -129,9 +129,9 @@ SITE = {"name": "none", "query_tokens": 1, "key_tokens": 1, "native_us": 1.0, "p
     ("fields", "got"),
     [
         ({"file": "../a.plan"}, "components.denoiser.engines.0.file: "),
-        ({"file": "engines/b.plan"}, "components.denoiser.engines.0.file: engines/b.plan, which is not among files"),
-        ({"profiles": [{"side": [1, 2, 4]}]}, "engines.0.profiles.0: the dimension side, which dims has not"),
-        ({"native_sites": [SITE]}, "engines.0.native_sites: none, which is no site"),
+        ({"file": "engines/b.plan"}, "components.denoiser.engines.0.file: engines/b.plan, which files does not list"),
+        ({"profiles": [{"side": [1, 2, 4]}]}, "engines.0.profiles.0: the dimension side, which dims lacks"),
+        ({"native_sites": [SITE]}, "engines.0.native_sites: none, which is not a site"),
         ({"plugin_us": float("nan")}, "components.denoiser.engines.0.plugin_us: "),
         ({"layers_us": {"ours": 1.0}}, "components.denoiser.engines.0.layers_us.ours"),
         ({}, ""),
@@ -153,10 +153,10 @@ def test_engines_are_described_as_builds_do(bundle, fields, got):
     [
         ({"modes": [1, 4]}, "components.denoiser.layers.0.modes.1: "),
         ({"modes": [0, 1]}, "components.denoiser.layers.0.modes.0: "),
-        ({"modes": [3]}, "layers.0.modes: 1, where there are 2 timestep bins"),
+        ({"modes": [3]}, "layers.0.modes: 1 for 2 timestep bins"),
         ({"name": ""}, "components.denoiser.layers.0.name: "),
         ({"name": "TWIN"}, "layers: TWIN twice"),
-        ({"kernel": [3, 3]}, "layers.0.kernel: [3, 3] of a layer of the kind linear"),
+        ({"kernel": [3, 3]}, "layers.0.kernel: [3, 3] for the kind linear"),
         ({"rows": 0}, "components.denoiser.layers.0.rows: "),
         ({"kind": "rnn"}, "components.denoiser.layers.0.kind: "),
     ],
@@ -192,7 +192,7 @@ def test_the_calibration_of_another_bundle_is_refused(bundle, digits_build, tmp_
 
 def test_files_that_would_be_read_with_the_bundles_own_are_listed(bundle):
     (bundle / "denoiser.onnx.data").write_bytes(b"weights")
-    refusal(run("inspect", bundle), "denoiser.onnx.data in the bundle", "is none of its files", "move it elsewhere")
+    refusal(run("inspect", bundle), "denoiser.onnx.data in the bundle", "is not listed", "move the file elsewhere")
     (bundle / "denoiser.onnx.data").unlink()
     (bundle / "pipeline" / "scheduler").mkdir(parents=True)
     (bundle / "pipeline" / "model_index.json").write_text('{"_class_name": "Tiny"}')
@@ -205,7 +205,7 @@ def test_files_that_would_be_read_with_the_bundles_own_are_listed(bundle):
     (bundle / "pipeline" / "scheduler" / ".DS_Store").write_text("")
     assert run("inspect", bundle).exit_code == 0
     (bundle / "pipeline" / "scheduler" / "scheduler_config.json").write_text("{}")
-    refusal(run("inspect", bundle), "pipeline/scheduler/scheduler_config.json in the bundle", "is none of its files")
+    refusal(run("inspect", bundle), "pipeline/scheduler/scheduler_config.json in the bundle", "is not listed")
 
 
 def test_what_users_and_the_program_leave_beside_them_is_no_damage(bundle):

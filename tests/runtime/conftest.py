@@ -1,4 +1,4 @@
-"""Fixtures that several tests of the runtime share, on `host_runtime`."""
+"""Fixtures of the runtime's tests, on `host_runtime`."""
 
 import contextlib
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from trtconvert.engine import loading, tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import refitted_constants
 from trtconvert.runtime import graph as graphs
-from trtconvert.runtime.lane import Lane, Plan
+from trtconvert.runtime.lane import Lane, LoadedEngine
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.tensorrt import TensorRTComponent
 from trtconvert.weights.unquantised import save_unquantised
@@ -49,7 +49,7 @@ def machine(monkeypatch):
         return last[0]
 
     def segments():
-        """That of the last allocation, and one before it that is not of its pool: where a segment ends counts."""
+        """The segment of the last allocation, and one before it outside of its pool; the end of a segment counts."""
         address, size = last[0].data_ptr(), last[0].nbytes
         of_recording = found.recording and found.torchs
         return [
@@ -73,21 +73,23 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def plan_of():
-    """Makes plans of engines that compute in one memory."""
+    """Makes loaded engines that share scratch memory."""
     scratch, types = Scratch(torch.device("cpu")), (torch.float32, torch.float32)
     scratch.reserve(HostEngine.device_memory_size_v2)
-    return lambda engine: Plan(TRT, engine, LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch)
+    return lambda engine: LoadedEngine(
+        TRT, engine, LOG, ("a", "b"), types, ("y",), types[:1], torch.device("cpu"), scratch
+    )
 
 
 @pytest.fixture
 def open_lane(cuda, machine, plan_of):
-    """Makes lanes with room for so many graphs, on one stream and in one memory."""
+    """Makes lanes with a number of graphs, on one stream and one scratch memory."""
     return lambda graphs: Lane(plan_of(HostEngine(cuda)), machine.stream(7), graphs)
 
 
 @pytest.fixture
 def component(cuda, machine, monkeypatch):
-    """Makes a `TensorRTComponent` of the engine, and the scratch that it computes in."""
+    """Makes a `TensorRTComponent` of the engine, and its scratch memory."""
     engine = HostEngine(cuda)
     monkeypatch.setattr(tensorrt, "bindings", lambda: TRT)
     monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, engine))

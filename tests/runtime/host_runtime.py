@@ -1,4 +1,4 @@
-"""CUDA and TensorRT as the host sees them, without either: what they are told, and when."""
+"""Stand-ins for CUDA and TensorRT that record the host's calls."""
 
 import ctypes
 import time
@@ -38,7 +38,7 @@ class HostRuntime:
         return getattr(cudart, name)
 
     def run(self, work):
-        """What a kernel's launch does."""
+        """Does the work of a kernel's launch."""
         work() if self.recording is None else self.recording.append(work)
 
     def cudaStreamCreateWithFlags(self, flags):
@@ -145,11 +145,11 @@ class HostContext:
 
 
 REFUSED = 10
-"""A length for which the engine gives outputs of another."""
+"""A length for which the engine's outputs have another length."""
 
 
 class HostEngine:
-    """TensorRT's engine of `HostContext`. Attributes: contexts: those that were made."""
+    """TensorRT's engine of `HostContext`. Attributes: contexts: its execution contexts."""
 
     num_io_tensors, device_memory_size_v2 = 3, 4096
 
@@ -193,7 +193,7 @@ class Machine:
 
 
 class HostLogger:
-    """TensorRT's ILogger, which it calls; here tests do."""
+    """TensorRT's ILogger; tests call it in TensorRT's place."""
 
     ERROR, INTERNAL_ERROR, WARNING = "ERROR", "INTERNAL_ERROR", "WARNING"
 
@@ -241,11 +241,11 @@ class HostRefitter:
 
 
 REFIT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
-"""Of weights, as TensorRT calls them."""
+"""TensorRT's types of weights."""
 
 
 def engine_graph(model, layers):
-    """What a refittable engine is built from, its nodes in order. Where it has INT8 layers, all attention is TensorRT's own."""
+    """The graph of a refittable engine, its nodes in order. With INT8 layers, all attention is TensorRT's own."""
     if layers == "exact":
         expand_layers(model, exact=True)
         return model
@@ -254,7 +254,7 @@ def engine_graph(model, layers):
 
 
 def engine_weights(lowered):
-    """The weights of an engine by name."""
+    """Return the weights of an engine by name."""
     types = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16, "INT32": torch.int32}
     tensors = {name: value.const_value for name, value in lowered.graph.initializers.items()}
     return {

@@ -1,4 +1,4 @@
-"""Samples in numbers that an engine does not take at once."""
+"""Batches that an engine does not take at once."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ TABLE = TensorRecord(name="table", dtype="float32", shape=["width"])
 
 
 class Recording:
-    """What an engine is to its caller, for batches of some sizes."""
+    """Stands in for an engine with a range of batches."""
 
     device = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_what_is_no_batch_is_refused_by_the_component():
 
 
 def test_more_samples_are_verified_and_drawn_than_the_engine_takes_at_once(tmp_path):
-    """Five of an engine for exactly four."""
+    """Five samples for an engine of exactly four."""
     recipe = tiny_recipe(tmp_path, verify={"samples": 5}, engine={"shapes": {"batch": 4}})
     outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
     assert outcome.exit_code == 0, outcome.output
@@ -69,5 +69,5 @@ def test_more_samples_are_verified_and_drawn_than_the_engine_takes_at_once(tmp_p
     assert drawn.exit_code == 0 and "6 samples" in drawn.output, drawn.output
     refusal(
         run("run", tmp_path / "bundle", "-o", tmp_path / "bundle" / "denoiser.onnx.png"),
-        "would count as one",
+        "would change the bundle",
     )

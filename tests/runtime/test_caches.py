@@ -1,4 +1,4 @@
-"""What layers that quantise deltas keep from step to step: whose it is, and when it begins anew, on both runtimes."""
+"""MoDiff caches on both runtimes: their trajectories, and when they reset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trtconvert.engine import loading, tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.diffusers import _Denoising
-from trtconvert.runtime.lane import Call, Lane, Plan
+from trtconvert.runtime.lane import CallShapes, Lane, LoadedEngine
 from trtconvert.runtime.scratch import Scratch
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.tensorrt import TensorRTComponent
@@ -35,7 +35,7 @@ counts (float[length] t, float[length] b, float[length] last, float[length] s)
     "last.next" = Identity(t)
 }
 """
-"""y is how many calls a sample has had since it began, and b."""
+"""y is the number of a sample's calls since its reset, plus b."""
 
 
 class CountingContext(HostContext):
@@ -126,7 +126,7 @@ def falling(start: float = 900.0) -> Iterator[float]:
 
 
 def test_each_call_goes_on_from_the_one_before(component):
-    """Plain calls, and those of recorded graphs, of which there are two."""
+    """For plain calls, and for calls of the two captured graphs."""
     assert [counts(component, t) for t, _ in zip(falling(), range(9), strict=False)] == [[i, i] for i in range(1, 10)]
     assert list(component.caches) == ["last", "s"] and component.caches["s"].tolist() == [9, 9]
     if isinstance(component, TensorRTComponent):
@@ -190,7 +190,7 @@ def test_numbers_that_are_not_finite_are_found(component):
     component(torch.full((2,), 900.0), torch.zeros(2))
     component.check_caches()
     component.caches["s"][1] = torch.inf
-    with pytest.raises(UserError, match=r"(?s)in the cache s that are not finite.*1 of 2.*reset_cache\(\)"):
+    with pytest.raises(UserError, match=r"(?s)the cache s holds numbers that are not finite.*1 of 2.*reset_cache\(\)"):
         component.check_caches()
     component.reset_cache()
     assert counts(component, 800.0) == [1, 1]
@@ -198,14 +198,14 @@ def test_numbers_that_are_not_finite_are_found(component):
 
 
 def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machine, monkeypatch):
-    """Each launch reads what the one before wrote; a beginning takes effect in the next one."""
+    """Each launch reads the caches of the launch before; a reset takes effect in the next launch."""
     scratch, types, device = Scratch(torch.device("cpu")), (torch.float32, torch.float32), torch.device("cpu")
     scratch.reserve(HostEngine.device_memory_size_v2)
-    plan = Plan(
+    plan = LoadedEngine(
         TRT, CountingEngine(cuda), LOG, ("t", "b"), types, ("y",), types[:1], device, scratch, ("last", "s"), types
     )
     lane, trajectory, t, b = Lane(plan, machine.stream(7), 4), Trajectory(), aligned(900.0), aligned(0.0)
-    call = Call(0, ((2,), (2,)), ((2,),), ((2,), (2,)))
+    call = CallShapes(0, ((2,), (2,)), ((2,),), ((2,), (2,)))
     lane.run(call, (t, b), trajectory)
     before = [x.data_ptr() for x in lane.caches_of(trajectory)]
     machine.recording, cuda.recording, copied = True, [], []
@@ -226,7 +226,7 @@ def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machin
     lane.forget_caches(trajectory)
     assert launch() == [1, 1] and launch() == [2, 2]
     # Calls of another batch have other caches; those of the recording stay, and begin anew with the others.
-    other = Call(0, ((3,), (3,)), ((3,),), ((3,), (3,)))
+    other = CallShapes(0, ((3,), (3,)), ((3,),), ((3,), (3,)))
     lane.run(other, (torch.full((3,), 800.0), torch.zeros(3)), trajectory)
     assert lane.caches_memory == 2 * 2 * (2 + 3) * 4 and launch() == [3, 3]
     lane.forget_caches(trajectory)
@@ -238,7 +238,7 @@ def test_a_recording_of_the_callers_keeps_its_caches_where_they_are(cuda, machin
 def test_a_recording_of_another_batch_is_refused_until_it_was_called(on_gpu, machine):
     counts(on_gpu, 900.0)
     machine.recording = True
-    with pytest.raises(UserError, match="not ready to be recorded"):
+    with pytest.raises(UserError, match="not ready to be captured"):
         counts(on_gpu, 900.0, 3)
     machine.recording = False
     assert counts(on_gpu, 900.0, 3) == [1] * 3
@@ -264,7 +264,9 @@ def test_an_engine_without_the_caches_of_the_manifest_is_refused(cuda, machine, 
     monkeypatch.setattr(loading, "load_engine", lambda trt, log, plan: (None, HostEngine(cuda)))
     (tmp_path / "plan").write_bytes(b"plan")
     record = EngineRecord.of("denoiser", "tensorrt", "10.6.0", "sm90")
-    with pytest.raises(BackendUnavailable, match=r"(?s)not the engine that the manifest.*last\.next, s\.next"):
+    with pytest.raises(
+        BackendUnavailable, match=r"(?s)other inputs and outputs than the manifest.*last\.next, s\.next"
+    ):
         TensorRTComponent(
             tmp_path / "plan", record, RECORD, device=torch.device("cpu", 0), scratch=Scratch(torch.device("cpu"))
         )

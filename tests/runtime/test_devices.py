@@ -1,4 +1,4 @@
-"""A bundle on several devices, which are sessions on the CPU here: the samples of a call are shared out."""
+"""A bundle on several devices, for which sessions on the CPU stand in, that share the samples of a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLE = TensorRecord(name="table", dtype="float32", shape=["width"])
 
 
 class Part:
-    """What a session is to its caller: adds everything up, and counts the calls of a trajectory."""
+    """Stands in for a session: adds all inputs, and counts the calls of a trajectory."""
 
     device = torch.device("cpu")
     weights_memory, graphs_memory, graphs_recorded, caches_memory = 5, 4, 3, 2
@@ -115,7 +115,7 @@ def test_more_samples_than_all_devices_take_go_in_turns():
 def test_rows_that_cannot_be_shared_out_are_told(rows):
     x, timestep, _, table = inputs_of(4)
     parts = [Part(), Part()]
-    with pytest.raises(UserError, match=rf"'frames' has rows for other samples(.|\n)*4 rows, or a(.|\n)*\[{rows}, 1\]"):
+    with pytest.raises(UserError, match=rf"'frames' does not have a row(.|\n)*4 rows, or a(.|\n)*\[{rows}, 1\]"):
         DataParallel(parts)(x, timestep, torch.randn(rows, 1), table)
     assert not parts[0].sizes
 
@@ -203,7 +203,7 @@ def test_a_fixed_batch_is_refused():
     part = Part()
     fixed = [spec.model_copy(update={"shape": [4, *spec.shape[1:]]}) for spec in part.signature.component.inputs[:1]]
     part.signature.component = part.signature.component.model_copy(update={"inputs": fixed})
-    with pytest.raises(UserError, match=r"cannot be shared out(.|\n)*exactly 4(.|\n)*one device"):
+    with pytest.raises(UserError, match=r"cannot share the denoiser(.|\n)*exactly 4(.|\n)*one device"):
         DataParallel([part, part])
 
 
@@ -217,12 +217,9 @@ def on_two(digits_build):
 
 
 def test_a_bundle_on_two_devices_draws_the_same(digits_build, on_two):
-    """The batch of eight of its engine is one of sixteen now."""
+    """Two engines for a batch of eight take a batch of sixteen."""
     one = runtime.load(digits_build.bundle, device="cpu")
-    assert (
-        on_two.backend.endswith("; samples shared out among 2 sessions")
-        and on_two["denoiser"].signature.watch is not None
-    )
+    assert on_two.backend.endswith("; samples shared by 2 sessions") and on_two["denoiser"].signature.watch is not None
     assert on_two["denoiser"].signature.batches([torch.zeros(1, 1, 8, 8), torch.zeros(1), torch.zeros(1)]) == (2, 16)
     seeds = range(5)
     expected = draw_digits(AnyBatch(one["denoiser"]), seeds, steps=2, solver="ddim")
@@ -267,22 +264,22 @@ def test_caches_of_some_samples_alone_cannot_be_forgotten(digits_build, devices)
 
 def test_the_command_takes_devices(digits_build, tmp_path):
     outcome = run("run", digits_build.bundle, "-n", 3, "--steps", 2, "--devices", "cpu,cpu", "-o", tmp_path / "x.png")
-    assert outcome.exit_code == 0 and "shared out among 2 sessions" in " ".join(outcome.output.split()), outcome.output
+    assert outcome.exit_code == 0 and "shared by 2 sessions" in " ".join(outcome.output.split()), outcome.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"devices": ["cuda:0", "cuda:0"]}, "the device cuda:0 is there twice"),
-        ({"devices": [0, torch.device("cuda", 0)]}, "the device cuda:0 is there twice"),
-        ({"devices": ["cpu", "cuda:0"]}, "runs on GPUs or on the CPU"),
+        ({"devices": ["cuda:0", "cuda:0"]}, "the device cuda:0 was given twice"),
+        ({"devices": [0, torch.device("cuda", 0)]}, "the device cuda:0 was given twice"),
+        ({"devices": ["cpu", "cuda:0"]}, "must be all GPUs or all the CPU"),
         ({"devices": ["gpu0"]}, "there is no device 'gpu0'"),
         ({"devices": []}, "a list of one or more"),
         ({"devices": "cuda:0"}, "a list of one or more"),
         ({"devices": 0.5}, "a list of one or more"),
         ({"devices": b"cpu"}, "a list of one or more"),
         ({"devices": {"cpu", "cuda:0"}}, "a list of one or more"),
-        ({"devices": ["cpu"], "device": "cpu"}, "with device or with devices"),
+        ({"devices": ["cpu"], "device": "cpu"}, "device and devices exclude"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(digits_build, arguments, told):
@@ -291,11 +288,11 @@ def test_devices_that_cannot_be_are_refused(digits_build, arguments, told):
 
 
 def test_several_devices_are_another_argument(digits_build):
-    with pytest.raises(UserError, match=r"several are devices=(.|\n)*remedy: correct the argument device"):
+    with pytest.raises(UserError, match=r"several, as devices=(.|\n)*remedy: correct the argument device"):
         runtime.load(digits_build.bundle, device=["cuda:0"])  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is asked for one")
 def test_gpus_that_are_not_there_are_refused(digits_build):
-    with pytest.raises(BackendUnavailable, match="does not run on 'cuda:0'"):
+    with pytest.raises(BackendUnavailable, match="cannot run on 'cuda:0'"):
         runtime.load(digits_build.bundle, devices=["cuda:0", "cuda:1"])

@@ -1,4 +1,4 @@
-"""Denoisers that leave steps out: what is computed, what is extrapolated, and when nothing is left out."""
+"""Denoisers that skip steps: computed steps, extrapolated steps, and when no step is skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPUTED = (True, True, False, False, True)
 
 
 class Line:
-    """A denoiser whose prediction is a line in the timestep, another for each sample and trajectory."""
+    """A denoiser whose prediction is linear in the timestep, with another line for each sample and trajectory."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -69,7 +69,7 @@ class Curve:
 
 
 def test_a_computed_step_takes_back_what_its_gap_has_moved(x):
-    """The parabola's extrapolations miss in one direction, and the correction goes as far as the schedule says."""
+    """Extrapolations of a parabola miss in one direction, and the correction follows the schedule's factor."""
     ahead, corrections = (0.0, 0.0, 2.5, 4.0, 7.5), (0.0, 0.0, 0.0, 0.0, 0.5)
     denoiser = Following(Curve(), StatedSchedule(Schedule(COMPUTED, 0.0, ahead, corrections)), TIMES)
     first, second, third, fourth, last = (float(denoiser(x, at(t))[0, 0]) for t in TIMES)
@@ -111,7 +111,7 @@ def test_two_trajectories_that_take_turns(x):
 
 
 def test_other_shapes_are_computed_until_there_are_two_predictions(line, x):
-    """As where guidance ends half way."""
+    """For example when guidance ends half way."""
     denoiser = followed(line)
     wide = torch.zeros(3, 4)
     for t in TIMES[:2]:
@@ -218,7 +218,7 @@ def test_samplers_tell_their_timesteps_but_for_those_of_two_calls_a_step(solver,
 
 
 def run_pipeline(scheduler, steps: PipelineSteps, denoiser, *, start=0, calls=1, scaled=1.0, context=None, view=True):
-    """What a pipeline of diffusers does: one or several calls for each of the scheduler's timesteps."""
+    """Acts like a pipeline of diffusers: one or several calls for each of the scheduler's timesteps."""
     x = torch.zeros(2, 4)
     for index, t in enumerate(scheduler.timesteps[start:]):
         passed = t.expand(2) if view else (t.expand(2) / 1000).clone() * 1000
@@ -291,14 +291,14 @@ def test_timesteps_that_are_computed_with_need_the_schedulers_index():
     run_pipeline(scheduler, steps, line, view=False)
     assert len(line.seen) == 3
     scheduler, steps = pipeline_steps("DDIMScheduler")  # which has none
-    with pytest.warns(RuntimeWarning, match="does not tell which step"):
+    with pytest.warns(RuntimeWarning, match="the step of a call is unknown"):
         run_pipeline(scheduler, steps, line := Named(), view=False)
     assert len(line.seen) == 5
 
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_guidance_inside_leaves_steps_out(calls):
-    """Both halves in one call of the pipeline or in two, the sum in one of the denoiser, which is what is extrapolated."""
+    """Both halves in one call of the pipeline or in two; the denoiser's guided sum is extrapolated."""
     guidance = FusedGuidance(GuidanceRecord(scale="s", negative={"c": "negative_c"}), ("batch", 4))
     computed: list[float] = []
 
@@ -347,8 +347,8 @@ def test_an_image_that_starts_in_the_middle():
         ("DDPMScheduler", {}, "not known"),
         ("HeunDiscreteScheduler", {}, "not known"),
         ("LCMScheduler", {}, "not known"),
-        ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, "adds noise, by algorithm_type"),
-        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "adds noise, by stochastic_sampling"),
+        ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, "adds noise with algorithm_type"),
+        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "adds noise with stochastic_sampling"),
     ],
 )
 def test_schedulers_that_add_noise_are_computed(name, config, why):
@@ -360,13 +360,13 @@ def test_schedulers_that_add_noise_are_computed(name, config, why):
 
 def test_models_that_are_given_other_timesteps_are_computed():
     scheduler, steps = pipeline_steps("DDIMScheduler")
-    with pytest.warns(RuntimeWarning, match="other timesteps than its scheduler has"):
+    with pytest.warns(RuntimeWarning, match="timesteps differ from its scheduler"):
         run_pipeline(scheduler, steps, line := Named(), scaled=0.5)
     assert len(line.seen) == 5
 
 
 def test_a_timestep_that_is_visited_twice_is_computed():
-    """By PNDM; a schedule of such timesteps leaves nothing out."""
+    """PNDM repeats timesteps; a schedule of such timesteps skips no step."""
     scheduler = schedulers.PNDMScheduler(skip_prk_steps=True)
     scheduler.set_timesteps(5)
     times = torch.linspace(999, 0, 20, dtype=torch.float64)

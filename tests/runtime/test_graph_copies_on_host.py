@@ -1,4 +1,4 @@
-"""CUDA graphs that copy their inputs and outputs, tried on the host."""
+"""CUDA graphs that copy their inputs and outputs, on the host."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""What a pipeline may do with predictions that nothing has computed so far."""
+"""Uses of uncomputed predictions by pipelines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ G = 7.5
 
 
 class Engine:
-    """x + u + s · (c − u) for each sample; keeps the scales of its calls."""
+    """Returns x + u + s · (c − u) for each sample, and keeps the scales of its calls."""
 
     def __init__(self) -> None:
         self.scales: list[list[float]] = []
@@ -161,7 +161,7 @@ def of_channels(p: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
 @pytest.mark.parametrize("use", [lambda p: p.reshape(-1), lambda p: p.flatten(), lambda p: p.contiguous().view(-1)])
 def test_channels_lie_as_torch_takes_them_for(mode, use):
-    """It asks a tensor for its strides, and knows none but those of the tensor that was promised."""
+    """reshape reads a tensor's strides, which must be those of the uncomputed prediction."""
     with mode:
         torch.testing.assert_close(
             use(of_channels(called(Engine()))), (torch.cat([X, X]) + C[:, None])[:, :2].reshape(-1)
@@ -210,7 +210,7 @@ def test_what_is_written_into_a_view_is_in_the_sum(mode, write, dtype):
 
 
 def test_a_step_leaves_nothing_in_memory():
-    """Python looks for rings once in many steps, and a GPU has no room for what they hold."""
+    """The garbage collector runs once in many steps, and tensors in cycles would fill the GPU."""
     kept = []
     gc.disable()
     try:
@@ -227,7 +227,7 @@ def test_a_step_leaves_nothing_in_memory():
 
 
 def test_conditions_of_other_samples_are_told_in_the_call():
-    with pytest.raises(UserError, match=r"'c' has rows for other samples(.|\n)*4 rows, or a multiple(.|\n)*\[3\]"):
+    with pytest.raises(UserError, match=r"'c' does not have a row(.|\n)*4 rows, or a multiple(.|\n)*\[3\]"):
         called(Engine(), c=C[:3])
 
 
@@ -253,7 +253,7 @@ def test_what_is_no_batch_is_left_to_the_denoiser_to_refuse(x):
     ],
 )
 def test_writing_into_a_half_is_refused(mode, use):
-    with mode, pytest.raises(UserError, match=r"writes into what its denoiser gave(.|\n)*engine.guidance: separate"):
+    with mode, pytest.raises(UserError, match=r"writes into a prediction(.|\n)*engine.guidance: separate"):
         use(called(Engine()))
 
 
@@ -267,7 +267,7 @@ def test_inputs_that_are_written_to_before_they_are_read_are_told(mode):
 
 
 def test_inference_tensors_that_are_written_to_count_as_they_were():
-    """They do not tell that somebody wrote into them."""
+    """Inference tensors have no version counter."""
     engine = Engine()
     with torch.inference_mode():
         x, condition = torch.cat([X, X]), C.clone()
@@ -281,6 +281,6 @@ def test_inference_tensors_that_are_written_to_count_as_they_were():
         c = called(engine, x, halves, C[2:])
         x.add_(1)
         u = called(engine, x, halves, C[:2])
-        with pytest.warns(RuntimeWarning, match="otherwise than in the sum of guidance"):
+        with pytest.warns(RuntimeWarning, match="outside the sum of guidance"):
             found = u + G * (c - u)  # of other samples: no sum of guidance
     torch.testing.assert_close(found, (X + 1 + C[:2, None]) + G * (C[2:, None] - 1 - C[:2, None]))

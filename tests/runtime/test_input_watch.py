@@ -1,4 +1,4 @@
-"""`runtime.load(…, check=True)`: a denoiser that is given what it was not calibrated on says so, once."""
+"""`runtime.load(…, check=True)` warns once of inputs unlike the calibration's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bundle(tmp_path_factory) -> Path:
 
 
 def calls(denoiser, **changed):
-    """What a call of usual inputs with some changed warns of."""
+    """Return the warnings of a call with usual inputs, some of them changed."""
     model = tiny_models.build()
     inputs = model.example(3, {name: opt for name, (_, opt, _) in model.dims.items()}) | changed
     with warnings.catch_warnings(record=True) as told:
@@ -51,7 +51,7 @@ def test_inputs_far_outside_warn_once(bundle):
     with runtime.load(bundle, check=True) as loaded:
         assert calls(loaded["denoiser"]) == []
         (told,) = calls(loaded["denoiser"], **far(name, 20.0))
-        assert f"'{name}'" in told and "calibrated on" in told and "remedy: " in told
+        assert f"'{name}'" in told and "in its calibration" in told and "remedy: " in told
         assert calls(loaded["denoiser"], **far(name, 20.0)) == []
 
 
@@ -68,7 +68,7 @@ def test_timesteps_beyond_the_schedule_warn_once(bundle, timestep):
     beyond = {model.timestep_input: torch.full_like(inputs[model.timestep_input], timestep)}
     with runtime.load(bundle, check=True) as loaded:
         told = [text for text in calls(loaded["denoiser"], **beyond) if "schedule" in text]
-        assert len(told) == 1 and "where its schedule has 0 to 1000" in told[0]
+        assert len(told) == 1 and "but its schedule has 0 to 1000" in told[0]
         assert calls(loaded["denoiser"], **beyond) == []
 
 
@@ -84,14 +84,14 @@ def test_a_bundle_without_ranges_is_told_and_its_timesteps_are_checked(bundle, t
     manifest = read_manifest(tmp_path / "bundle")
     denoiser = manifest.components["denoiser"].model_copy(update={"input_ranges": {}})
     write_manifest(tmp_path / "bundle", manifest.model_copy(update={"components": {"denoiser": denoiser}}))
-    with pytest.warns(RuntimeWarning, match="timesteps alone are checked"):
+    with pytest.warns(RuntimeWarning, match="only timesteps are checked"):
         loaded = runtime.load(tmp_path / "bundle", check=True)
     with loaded:
         assert calls(loaded["denoiser"], **far(tiny_models.build().inputs[0].name, 20.0)) == []
 
 
 def record(**ranges):
-    """A denoiser of 4 timestep bins with conditions that all samples share."""
+    """A denoiser of 4 timestep bins with conditions for all samples together."""
     shapes = {"x": ["batch", 4], "timestep": ["batch"], "shared": [3]}
     inputs = [TensorRecord(name=name, dtype="float32", shape=shape) for name, shape in shapes.items()]
     return ComponentRecord(

@@ -1,4 +1,4 @@
-"""INT8 layers of refittable engines, tried on the host: with LoRAs and other weights they are what a build with these gives."""
+"""INT8 layers of refittable engines, on the host: LoRAs and new weights give the same as a build with them."""
 
 import functools
 from dataclasses import replace
@@ -25,17 +25,17 @@ from trtconvert.models.lora import merge_loras
 from trtconvert.recipe import LoraSection
 
 TOUCHED = ["conv_in", "conv", "q", "mlp.0", "mlp.2", "tied", "skip", "out"]
-"""Layers in 16 bits and in INT8, equalised, called twice, without a bias."""
+"""Layers in 16 bits and in INT8: equalised, called twice, without a bias."""
 
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
-    """Layers of any size are plugins."""
+    """Makes layers of any size plugins."""
     take_any_size(monkeypatch)
 
 
 class WithGeglu(nn.Module):
-    """A GEGLU, of which kernels make one product, a modulation of one row, and a layer without a bias and a vector added."""
+    """A GEGLU, which kernels compute in one product, a modulation of one row, and a layer without a bias plus a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class WithGeglu(nn.Module):
 
 
 def as_stored(model: DiffusionModel, dtype: torch.dtype) -> DiffusionModel:
-    """With weights that a 16-bit type holds, as those of published models."""
+    """With weights that a 16-bit type holds exactly, like those of published models."""
     with torch.no_grad():
         for parameter in model.denoiser.parameters():
             parameter.copy_(parameter.to(dtype).float())
@@ -64,7 +64,7 @@ def of_module(made: Int8Model):
 
 
 def rebuilt(made: Int8Model, denoiser: nn.Module) -> Int8Model:
-    """What a build of other weights with the same calibration gives."""
+    """Return the constants of a build with other weights and the same calibration."""
     scales = {
         layer.layer.input_group: LayerScales(layer.tables.x_factor, layer.tables.x_offset, layer.tables.x_scale)
         for layer in made.layers.values()
@@ -85,7 +85,7 @@ def copied(made: Int8Model) -> nn.Module:
 
 
 def merged(made: Int8Model, *loras) -> Int8Model:
-    """What a build with LoRAs in its recipe gives."""
+    """Return the weights of a build with LoRAs in its recipe."""
     denoiser = copied(made)
     merge_loras(replace(made.model, denoiser=denoiser), [LoraSection(file=file, scale=scale) for file, scale in loras])
     return rebuilt(made, denoiser)
@@ -129,7 +129,7 @@ def test_layers_are_those_of_a_build_with_the_loras(load, tmp_path, dtype, layer
 
 
 def test_nodes_stand_behind_what_they_read(monkeypatch):
-    """Those of a layer whose mode follows the timestep too; copies for TensorRT's parser are made in this order."""
+    """Includes a layer whose mode follows the timestep; copies for TensorRT's parser have this order."""
     monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
     modes = [LayerMode.DYNAMIC, LayerMode.WEIGHT_ONLY]
     made = int8_model(as_stored(tiny_layers.build(), torch.float16), modes, exclude=["conv*"])
@@ -170,14 +170,14 @@ def test_equal_weights_are_apart_and_shared_ones_are_not(load, tmp_path, monkeyp
 
 @functools.cache
 def with_geglu() -> Int8Model:
-    """In INT8 late, in 16 bits early."""
+    """In INT8 at low noise, in 16 bits at high noise."""
     model, modes = tiny_layers.build(WithGeglu), (LayerMode.STATIC, LayerMode.WEIGHT_ONLY)
     return int8_model(as_stored(model, torch.float16), modes, include=["*", "time"], moved=True)
 
 
 @pytest.fixture
 def geglu(load):
-    """The model and its engine."""
+    """Return the model and its engine."""
     made = with_geglu()
     return made, load(made.graph(torch.float16), layers="plugin", of=of_module(made))
 
@@ -200,12 +200,12 @@ def test_other_weights_are_quantised_as_a_build_with_them_does_it(geglu, tmp_pat
     loaded.refit(tmp_path / "tuned.safetensors")
     assert "shift" in HostRefitter.given  # added to what a layer gives, it is not that layer's bias
     assert_engine_is_of(rebuilt(made, tuned), torch.float16, "plugin")
-    with pytest.raises(UserError, match="LoRAs are added to the weights that the engine was built with"):
+    with pytest.raises(UserError, match="LoRAs cannot be added to replaced weights"):
         loaded.set_loras([])
 
 
 def test_some_weights_of_int8_layers(load):
-    """Of a layer without offsets a weight or a bias alone; with them the INT8 bias follows from both."""
+    """Layers without offsets take a weight or a bias alone; with offsets the INT8 bias depends on both."""
     made = int8_model(as_stored(tiny_layers.build(), torch.float16), STATIC)
     loaded = load(made.graph(torch.float16), layers="plugin", of=of_module(made))
     before, state = engine(), made.model.denoiser.state_dict()
@@ -228,7 +228,7 @@ def test_some_weights_of_int8_layers(load):
 
 
 def test_a_bias_that_stays_is_not_given(load, tmp_path):
-    """Without offsets nothing of it follows from the weight."""
+    """Without offsets the bias does not depend on the weight."""
     made = int8_model(as_stored(tiny_layers.build(), torch.float16), STATIC)
     loaded = load(made.graph(torch.float16), layers="plugin", of=of_module(made))
     file = file_of(made, tmp_path, ["q"])
@@ -241,7 +241,7 @@ def test_a_bias_that_stays_is_not_given(load, tmp_path):
 def test_a_weight_without_the_bias_that_follows_from_it(geglu):
     made, loaded = geglu
     state = made.model.denoiser.state_dict()
-    with pytest.raises(UserError, match=r"(?s)layer up .*up.weight and up.bias.*got: +up.weight.*give both"):
+    with pytest.raises(UserError, match=r"(?s)layer up .*up.weight and up.bias.*got: +up.weight.*pass both"):
         loaded.refit({"up.weight": state["up.weight"]})
     assert loaded.refit({name: state[name] for name in ("up.weight", "up.bias")}) == 3
     assert loaded.refit({"down.weight": state["down.weight"]}) == 3  # it has none of its own

@@ -1,4 +1,4 @@
-"""Engines on streams, and the CUDA graphs of their calls, tried on the host: what CUDA and TensorRT are told, and when."""
+"""Engines on streams and the CUDA graphs of their calls, on the host: the calls to CUDA and TensorRT."""
 
 import contextlib
 import threading
@@ -16,13 +16,13 @@ from support import at_once
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime import lane as _lane
-from trtconvert.runtime.lane import Call, Lane
+from trtconvert.runtime.lane import CallShapes, Lane
 
-CALLS = {length: Call(0, ((length,), (length,)), ((length,),)) for length in (4, 6, 8, REFUSED)}
+CALLS = {length: CallShapes(0, ((length,), (length,)), ((length,),)) for length in (4, 6, 8, REFUSED)}
 
 
 def right(lane, length):
-    """Whether a call with new inputs, one of them not contiguous, gives what it should."""
+    """Return whether a call with new inputs, one of them not contiguous, gives the right output."""
     a, b = torch.randn(length, 2)[:, 0], torch.randn(length)
     (y,) = lane.run(CALLS[length], (a, b))
     return torch.equal(y, 2 * a + b)
@@ -41,7 +41,7 @@ def test_the_second_call_of_a_shape_is_recorded_and_a_graph_that_no_call_launche
 
 
 def test_shapes_that_take_turns_do_not_take_each_others_graphs(cuda, open_lane):
-    """More of them than graphs are kept: to record one takes far longer than a call."""
+    """More shapes than graphs take turns: capturing takes far longer than a call."""
     lane = open_lane(2)
     assert all(right(lane, length) for length in (4, 6, 8) * 50)
     assert lane.recorded == 2 and cuda.launched == 2 * 49
@@ -62,7 +62,7 @@ def test_an_engine_that_cannot_be_recorded_runs_plainly(cuda, open_lane, monkeyp
 
 
 def test_a_recording_that_another_ones_was_in_the_way_of_is_made_later(cuda, open_lane, monkeypatch):
-    """As where another thread records with torch's default mode, in which nobody may allocate."""
+    """Another thread captures in torch's default mode, which forbids allocations."""
     lane = open_lane(4)
     monkeypatch.setattr(_lane, "_REST", 2)
     assert right(lane, 4)
@@ -108,13 +108,13 @@ def test_a_driver_without_memory_for_a_graph_is_asked_later(cuda, open_lane, mon
 def test_a_call_that_is_refused_leaves_no_shapes_behind(open_lane):
     lane = open_lane(0)
     assert right(lane, 4)
-    with pytest.raises(BackendUnavailable, match=r"the engine's 'y' is \[7\], the manifest says \[10\]"):
+    with pytest.raises(BackendUnavailable, match=r"the engine's 'y' is \[7\], but the manifest has \[10\]"):
         right(lane, REFUSED)
     assert right(lane, 4) and contexts_of(lane)[0].shape == (4,)
 
 
 def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
-    """From two threads: each call is two kernels, with what lies between them in the memory of both."""
+    """From two threads: each call is two kernels with intermediate results in the shared scratch memory."""
     cuda.pause, wrong, lanes = 0.0005, [], [open_lane(0), open_lane(0)]
 
     def work(lane):
@@ -128,7 +128,7 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(cuda, open_lane):
 
 
 def test_an_error_says_what_was_logged_since_the_one_before(plan_of, cuda):
-    """Else memory that ran out once would be the reason of all that fails later."""
+    """Otherwise an old lack of memory would explain every later failure."""
     plan = replace(plan_of(HostEngine(cuda)), log=make_log(TRT))
     plan.log.logger.log("ERROR", "out of memory")
     assert "got: out of memory" in str(plan.failure("a call"))
@@ -192,7 +192,7 @@ def test_contexts_of_an_engine_are_made_and_go_one_at_a_time(cuda, machine, plan
 
 
 def contexts_of(lane):
-    return lane._plan.engine.contexts
+    return lane._loaded.engine.contexts
 
 
 @pytest.mark.parametrize("graphs", [0, 4])
@@ -219,7 +219,7 @@ def test_a_recording_of_the_callers_wants_a_call_of_its_shapes_before(machine, o
         assert right(lane, length)
     machine.recording = True
     for length in (4, 8):
-        with pytest.raises(UserError, match=r"(?s)not ready to be recorded.*same shapes.*got: other shapes.*remedy: "):
+        with pytest.raises(UserError, match=r"(?s)not ready to be captured.*same shapes.*got: other shapes.*remedy: "):
             right(lane, length)
         # What the message asks for.
         machine.recording = False
@@ -232,7 +232,7 @@ def test_a_recording_of_the_callers_wants_a_call_of_its_shapes_before(machine, o
 
 
 def test_a_recording_of_the_callers_computes_in_memory_of_its_own(machine, open_lane):
-    """Which torch keeps for the recording."""
+    """torch keeps this memory for the captured graph."""
     lane = open_lane(0)
     assert right(lane, 4)
     (context,) = contexts_of(lane)
@@ -243,11 +243,13 @@ def test_a_recording_of_the_callers_computes_in_memory_of_its_own(machine, open_
 
 
 def test_a_recording_that_torch_knows_nothing_of_is_refused(machine, open_lane):
-    """Its memory would be others' as soon as the call returns."""
+    """torch would reuse its memory after the call."""
     lane = open_lane(0)
     assert right(lane, 4)
     machine.recording, machine.torchs = True, False
-    with pytest.raises(UserError, match=r"(?s)torch knows nothing.*remedy: record with torch\.cuda\.graph"):
+    with pytest.raises(
+        UserError, match=r"(?s)torch does not know the capture.*remedy: capture with torch\.cuda\.graph"
+    ):
         right(lane, 4)
     assert not lane.is_needed
     machine.torchs = True
@@ -269,12 +271,12 @@ def test_a_recording_without_memory_left_is_refused_and_holds_nothing(machine, o
 
 
 def test_a_call_that_failed_makes_nothing_ready_to_be_recorded(machine, open_lane):
-    """What its shapes entail has not been done, and may wait for the device."""
+    """TensorRT has not applied the shapes, and may wait for the device to do so."""
     lane = open_lane(0)
     assert right(lane, 6)
     for memory in (False, True):
         machine.recording = machine.memory = True
-        with pytest.raises(UserError, match="not ready to be recorded"):
+        with pytest.raises(UserError, match="not ready to be captured"):
             right(lane, 4)
         machine.recording, machine.memory = False, memory
         with contextlib.nullcontext() if memory else pytest.raises(torch.OutOfMemoryError):
@@ -292,7 +294,7 @@ def test_a_recording_that_fails_leaves_those_before_it_as_they_are(machine, open
     with monkeypatch.context() as failing, pytest.raises(BackendUnavailable):
         failing.setattr(HostContext, "execute_async_v3", lambda self, stream: False)
         right(lane, 4)
-    with pytest.raises(UserError, match="not ready to be recorded"):
+    with pytest.raises(UserError, match="not ready to be captured"):
         right(lane, 4)
     machine.recording = False
     assert right(lane, 4)
@@ -302,7 +304,7 @@ def test_a_recording_that_fails_leaves_those_before_it_as_they_are(machine, open
 
 
 def test_a_context_whose_recording_failed_is_waited_for(cuda, machine, open_lane):
-    """It ran the call in front of it."""
+    """The context ran the call just before."""
     lane = open_lane(4)
     assert right(lane, 4)
     cuda.recordable = False
@@ -312,10 +314,10 @@ def test_a_context_whose_recording_failed_is_waited_for(cuda, machine, open_lane
 
 
 def test_a_recording_takes_shapes_that_were_worked_out_anew(machine, open_lane, monkeypatch):
-    """As after many other shapes: what is known of calls is forgotten, and their shapes are equal and not the same."""
+    """After many other shapes: the checks are forgotten, and the shapes are equal but not identical."""
     lane = open_lane(0)
     assert right(lane, 4)
-    monkeypatch.setitem(CALLS, 4, Call(0, ((4,), (4,)), ((4,),)))
+    monkeypatch.setitem(CALLS, 4, CallShapes(0, ((4,), (4,)), ((4,),)))
     machine.recording = True
     assert right(lane, 4)
     assert not any(recording for context in contexts_of(lane) for _, recording in context.told)

@@ -1,4 +1,4 @@
-"""New weights of engines that are called meanwhile, tried on the host."""
+"""New weights of engines during calls, on the host."""
 
 import threading
 import time
@@ -77,7 +77,7 @@ def test_an_engine_with_old_and_new_weights_is_not_called(refittable, monkeypatc
 
 
 def test_calls_that_wait_for_new_weights_get_no_mixed_ones(machine, refittable, monkeypatch):
-    """On several streams, which the closing takes one after the other."""
+    """On several streams, which `close` closes one after the other."""
     here, results = threading.local(), []
     here.stream = 7
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: here.stream)

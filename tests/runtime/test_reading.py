@@ -1,4 +1,4 @@
-"""Numbers that threads read ahead, from files and from memory, and items that are made ahead; on the host."""
+"""Tensors that threads read ahead from files and memory, and items that are made ahead, on the host."""
 
 import threading
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def wanted(tmp_path, monkeypatch):
-    """Tensors of several types and sizes, in pieces smaller than most: what is ordered, and what should come."""
+    """Return orders of tensors of several types and sizes, larger than a piece, and the expected tensors."""
     monkeypatch.setattr(reading, "_PIECE", 512)
     generator = torch.Generator().manual_seed(0)
     orders, expected, start = [], [], 3
@@ -58,7 +58,7 @@ def test_a_file_that_has_become_shorter(wanted, tmp_path):
     orders, _ = wanted
     content = (tmp_path / "numbers").read_bytes()
     (tmp_path / "numbers").write_bytes(content[:-1])
-    with pytest.raises(UserError, match=r"(?s)numbers has become shorter.*remedy: "):
+    with pytest.raises(UserError, match=r"(?s)numbers became shorter.*remedy: "):
         list(read_ahead(orders, CPU, 10**9))
 
 

@@ -1,4 +1,4 @@
-"""Loaded bundles: what a denoiser takes and what it refuses."""
+"""Loaded bundles: accepted and refused inputs of a denoiser."""
 
 import errno
 import functools
@@ -85,7 +85,7 @@ def test_a_sample_does_not_depend_on_its_batch(loaded, digits_build, batch):
     assert relative_error(together[-1], alone) <= SAME_ARITHMETIC
 
 
-WIDER, OF_THE_MODEL = "widen engine.shapes in the recipe", "give it in that shape"
+WIDER, OF_THE_MODEL = "widen engine.shapes in the recipe", "pass a tensor of that shape"
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_a_shape_outside_the_profile_is_refused(loaded, inputs, name, value, got
     ("name", "value"), [("timestep", torch.zeros(3)), ("label", torch.zeros(1, dtype=torch.int64))]
 )
 def test_sizes_that_differ_between_inputs_are_refused_as_such(loaded, inputs, name, value):
-    """Each is in the range; nothing has to be built again."""
-    parts = (f"the shape of '{name}'", "expected: batch 2", f"got: {list(value.shape)}, which is [batch]", ".expand()")
+    """Each size is in range, so that the remedy needs no new build."""
+    parts = (f"the shape of '{name}'", "expected: batch 2", f"got: {list(value.shape)} for [batch]", ".expand()")
     refused(loaded["denoiser"], parts=parts, **inputs | {name: value})
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_bundle_is_not_run(tiny_build, tmp_path):
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     with (bundle / "denoiser.onnx").open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(UserError, match=r"denoiser\.onnx in the bundle .* is not what was built"):
+    with pytest.raises(UserError, match=r"denoiser\.onnx in the bundle .* is damaged"):
         runtime.load(bundle)
 
 
@@ -163,7 +163,7 @@ def test_loading_needs_no_weights_and_not_the_place_where_it_was_built(tiny_buil
 
 
 def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
-    """A matrix product in bfloat16, which it does not have on the CPU."""
+    """A matrix product in bfloat16, which ONNX Runtime lacks on the CPU."""
     types = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, [2, 2]) for name in "xy"]
     graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], "", types[:1], types[1:])
     path = tmp_path / "bfloat16.onnx"
@@ -196,7 +196,7 @@ def test_arguments_out_of_range_are_refused(tiny_build, argument, value):
 
 
 def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tmp_path):
-    """Its engine of before goes when the new manifest is there."""
+    """The old engine is removed when the new manifest is there."""
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     (old := bundle / "engines" / "old.plan").parent.mkdir(exist_ok=True)
     old.write_bytes(b"of before")
@@ -220,7 +220,7 @@ def test_a_bundle_that_is_compiled_while_it_is_read_is_read_again(tiny_build, tm
 
 @pytest.mark.parametrize("goes", [True, False])
 def test_a_bundle_that_is_built_again_while_its_files_are_read_is_read_again(tiny_build, tmp_path, monkeypatch, goes):
-    """After they were checked: what was opened may be of before, of after, or nowhere."""
+    """After the check: the opened files may be old, new or missing."""
     bundle = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     made = []
 
@@ -265,7 +265,7 @@ def test_a_file_that_is_not_there_and_no_new_bundle_either_ends_the_loading(tiny
 )
 def test_tensors_without_numbers_in_memory_are_refused(tiny_build, x, said):
     with runtime.load(tiny_build.bundle) as bundle:
-        refused(bundle["denoiser"], x, torch.zeros(1), parts=("no numbers to read", said))
+        refused(bundle["denoiser"], x, torch.zeros(1), parts=("not a dense tensor", said))
 
 
 @pytest.mark.parametrize("backend", ["TensorRT", "cuda", "", None])
@@ -301,13 +301,13 @@ def test_on_the_cpu_there_are_no_graphs_and_no_new_weights(tiny_build):
     ("state", "backend", "said"),
     [
         (NO_GPU, "auto", r"got: no NVIDIA GPU\n.*remedy: build on the machine"),
-        (WITH_GPU, "auto", r"got: there is none of denoiser\n.*remedy: run `trtconvert compile`"),
-        (WITH_GPU, "onnxruntime", r"got: ONNX Runtime was asked for.*remedy: leave out"),
+        (WITH_GPU, "auto", r"got: no engine of denoiser\n.*remedy: run `trtconvert compile`"),
+        (WITH_GPU, "onnxruntime", r"got: ONNX Runtime, which runs on the CPU.*remedy: leave out"),
     ],
 )
 def test_a_gpu_that_is_named_is_not_replaced_by_the_cpu(tiny_build, monkeypatch, device, state, backend, said):
     monkeypatch.setattr(bundles.builder, "status", lambda: state)
-    with pytest.raises(BackendUnavailable, match=rf"(?s)does not run on '{device}'.*{said}"):
+    with pytest.raises(BackendUnavailable, match=rf"(?s)cannot run on '{device}'.*{said}"):
         runtime.load(tiny_build.bundle, backend=backend, device=device)
 
 
@@ -323,7 +323,7 @@ def test_a_gpu_that_does_not_exist_is_refused(monkeypatch, device):
 
 
 def test_closing_a_bundle_closes_every_component(tiny_build):
-    """Whatever one of them says."""
+    """Even if one of them raises."""
     closed = []
 
     def close(name):
@@ -375,7 +375,7 @@ def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path, mon
 
 
 def test_weights_of_the_onnx_model_have_the_names_of_the_state_dict(digits_build, digits):
-    """By which engines are refitted, transposed ones with a mark."""
+    """Refits use these names, with a suffix for transposed weights."""
     model = onnx.load(digits_build.bundle / "denoiser.onnx")
     found = {x.name: onnx.numpy_helper.to_array(x) for x in model.graph.initializer}
     for name, weight in digits.denoiser.state_dict().items():
@@ -452,7 +452,7 @@ def test_an_engine_of_the_same_gpu_goes_before_others_of_its_architecture():
         assert fitting_engine("denoiser", others, here) is others[1]
         for anywhere in ({"hardware_compatible": True}, {"gpu": ""}):
             fitting_engine("denoiser", [engine(**{"gpu": "NVIDIA H100"} | anywhere)], here)
-    match = r"timed on NVIDIA H100, this is NVIDIA H200.*`trtconvert compile`"
+    match = r"timed on NVIDIA H100, but this is NVIDIA H200.*`trtconvert compile`"
     with pytest.warns(RuntimeWarning, match=match) as told:
         assert fitting_engine("denoiser", others[:1], here) is others[0]
     assert told[0].filename == __file__

@@ -1,4 +1,4 @@
-"""LoRAs of loaded engines, tried on the host: which weights TensorRT is given, and what a model computes with them."""
+"""LoRAs of loaded engines, on the host: the weights for TensorRT, and the results of a model with them."""
 
 import functools
 
@@ -102,7 +102,7 @@ def test_only_what_changes_is_replaced(tiny, tmp_path):
 
 
 def test_the_model_computes_what_the_merged_one_does(tiny, tmp_path):
-    """Through ONNX Runtime, with the weights that TensorRT was given in the bundle's model. Its attention is INT8."""
+    """Runs ONNX Runtime with TensorRT's new weights in the bundle's model, whose attention is INT8."""
     module, loaded = tiny
     layers, file = file_of(tmp_path, module, ["embed", "qkv", "out"])
     loaded.set_loras([(file, 0.7)])
@@ -199,7 +199,7 @@ def test_what_cannot_be_set_leaves_the_engine_as_it_was(tiny, tmp_path):
 
 
 def test_loras_and_other_weights_do_not_mix(tiny, tmp_path):
-    """And the remedies are right."""
+    """The remedies work too."""
     module, loaded = tiny
     _, file = file_of(tmp_path, module, ["qkv"])
     loaded.set_loras([(file, 1.0)])
@@ -207,7 +207,7 @@ def test_loras_and_other_weights_do_not_mix(tiny, tmp_path):
         loaded.refit(module.state_dict())
     loaded.set_loras([])
     assert loaded.refit({"qkv.weight": module.qkv.weight}) == 1
-    with pytest.raises(UserError, match=r"(?s)built with.*refit.*load the bundle again"):
+    with pytest.raises(UserError, match=r"(?s)built weights.*refit.*load the bundle again"):
         loaded.set_loras([(file, 1.0)])
 
 
@@ -215,7 +215,7 @@ def test_a_bundle_that_was_built_again_is_not_read(tiny, tmp_path):
     module, loaded = tiny
     _, file = file_of(tmp_path, module, ["qkv"])
     (tmp_path / "x.onnx").write_bytes((tmp_path / "x.onnx").read_bytes())
-    with pytest.raises(UserError, match=r"(?s)no longer what the engine was built from.*load the bundle again"):
+    with pytest.raises(UserError, match=r"(?s)changed after the bundle was loaded.*load the bundle again"):
         loaded.set_loras([(file, 1.0)])
 
 
@@ -265,13 +265,13 @@ def test_weights_beside_the_model_are_read_where_they_lie(load, tmp_path, monkey
     loaded.set_loras([(file, 1.0)])
     assert_engine_has(merged(model.denoiser, layers, HALF))
     storage.weights_file(tmp_path / "x.onnx").unlink()
-    with pytest.raises(UserError, match="no longer what the engine was built from"):
+    with pytest.raises(UserError, match="changed after the bundle was loaded"):
         loaded.set_loras([])
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """TensorRT is given one weight at a time."""
+    """TensorRT gets one weight at a time."""
     monkeypatch.setattr(runtime_loras, "LEAST_PART", 1)
     monkeypatch.setattr(runtime_loras, "LARGEST_PART", 1)
 
@@ -288,7 +288,7 @@ def test_weights_are_given_in_parts(tiny, tmp_path, small_parts):
 
 
 def test_what_cannot_be_set_half_way_is_undone(tiny, tmp_path, small_parts):
-    """With the LoRA that was set before, also where its file is another now."""
+    """The LoRAs from before are restored, even if their files were replaced."""
     module, loaded = tiny
     layers, file = file_of(tmp_path, module, ["embed", "out"])
     loaded.set_loras([(file, 1.0)])

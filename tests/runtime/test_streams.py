@@ -1,4 +1,4 @@
-"""Components that are called on several streams, tried on the host: whom they serve, what they keep, and what they let go."""
+"""Components on several streams, on the host: their lanes, and the memory that they keep and free."""
 
 import weakref
 from types import SimpleNamespace
@@ -15,10 +15,10 @@ from trtconvert.runtime.lane import Lane
 
 
 def test_a_layout_that_is_found_late_is_refused_as_at_once(component, tmp_path):
-    """What is known of inputs does not tell it."""
+    """The cached checks do not cover the layout."""
     made, _ = component(tmp_path / "a.plan", graphs=0)
     assert computes(made)
-    with pytest.raises(UserError, match=r"(?s)no numbers to read.*to_dense"):
+    with pytest.raises(UserError, match=r"(?s)not a dense tensor.*to_dense"):
         made(torch.zeros(4).to_sparse(), torch.zeros(4))
     assert computes(made)
 
@@ -52,7 +52,7 @@ def test_nobody_waits_for_a_stream_that_is_recorded(machine, component, tmp_path
 
 
 def test_whether_a_stream_is_idle_is_asked_while_nobody_else_uses_it(machine, component, tmp_path, monkeypatch):
-    """Else somebody could begin a recording on it before it is closed."""
+    """Otherwise a capture could begin on the stream before the lane is closed."""
     made, _ = component(tmp_path / "x.plan", streams=1)
     asked = []
 
@@ -73,7 +73,7 @@ def test_a_stream_that_the_caller_recorded_keeps_its_memory(machine, component, 
     machine.recording = True
     assert computes(made)
     machine.current = 12
-    with pytest.raises(UserError, match=r"(?s)not ready to be recorded.*got: no call on this stream"):
+    with pytest.raises(UserError, match=r"(?s)not ready to be captured.*got: no call on this stream"):
         computes(made)
     machine.recording = False
     for machine.current in (12, 13, 12):
@@ -97,7 +97,7 @@ def test_a_stream_that_its_owner_destroyed_holds_up_nothing(machine, component, 
 
 
 def test_what_fails_while_a_component_closes_is_said(machine, component, tmp_path):
-    """An error of the device, which its kernels met with: nobody else may have told the caller yet."""
+    """An error of the device in its kernels, which the caller may not know yet."""
     made, scratch = component(tmp_path / "x.plan")
     assert computes(made)
 
@@ -132,7 +132,7 @@ def test_what_was_recorded_is_found_again_when_what_is_known_of_calls_is_forgott
 
 @pytest.mark.parametrize("recording", [False, True])
 def test_a_component_that_nobody_refers_to_is_waited_for_before_it_goes(machine, component, tmp_path, recording):
-    """But while its caller records: waiting would spoil that."""
+    """Except during a capture, which waiting would break."""
     made, scratch = component(tmp_path / "x.plan")
     for machine.current in (11, 12):
         assert computes(made) and computes(made)

@@ -1,4 +1,4 @@
-"""Requests of the images API: what is read, and what is refused with which words."""
+"""Requests of the images API: accepted requests, and refusals with their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of images: batches by shape, a limit, replicas that go, clients that leave."""
+"""The queue of images: batches by shape, the limit, lost replicas, and disconnecting clients."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_an_image_that_ends_every_replica_takes_no_other_with_it():
         found = await asyncio.gather(*(dispatcher.draw(SMALL, orders(seed)) for seed in range(4)))
         assert [found[seed] for seed in (0, 1, 3)] == [images(seed) for seed in (0, 1, 3)]
         (answer,) = found[2]
-        assert isinstance(answer, Refusal) and answer.whose == "machine" and "3 that went: killed" in answer.got
+        assert isinstance(answer, Refusal) and answer.whose == "machine" and "3 lost replicas: killed" in answer.got
         assert pool.seeds[:2] == [[0, 1, 2, 3]] * 2 and sorted(pool.seeds[2:]) == [[0], [1], [2], [3]]
 
     with_queue(work, Replicas(ends=lambda batch: any(order.seed == 2 for order in batch.orders)))

@@ -1,4 +1,4 @@
-"""Batches drawn with bundles of the shipped model and of an entry point; of pipelines: tests/models/test_pipeline_bundles.py."""
+"""Batches drawn by bundles of the shipped model and of an entry point; pipelines are in tests/models/test_pipeline_bundles.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trtconvert.serving.drawing import Drawer
 from trtconvert.serving.jobs import Batch, Drawn, Order, Refusal, Shape
 
 STEP = 1
-"""Of 256: what is rounded otherwise in batches of other sizes."""
+"""Largest difference of 8-bit values by rounding in batches of other sizes."""
 
 
 def pixels(answer: object) -> np.ndarray:
@@ -32,7 +32,7 @@ def pixels(answer: object) -> np.ndarray:
 
 
 def test_digits_are_drawn_by_caption_or_by_seed(digits):
-    """As the sampler draws them, and each order whatever it is drawn with."""
+    """Images equal the sampler's, and do not depend on the rest of the batch."""
     drawer = Drawer(digits, "cpu")
     assert (drawer.offer.shows, drawer.offer.height) == ("caption", None) and "ONNX Runtime" in drawer.offer.backend
     with runtime.load(digits, device="cpu") as bundle:
@@ -64,7 +64,7 @@ def test_one_caption_that_is_none_is_refused_alone(digits):
 
 
 def test_the_size_that_a_bundle_draws_can_be_asked_for(digits, monkeypatch):
-    """Which that is the first drawing tells; others are then refused without drawing them."""
+    """The first drawing reveals the size; later requests for other sizes are refused without drawing."""
     drawer = Drawer(digits, "cpu")
     (image,) = drawer(Batch(Shape(8, 8, 2, True), (Order(1, "1", "png"),)))
     assert pixels(image).shape == (8, 8, 3)
@@ -73,14 +73,14 @@ def test_the_size_that_a_bundle_draws_can_be_asked_for(digits, monkeypatch):
         answers = drawer(Batch(Shape(height, width, 2, True), (Order(1, "1", "png"), Order(2, "2", "png"))))
         for answer in answers:
             assert isinstance(answer, Refusal) and answer.whose == "client"
-            assert answer.expected.startswith("8x8,") and answer.got == f"{width}x{height}"
+            assert answer.expected.startswith("8x8 ") and answer.got == f"{width}x{height}"
     drawer.close()
 
 
 def test_another_size_than_a_bundle_draws_is_refused_before_any_is_known(digits):
     drawer = Drawer(digits, "cpu")
     (answer,) = drawer(Batch(Shape(16, 16, 2, True), (Order(1, "1", "png"),)))
-    assert isinstance(answer, Refusal) and answer.expected.startswith("8x8,") and answer.got == "16x16"
+    assert isinstance(answer, Refusal) and answer.expected.startswith("8x8 ") and answer.got == "16x16"
     drawer.close()
 
 
@@ -97,7 +97,7 @@ def test_memory_that_runs_out_is_no_fault_of_the_request(digits, monkeypatch):
 
 
 def test_an_entry_points_bundle_draws_by_its_seeds(tmp_path):
-    """Whatever its sampler does; it has no captions, and says so."""
+    """Independent of the sampler. The model has no captions, and the offer says so."""
     build(
         load_recipe(tiny_recipe(tmp_path)),
         tmp_path / "bundle",

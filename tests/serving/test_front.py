@@ -1,4 +1,4 @@
-"""The HTTP side with replicas that stand in for those of a bundle."""
+"""The HTTP front, with stand-ins for replicas."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_other_paths_and_methods_are_refused_in_the_apis_shape(method, path, sta
         (b"a=b", (("content-type", "application/x-www-form-urlencoded"),), 415, "got: application/x-www-form"),
         ([b"x" * 100_000] * 4, JSON, 413, f"at most {BODY_BYTES} bytes"),
         (b"", (*JSON, ("content-length", str(10**15))), 413, f"got: {10**15} or more"),
-        (b"{", (*JSON, ("content-length", "-5")), 400, "no JSON"),
+        (b"{", (*JSON, ("content-length", "-5")), 400, "not JSON"),
         (b'{"prompt": "a", "n": 9}', JSON, 400, "at most 4"),
         (b'{"prompt": "bad"}', JSON, 400, "it failed"),
         (b'{"prompt": "no"}', JSON, 503, "it failed"),
@@ -142,7 +142,7 @@ def test_a_full_queue_says_when_to_come_again():
         first = [asyncio.create_task(ask(front.app, "POST", PATH, {"prompt": "a", "n": 4})) for _ in range(2)]
         await asyncio.sleep(0.02)
         reply = await ask(front.app, "POST", PATH, {"prompt": "a"})
-        reply.error(429, "too many images are waiting", "got: 8 that wait")
+        reply.error(429, "too many images are waiting", "got: 8 unanswered")
         assert reply.content["error"]["code"] == "rate_limit_exceeded" and int(reply.headers["retry-after"]) >= 1
         pool.go.set()
         assert [one.status for one in await asyncio.gather(*first)] == [200, 200]
@@ -203,7 +203,7 @@ def test_health_tells_starting_ready_lost_and_draining():
         assert await states() == (200, 503, "lost")
         pool.running, front.draining = 1, True
         assert await states() == (200, 503, "draining")
-        (await ask(front.app, "POST", PATH, {"prompt": "a"})).error(503, "about to stop")
+        (await ask(front.app, "POST", PATH, {"prompt": "a"})).error(503, "is stopping")
 
     served(work)
 

@@ -1,4 +1,4 @@
-"""What `trtconvert serve` says before anything is served."""
+"""Messages of `trtconvert serve` before it serves."""
 
 from __future__ import annotations
 
@@ -67,11 +67,13 @@ def test_a_damaged_bundle_and_a_taken_port_are_told_before_a_cluster_starts(digi
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        refusal(run("serve", digits, "--port", taken.getsockname()[1]), "nothing can listen at 127.0.0.1", "--port 0")
-    refusal(run("serve", digits, *LOCAL, "--host", "no such host"), "nothing can listen")
-    refusal(run("serve", digits, *LOCAL, "--host", "192.0.2.77"), "nothing can listen")
+        refusal(run("serve", digits, "--port", taken.getsockname()[1]), "cannot listen at 127.0.0.1", "--port 0")
+    refusal(run("serve", digits, *LOCAL, "--host", "no such host"), "cannot listen")
+    refusal(run("serve", digits, *LOCAL, "--host", "192.0.2.77"), "cannot listen")
     refusal(
         run("serve", digits, *LOCAL, "--address", "127.0.0.1:1"), "cannot be reached at 127.0.0.1:1", "ray start --head"
     )
-    refusal(run("serve", digits, *LOCAL, "--address", "ray://127.0.0.1:1"), "--address names no Ray cluster")
+    refusal(
+        run("serve", digits, *LOCAL, "--address", "ray://127.0.0.1:1"), "--address is not the address of a Ray cluster"
+    )
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()

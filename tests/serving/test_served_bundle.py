@@ -1,4 +1,4 @@
-"""A bundle served with two replicas on a Ray cluster of this machine: one is killed, and the server is stopped at work."""
+"""A bundle with two replicas on a Ray cluster of this machine: a replica is killed, and the server is stopped under load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = ("--replicas", 2, "--cpus", 0.5, "--max-batch", 4, "--queue-limit", 40
 
 
 def lose_none(server: Served, requests: int) -> None:
-    """Ask so many times, kill a replica half way, and check that each request was answered once, with its own image."""
+    """Send requests, kill a replica half way, and check that each request got its own image once."""
     seeds = range(requests)
     found = asked(server, seeds, 24, requests // 2, steps=10)
     assert [status for _, status, _, _ in found.answers] == [200] * requests
@@ -39,7 +39,7 @@ def lose_none(server: Served, requests: int) -> None:
 
 
 EXPECTED: list[np.ndarray] = []
-"""Of the first seeds, as a bundle draws them without a server."""
+"""Images of the first seeds, drawn by a bundle without a server."""
 
 
 def pixels(file: bytes) -> np.ndarray:
@@ -62,7 +62,7 @@ def bundle(digits):
 
 @pytest.mark.soak
 def test_no_request_is_lost_with_a_replica_or_at_the_end(bundle):
-    """Killed half way; and a server that is asked to stop finishes what it has taken, and takes no more."""
+    """A replica is killed half way; a stopping server finishes accepted requests and refuses new ones."""
     with served(bundle, *OPTIONS) as server:
         lose_none(server, 60)
         before = len(server.lines)
@@ -75,12 +75,12 @@ def test_no_request_is_lost_with_a_replica_or_at_the_end(bundle):
         while server.exchange("GET", "/health/ready")[0] == 200:
             time.sleep(0.01)
         status, refused = server.ask({"seed": 1})
-        assert status == 503 and "about to stop" in refused["error"]["message"]
+        assert status == 503 and "is stopping" in refused["error"]["message"]
         asking.join()
         assert [status for _, status, _, _ in rounds[0].answers] == [200] * 12
         assert server.process.wait(60) == 0
     said = "\n".join(server.lines[before:])
-    assert "SIGTERM: no more requests are taken; 12 are finished, in at most 60 s" in said
+    assert "SIGTERM: new requests are refused; finishing 12 within 60 s" in said
     assert said.endswith("ended; every request was answered")
 
 
@@ -92,7 +92,7 @@ def test_a_thousand_requests_and_none_is_lost(bundle):
 
 @pytest.mark.soak
 def test_an_end_that_takes_too_long_is_cut_short(bundle):
-    """By the limit, which is named, and by a second signal."""
+    """By the limit, which the message names, and by a second signal."""
     for options, signals in ((("--drain-seconds", 0.5), 1), ((), 2)):
         with served(bundle, *OPTIONS, *options) as server:
             rounds = []
@@ -108,4 +108,4 @@ def test_an_end_that_takes_too_long_is_cut_short(bundle):
             assert server.process.wait(60) == 1
             asking.join()
         statuses = [status for _, status, _, _ in rounds[0].answers]
-        assert set(statuses) <= {200, 503} and f"{statuses.count(503)} requests were answered" in server.lines[-1]
+        assert set(statuses) <= {200, 503} and f"{statuses.count(503)} requests were cut short" in server.lines[-1]

@@ -1,4 +1,4 @@
-"""Model repositories for Triton Inference Server: by its configuration schema, and with a stand-in for its Python backend."""
+"""Model repositories for Triton Inference Server, checked by its configuration schema and a stand-in for its Python backend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def repository(digits, tmp_path_factory) -> Path:
 
 
 def config_of(model: Path) -> Any:
-    """The configuration of a model, as Triton's own schema reads it: unknown fields and wrong types are errors."""
+    """Parse a model's configuration by Triton's schema, which refuses unknown fields and wrong types."""
     schema = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="needs tritonclient")
     from google.protobuf import text_format as protobuf
 
@@ -71,7 +71,7 @@ def test_the_whole_and_each_component_are_models_of_the_repository(repository, d
 
 
 def test_plans_are_served_by_the_gpu_that_they_are_for(digits, tmp_path, monkeypatch):
-    """With the plugin library beside them; of two for one architecture the first."""
+    """With the plugin library beside the plans, and the first of two plans for one architecture."""
     bundle = shutil.copytree(digits, tmp_path / "bundle")
     manifest = read_manifest(bundle)
     (bundle / "engines").mkdir()
@@ -173,7 +173,7 @@ class InferenceResponse:
 
 
 def inputs(**named: Any) -> Mapping[str, Tensor]:
-    """A request: texts as Triton has them, bytes in arrays of objects; a row for each image."""
+    """Make a request, with texts as bytes in object arrays and a row for each image."""
 
     def array(values: list[Any]) -> np.ndarray:
         kind = np.object_ if isinstance(values[0], (str, bytes)) else np.int64
@@ -184,7 +184,7 @@ def inputs(**named: Any) -> Mapping[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def model(repository) -> Iterator[Any]:
-    """The repository's model.py, begun as Triton begins it."""
+    """Start the repository's model.py like Triton."""
     backend = types.ModuleType("triton_python_backend_utils")
     for name, value in {
         "Tensor": Tensor,
@@ -256,7 +256,7 @@ def test_requests_of_one_execution_are_drawn_as_they_were_alone(model, digits):
         (inputs(PROMPT=[b"\xff"]), "UTF-8"),
         (inputs(SEED=[-1]), "from 0"),
         (inputs(SEED=[1], STEPS=[21]), "at most 20"),
-        (inputs(SEED=[1], SIZE=["16x16"]), "8x8, which it draws"),
+        (inputs(SEED=[1], SIZE=["16x16"]), "8x8 or auto"),
         (inputs(SEED=[1], FORMAT=["bmp"]), "png, jpeg, webp"),
         ({}, "no inputs"),
     ],

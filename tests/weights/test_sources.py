@@ -54,7 +54,7 @@ def second(name="b", **changed):
         ({"a": 7}, "invalid type: integer `7`"),
         ({"__metadata__": {"a": 1}, **second()}, "expected a string"),
         (b'{"a": {}, "a": {}}', "'a' twice"),
-        (b"[]", "no JSON object"),
+        (b"[]", "not a JSON object"),
         (b"{", "Expecting"),
     ],
     ids=str,
@@ -67,7 +67,7 @@ def test_headers_that_do_not_fit(tmp_path, header, got):
 def test_headers_beyond_the_limit_and_files_that_are_cut(tmp_path):
     path = tmp_path / "m.safetensors"
     raw(path, b"{}", length=10**9)
-    refused(path, tmp_path, "where 100000000 are the most")
+    refused(path, tmp_path, "the limit is 100000000")
     save_file({"a": torch.ones(1000)}, path)
     whole = path.read_bytes()
     for size in (0, 5, 40, len(whole) - 1):

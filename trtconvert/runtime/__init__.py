@@ -1,4 +1,4 @@
-"""Running bundles. Imports neither diffusers nor ONNX tooling, but for what LoRAs of an engine begin with."""
+"""Runs bundles. Imports no diffusers, and no ONNX tooling except for LoRAs of engines."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["LoadedBundle", "follow", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: modules of models take single modules from here, which do without engines.
+    # Imported on demand: trtconvert.models imports single modules of this package that need no engines.
     if name == "follow":
         from trtconvert.runtime import reuse
 

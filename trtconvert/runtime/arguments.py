@@ -1,6 +1,6 @@
-"""Arguments and results of a diffusers model, which may hold tensors in dictionaries and lists, as named tensors and back.
+"""Converts arguments and results of a diffusers model, with tensors in dictionaries and lists, to named tensors and back.
 
-A structure says which parameter holds what; `trtconvert.bundle.DiffusersRecord` describes it. It travels in the bundle.
+A structure, kept in the bundle, describes the content of each parameter; see `trtconvert.bundle.DiffusersRecord`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.nn.utils.rnn import pad_sequence
 from trtconvert.errors import UserError
 
 Structure = Mapping[str, dict[str, Any]]
-"""By parameter, what it holds."""
+"""Description of each parameter's content."""
 
 SHARE = ".share"
-"""What follows the name of an argument that holds a timestep for each token or frame in the name of their shares."""
+"""Suffix of the input with the shares of an argument that holds a timestep for each token or frame."""
 
 MASK = ".mask"
-"""What follows the name of padded rows in the name of the mask that tells which of them are given."""
+"""Suffix of the mask that marks the given rows of padded rows."""
 
 
 class PaddedRows(NamedTuple):
-    """Tensors of different lengths, one for each sample, as tensors for all.
+    """Tensors of different lengths, one for each sample, padded to one tensor.
 
     Attributes:
-        rows: [B, N, …], zeros behind those of each sample; mask: [B, N], whether they are the sample's own.
+        rows: [B, N, …], padded with zeros; mask: [B, N], True for the sample's own rows.
     """
 
     rows: Tensor
@@ -38,27 +38,27 @@ class PaddedRows(NamedTuple):
 
 
 def padded_rows(tensors: Sequence[Tensor], least: int = 0) -> PaddedRows:
-    """Tensors [n, …], padded to as many rows as the longest has, and at least so many."""
+    """Pad tensors [n, …] to the length of the longest, and at least to `least` rows."""
     rows = _with_rows(pad_sequence(list(tensors), batch_first=True), least)
     lengths = torch.tensor([len(x) for x in tensors], device=rows.device)
     return PaddedRows(rows, torch.arange(rows.shape[1], device=rows.device) < lengths[:, None])
 
 
 def _with_rows(x: Tensor, least: int) -> Tensor:
-    """[B, N, …] with zeros behind, so that there are at least so many rows."""
+    """Pad [B, N, …] with zeros to at least `least` rows."""
     if x.shape[1] >= least:
         return x
     return torch.cat([x, x.new_zeros(x.shape[0], least - x.shape[1], *x.shape[2:])], dim=1)
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """Names of a function's parameters, in order; "**kwargs" where it takes any keyword."""
+    """Return the names of a function's parameters, in order; "**kwargs" if it takes any keyword."""
     prefix = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
     return [prefix.get(p.kind, "") + name for name, p in inspect.signature(function).parameters.items()]
 
 
 def flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """The arguments of a call by name, those that `**kwargs` took among the others."""
+    """Return the arguments of a call by name, including those in `**kwargs`."""
     arguments = dict(bound.arguments)
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -69,15 +69,15 @@ def flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
 def take_apart(
     arguments: Mapping[str, Any], least: int | None = None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """The structure of a call's arguments, and the tensors in them: `a.b` is entry b of argument a.
+    """Return the structure of a call's arguments and their tensors by name: `a.b` is entry b of argument a.
 
     Args:
-        least: of a model that takes lists with an entry for each sample, how many rows prompts are padded to at least: the first
-            argument is then one tensor of all samples, other lists of as many tensors are `PaddedRows`, and what a dictionary
-            holds, as what a ControlNet adds to the tokens, is padded likewise. None where lists are what they are.
+        least: for models that take lists with an entry for each sample: the least padded length of prompts. The first argument
+            becomes one tensor of all samples, other lists of as many tensors become `PaddedRows`, and tensors in dictionaries,
+            such as a ControlNet's, are padded likewise. None for other models.
     Raises:
-        UserError: an argument holds something that is neither a tensor, a number, text, None, nor a collection of those; or
-            samples of a list have different sizes.
+        UserError: an argument holds something other than tensors, numbers, text, None and collections of these; or samples of a
+            list have different sizes.
     """
     tensors: dict[str, Tensor] = {}
     first = next(iter(arguments), "")
@@ -85,7 +85,7 @@ def take_apart(
     def rows(name: str, value: Sequence[Tensor], least: int) -> dict[str, Any]:
         if name != first:
             tensors[name], tensors[name + MASK] = padded_rows(value, least)
-            return {"rows": name, "least": 0}  # what engines take at least is known when all calls have been seen
+            return {"rows": name, "least": 0}  # `with_least_rows` sets the number after all calls
         if len({x.shape for x in value}) > 1:
             raise UserError(
                 f"the pipeline passes samples of different sizes to its model in one call, in '{name}'",
@@ -119,7 +119,7 @@ def take_apart(
             f"the pipeline passes '{name}' to its model, which an engine cannot take",
             expected="tensors, numbers, text, None, and dictionaries and lists of them",
             got=type(value).__name__,
-            remedy="call the pipeline without what sets it, such as an image or a setting in model.options.call; or keep the "
+            remedy=f"call the pipeline without the image or setting that causes '{name}' (model.options.call), or keep the "
             "pipeline's own model",
         )
 
@@ -137,7 +137,7 @@ def _tensors_of_samples(value: Any, samples: int) -> bool:
 
 
 def with_least_rows(structure: Structure, least: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """A structure whose padded rows are at least so many, by name."""
+    """Set the least numbers of padded rows, by name, in a structure."""
 
     def filled(node: dict[str, Any]) -> dict[str, Any]:
         if "dict" in node:
@@ -150,23 +150,23 @@ def with_least_rows(structure: Structure, least: Mapping[str, int]) -> dict[str,
 def share_timesteps(
     structure: Structure, tensors: Mapping[str, Tensor], timestep: str, others: Collection[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """Timesteps of tokens or frames as the timestep of each sample, which is that of its noisiest token, and shares of it.
+    """Split timesteps of tokens or frames into the timestep of each sample, that of its noisiest token, and shares of it.
 
-    Bins, plans and schedules follow the sample's timestep. The shares of an image that is given are 0 at every step, so that
-    examples with any timestep stay what a pipeline could pass.
+    Bins, plans and schedules follow the sample's timestep. Shares of a given image are 0 at every step, so that examples remain
+    valid at any timestep.
 
     Args:
-        structure, tensors: of the arguments; timestep: which of them the denoiser is told.
+        structure, tensors: of the arguments; timestep: name of the denoiser's timestep.
         others: arguments that may hold the same timestep, or 0.
     Returns:
-        Both with `timestep` [B], and NAME.share [B, …] behind the other tensors for each argument that has more than one
-        timestep for a sample. {"share": NAME.share, "of": timestep} is their product.
+        Structure and tensors with `timestep` [B], and with NAME.share [B, …] for each argument with several timesteps per
+        sample. {"share": NAME.share, "of": timestep} is their product.
     """
     own = tensors[timestep]
     rows = next(x for name, x in tensors.items() if name != timestep).shape[0]
     largest = float(own.max())
     told = [timestep]
-    if largest not in (0, 1):  # which masks hold, too
+    if largest not in (0, 1):  # masks hold 0 and 1 too
         told += [
             name
             for name in others
@@ -193,8 +193,13 @@ def share_timesteps(
 
 
 def shares_of(timesteps: Mapping[str, Tensor], own: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Timesteps [B, …] by argument, and one for each sample where there is an argument of that, to the noisiest of each sample,
-    [B], and all as shares of it, by `SHARE`. Of a sample without noise the shares are 1."""
+    """Return the largest timestep of each sample, [B], and all timesteps as shares of it, named with `SHARE`.
+
+    Shares of a sample without noise are 1.
+
+    Args:
+        timesteps: timesteps [B, …] by argument; own: further timesteps, one for each sample.
+    """
     noisiest = torch.stack([x.flatten(1).amax(1).float() for x in timesteps.values()]).amax(0)
     if own is not None:
         noisiest = torch.maximum(noisiest, own.to(noisiest).reshape(-1).expand_as(noisiest))
@@ -206,12 +211,12 @@ def shares_of(timesteps: Mapping[str, Tensor], own: Tensor | None) -> tuple[Tens
 
 
 def is_list_of_samples(structure: Structure) -> bool:
-    """Whether a denoiser takes its samples as a list, and so gives its predictions."""
+    """Return whether a denoiser takes its samples, and returns its predictions, as a list."""
     return "rows" in next(iter(structure.values()), {})
 
 
 def put_together(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments of a structure with given tensors in it; lists with an entry for each sample as tensors or `PaddedRows`."""
+    """Rebuild the arguments of a structure from tensors; lists with an entry for each sample become tensors or `PaddedRows`."""
 
     def value(node: dict[str, Any]) -> Any:
         if "tensor" in node:
@@ -234,12 +239,12 @@ def put_together(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The named tensors in a call's arguments, which must be what the structure says.
+    """Return the named tensors in a call's arguments, which must fit the structure.
 
-    Arguments that are None or empty may come and go. A number may stand where a tensor is expected.
+    Arguments that are None or empty may be missing or added. A number may replace a tensor.
 
     Raises:
-        UserError: a tensor is missing, or a constant differs from the one that the exported model has taken in.
+        UserError: a tensor is missing, or a constant differs from the exported model's.
     """
     found: dict[str, Tensor] = {}
     shared: dict[str, Tensor] = {}
@@ -253,7 +258,7 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
             if "least" in node and value.dim() > 1:
                 value = _with_rows(value, node["least"])
             if (known := found.setdefault(node["tensor"], value)) is not value and not _all_equal(known, value):
-                raise _different(name, f"what '{node['tensor']}' holds", value)
+                raise _different(name, f"the same numbers as '{node['tensor']}'", value)
         elif "share" in node:
             if not isinstance(value, Tensor) or value.dim() < 2:
                 raise _different(name, "a tensor with a timestep for each token or frame", value)
@@ -294,7 +299,7 @@ def tensors_of(structure: Structure, arguments: Mapping[str, Any]) -> dict[str, 
 
 
 def _all_equal(x: Tensor, y: Tensor) -> bool:
-    """Whether all numbers of two tensors, of one shape or one for all, are equal. Waits for the device."""
+    """Return whether two tensors hold the same numbers, or one number equals all of the other. Waits for the device."""
     return x.numel() in (1, y.numel()) and bool((x.reshape(-1) == y.to(x.device).reshape(-1)).all())
 
 
@@ -303,14 +308,13 @@ def _nothing(value: Any) -> bool:
 
 
 def _is_unused_cache(value: Any) -> bool:
-    """Whether it is what layers would keep keys and values in, and they are told to do nothing with it, as GLM-Image's without an
-    image to keep some of."""
+    """Return whether a value is a cache of keys and values that is turned off, as GLM-Image's without an image."""
     caches = getattr(value, "caches", None)
     return isinstance(caches, list) and all(getattr(cache, "mode", "") is None for cache in caches)
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is a number, numpy's among them, or text. Arrays compare element by element."""
+    """Return whether a value is a number, also of numpy, or text. Arrays would compare element by element."""
     return isinstance(value, (Number, str))
 
 
@@ -318,15 +322,15 @@ _TURNED_OFF = {
     "isolate_modalities": "modality_scale: 1 and audio_modality_scale: 1",
     "spatio_temporal_guidance_blocks": "stg_scale: 0 and audio_stg_scale: 0",
 }
-"""By arguments that LTX-2's pipelines change within a call, for guidance of their own: what turns that guidance off."""
+"""Settings that turn off LTX-2's guidance, by the arguments that it changes within a call."""
 
 
 def _different(name: str, expected: str, value: Any) -> UserError:
     shape = None if _plain(value) else getattr(value, "shape", None)
     kind = "a tensor" if isinstance(value, Tensor) else "an array"
-    remedy = "call the pipeline as it was called for the conversion, or convert it for this call (model.options in the recipe)"
+    remedy = "call the pipeline as in the conversion, or convert it for this call (model.options in the recipe)"
     if settings := _TURNED_OFF.get(name):
-        remedy = f"give the pipeline's call {settings}, and model.options.call of the recipe the same"
+        remedy = f"call the pipeline with {settings}, and set model.options.call of the recipe likewise"
     return UserError(
         f"the model was converted for another '{name}'",
         expected=expected,

@@ -1,4 +1,4 @@
-"""Batches of any size for a component whose engine takes some: for those who draw as many samples as they were asked for."""
+"""Splits batches of any size into batches that a component's engine takes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from trtconvert.runtime.trajectory import Apart, apart, begin
 
 
 class AnyBatch:
-    """A denoiser of any batch: what its component does not take at once goes in parts, and a part that is too small is filled up
-    with its last sample, whose outputs are dropped.
+    """A denoiser for batches of any size.
+
+    Runs a batch in parts that the component takes. A part that is too small is padded with copies of its last sample, whose
+    outputs are dropped.
 
     Args:
-        component: its first input begins with the dimension of samples; inputs that do not are the same for all parts.
+        component: the first dimension of its first input is that of samples; inputs without this dimension go to all parts.
     """
 
     def __init__(self, component: Component | Apart) -> None:
@@ -28,20 +30,17 @@ class AnyBatch:
         self._parts: dict[int, Component | Apart] = {}
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        """
-        Raises:
-            UserError: see the component, of any part.
-        """
+        """Predict. For errors see the component."""
         signature = self._component.signature
         tensors = signature.ordered(inputs, named)
         of_samples = signature.of_samples()
         counts = {len(x) for x, is_one in zip(tensors, of_samples, strict=True) if is_one and x.dim()}
         taken = signature.batches(tensors)
         if len(counts) != 1 or taken is None or taken[0] <= min(counts) <= taken[1]:
-            return self._component(*tensors)  # which refuses what is no batch at all
+            return self._component(*tensors)  # refuses inputs that do not form a batch
         (count,), (low, high), parts = counts, taken, list[Tensor]()
         for start in range(0, count, high):
-            # Each part is of the same samples from call to call, and has caches of its own.
+            # A part has the same samples in every call, and its own caches.
             if start not in self._parts:
                 self._parts[start] = apart(self._component)
             size = min(high, count - start)
@@ -56,7 +55,7 @@ class AnyBatch:
             begin(component)
 
     def apart(self) -> AnyBatch:
-        """Another one, with caches of its own."""
+        """Return a copy with its own caches."""
         return AnyBatch(apart(self._component))
 
 
@@ -67,9 +66,9 @@ def _rows(x: Tensor, rows: Tensor) -> Tensor:
 def _first(output: Tensor | Sequence[Tensor], size: int) -> Tensor:
     if not isinstance(output, Tensor):
         raise UserError(
-            "the component has several outputs, and a batch that it does not take at once",
-            expected="a denoiser, which has one",
+            "a component with several outputs cannot run a batch in parts",
+            expected="a denoiser, with one output",
             got=f"{len(output)} outputs",
-            remedy="call it with the batches of its signature",
+            remedy="call the component with batches of its signature",
         )
     return output[:size]

@@ -1,4 +1,4 @@
-"""Bundles that are loaded: their components on the devices that they run on."""
+"""Loads bundles and runs their components."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class DeviceMemory:
     """Device memory of a bundle in bytes, on all its devices.
 
     Attributes:
-        weights: what loading the engines took.
-        per_stream: what each stream that calls them takes to compute in, once for all engines of the bundle on a device.
-        streams: what the streams that have called them hold of it now.
-        graphs: the inputs and outputs that CUDA graphs have to themselves.
-        caches: what layers that quantise deltas keep from step to step, on the streams that have called them.
+        weights: memory of the loaded engines.
+        per_stream: scratch memory of each calling stream, shared by all engines of the bundle on a device.
+        streams: scratch memory allocated now.
+        graphs: inputs and outputs of CUDA graphs.
+        caches: caches of MoDiff layers, on all streams that have called them.
     """
 
     weights: int
@@ -46,12 +46,11 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class LoadedBundle:
-    """A bundle whose files were checked. As a context manager it closes itself.
+    """A loaded bundle with checked files. As a context manager it closes itself.
 
     Attributes:
-        folder, manifest: what was loaded.
-        components: callables by name; `bundle["denoiser"]` is short for one, and a bundle has and goes through their names.
-        backend: what runs them, in words.
+        components: callables by name. `bundle["denoiser"]`, `in` and iteration work on the names.
+        backend: description of the backend.
     """
 
     folder: Path
@@ -84,20 +83,20 @@ class LoadedBundle:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is running, and let go of the engines and their memory. Further calls are refused."""
-        with ExitStack() as closing:  # all of them, whatever one says
+        """Wait for running calls and free the engines. Further calls are refused."""
+        with ExitStack() as closing:  # closes all of them, even if one raises
             for component in self.components.values():
                 closing.callback(component.close)
             for watch in self._watches:
                 closing.callback(watch.close)
 
     def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersTextEncoder | DiffusersAutoencoder:
-        """A component for a diffusers pipeline, in the place of its `unet` or `transformer`, of a text encoder, or of its `vae`.
+        """Wrap a component for a diffusers pipeline, in place of its `unet`, `transformer`, text encoder or `vae`.
 
         Args:
-            name: of the component; "vae" for its halves together.
+            name: name of the component; "vae" for the encoder and the decoder together.
         Raises:
-            UserError: there is no such component, or it did not come from a diffusers pipeline.
+            UserError: the component does not exist or did not come from a diffusers pipeline.
             BackendUnavailable: diffusers is not installed.
         """
         from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
@@ -115,8 +114,8 @@ class LoadedBundle:
         called, component = self[name], self.manifest.components[name]
         if component.diffusers is None or component.diffusers.method != "forward":
             raise UserError(
-                f"'{name}' of {self.folder} is no model of diffusers",
-                expected="a component of a recipe with model.source: diffusers; 'vae' for the halves of one",
+                f"'{name}' of {self.folder} is not a model of diffusers",
+                expected="a component of a recipe with model.source: diffusers; 'vae' for encoder and decoder together",
                 got=self.manifest.model,
                 remedy=f"call bundle['{name}'] with its inputs by name",
             )
@@ -134,15 +133,15 @@ class LoadedBundle:
         )
 
     def pipeline(self, **parts: Any) -> Any:
-        """The whole diffusers pipeline with the bundle's components in it: prompts to images without the weights of the model.
+        """Make the whole diffusers pipeline from the bundle's components, without the weights of the original denoiser.
 
         Args:
-            parts: models that the bundle does not have, and others instead of the pipeline's own, by the pipeline's names:
-                `vae=…`, `scheduler=…`; None to go without.
+            parts: models that the bundle lacks, and replacements of the pipeline's own, by the pipeline's names: `vae=…`,
+                `scheduler=…`; None leaves a part out.
         Raises:
-            UserError: the bundle was built without components, lacks a model that the pipeline was saved with, or the pipeline
-                takes no such part, or has another of its parts in the place of one.
-            BackendUnavailable: the installed diffusers or transformers has no such pipeline.
+            UserError: the bundle was built without components, lacks a model of the saved pipeline, or a part does not fit the
+                pipeline or its place.
+            BackendUnavailable: the installed diffusers or transformers does not have the pipeline.
         """
         from trtconvert.runtime.diffusers import follow_scheduler, refuse_misplaced
         from trtconvert.runtime.pipeline import make_pipeline
@@ -155,7 +154,7 @@ class LoadedBundle:
                 f"{self.folder} holds no pipeline",
                 expected="a bundle of a recipe with model.source: diffusers and a section components",
                 got="a denoiser alone",
-                remedy="put bundle.as_diffusers() into a pipeline of your own, or build with components: {all: {}}",
+                remedy="put bundle.as_diffusers() into your own pipeline, or build with components: {all: {}}",
             )
         names = {
             component.diffusers.component: "vae" if component.diffusers.component == "vae" else name
@@ -163,7 +162,7 @@ class LoadedBundle:
             if component.diffusers is not None
         }
         if "vae" in names and "vae_decoder" not in self.components:
-            del names["vae"]  # an encoder alone is no VAE
+            del names["vae"]  # an encoder alone is not a VAE
         own = {part: self.as_diffusers(name) for part, name in names.items() if part not in parts}
         pipe = make_pipeline(self.folder / self.manifest.pipeline, own | parts)
         for model in own.values():
@@ -172,7 +171,7 @@ class LoadedBundle:
 
     @property
     def device_memory(self) -> DeviceMemory:
-        """What the bundle takes on the GPU; zeros where it runs on the CPU."""
+        """The bundle's memory on GPUs; zeros on the CPU."""
         if not self._scratches:
             return DeviceMemory(0, 0, 0, 0)
         weights = sum(component.weights_memory for component in self.components.values())
@@ -199,24 +198,23 @@ def load(
     """Load a bundle.
 
     Args:
-        backend: "auto" takes TensorRT where this machine has it and the bundle has engines for it, else ONNX Runtime on the
-            CPU, which is for checking. A bundle whose engines are for another machine is refused, not run on the CPU.
-        device: the GPU; the current one by default. Where one is named the bundle runs there or is refused; "cpu" takes ONNX
-            Runtime. The further arguments are for GPUs too, see `TensorRTComponent`.
-        devices: several GPUs instead, among which the samples of each call of the denoiser are shared out, see `DataParallel`.
-            The other components are on the first. The bundle needs an engine for each.
-        graphs: CUDA graphs kept per stream, one per shape; calls of further shapes run without, until one of the graphs was not
-            launched for 256 calls. 0 for none.
-        streams: streams that may call a component by turns and keep their memory.
+        backend: "auto" takes TensorRT if this machine has TensorRT and the bundle has engines, else ONNX Runtime on the CPU,
+            which is for checking. A bundle with engines for another machine is refused.
+        device: the GPU; default: the current one. A named GPU that cannot run the bundle is refused; "cpu" takes ONNX Runtime.
+        devices: several GPUs that share the samples of each call of the denoiser, see `DataParallel`. The other components run
+            on the first. The bundle needs an engine for each GPU.
+        graphs: number of CUDA graphs per stream, one per shape; 0 for none. Calls of further shapes run without a graph, until a
+            graph was not launched for 256 calls.
+        streams: number of streams that may call a component by turns and keep their memory.
         weight_budget: bytes of each engine's weights that stay on the GPU.
-        check: look at what the denoiser is given, by the bundle or in a pipeline, and warn once of inputs that are far outside of
-            what it was calibrated on, or of timesteps beyond its schedule. Costs a reduction over each input, and nothing waits.
-        all_steps: compute all denoising steps, also where the bundle was built to leave some out.
+        check: warn once of denoiser inputs far outside of the calibrated ranges, and of timesteps beyond the schedule. Costs a
+            reduction over each input, without synchronisation.
+        all_steps: compute all denoising steps, even if the bundle was built to skip some.
     Raises:
-        UserError: not a bundle, or a file of it is missing, truncated or altered; or an argument is out of range, or a device is
-            there twice.
-        BackendUnavailable: the engines are for another GPU, TensorRT or plugin, TensorRT cannot load them, or a GPU was named
-            and nothing runs the bundle there.
+        UserError: the folder is not a bundle, a file is missing or damaged, an argument is out of range, or a device is named
+            twice.
+        BackendUnavailable: the engines are for another GPU, TensorRT or plugin, TensorRT cannot load them, or the named GPU
+            cannot run the bundle.
     """
     for name, value, least in (
         ("graphs", graphs, 0),
@@ -225,7 +223,7 @@ def load(
     ):
         if not hasattr(value, "__index__") or value < least:
             raise UserError(
-                f"a bundle is not loaded with {name}={value!r}",
+                f"a bundle cannot be loaded with {name}={value!r}",
                 expected=f"{least} or more",
                 got=repr(value),
                 remedy=f"correct the argument {name}",
@@ -239,8 +237,8 @@ def load(
         )
     places = parse_devices(device, devices)
     folder = Path(folder)
-    with suppress(FileNotFoundError):  # the current folder has gone
-        folder = folder.absolute()  # what is read later is there, wherever the process goes
+    with suppress(FileNotFoundError):  # the current folder was removed
+        folder = folder.absolute()  # files are read later, after the process may have changed its folder
     loaded = read_unchanged(
         folder,
         lambda manifest: _loaded(folder, manifest, backend, places, graphs, streams, weight_budget),
@@ -257,8 +255,8 @@ def load(
             loaded[name].signature.watch = watches[-1]
             if not component.input_ranges:
                 warn(
-                    f"{folder} does not say what its denoiser was calibrated on, so that timesteps alone are checked; remedy: "
-                    "build it again, without calibration.from or with a calibration of this version"
+                    f"{folder} holds no ranges of the denoiser's inputs, so that only timesteps are checked; remedy: build the "
+                    "bundle again, without calibration.from or with a calibration of this version"
                 )
     return replace(loaded, _watches=watches)
 
@@ -272,7 +270,7 @@ def _loaded(
     streams: int,
     weight_budget: int | None,
 ) -> LoadedBundle:
-    """See `load`; None among the devices stands for the current GPU, or the CPU where there is none."""
+    """See `load`; the device None means the current GPU, or the CPU without a GPU."""
     check_files(folder, manifest)
     device, *further = devices
     components = manifest.components
@@ -282,18 +280,15 @@ def _loaded(
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
         return _on_gpus(folder, manifest, engines, [_gpu(one) for one in devices], graphs, streams, weight_budget)
     if state is None:
-        why, remedy = (
-            "ONNX Runtime was asked for, which runs on the CPU",
-            "leave out one of the arguments backend and device",
-        )
+        why, remedy = ("ONNX Runtime, which runs on the CPU", "leave out one of the arguments backend and device")
     elif state.available:
         without = ", ".join(name for name, of in engines.items() if not of)
-        why, remedy = f"there is none of {without}", "run `trtconvert compile` on this machine"
+        why, remedy = f"no engine of {without}", "run `trtconvert compile` on this machine"
     else:
         why, remedy = state.detail, state.remedy
     if device is not None and not on_cpu_only:
         raise BackendUnavailable(
-            f"the bundle {folder} does not run on '{device}'",
+            f"the bundle {folder} cannot run on '{device}'",
             expected="TensorRT, and an engine of each component",
             got=why,
             remedy=remedy,
@@ -302,14 +297,14 @@ def _loaded(
     words = f"ONNX Runtime on the CPU, INT8 attention{layers} as the op's function body"
     if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {why}"
-        if builder.device_architecture() is not None:  # without a GPU nobody expects them to
+        if builder.device_architecture() is not None:  # without a GPU ONNX Runtime is expected
             warn(f"{folder} runs on {words}; remedy: {remedy}")
     on_cpu: dict[str, Component] = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     for name, component in components.items():
         if component.is_denoiser and further:
             others = [OnnxRuntimeComponent(folder / component.onnx, component) for _ in further]
             on_cpu[name] = DataParallel([on_cpu[name], *others])
-            words += f"; samples shared out among {len(devices)} sessions"
+            words += f"; samples shared by {len(devices)} sessions"
     return LoadedBundle(folder, manifest, on_cpu, words)
 
 
@@ -322,7 +317,7 @@ def _on_gpus(
     streams: int,
     weight_budget: int | None,
 ) -> LoadedBundle:
-    """A bundle on the first of some GPUs, its denoiser on all of them."""
+    """Load a bundle onto the first GPU, and its denoiser onto all GPUs."""
     from trtconvert.runtime.compatibility import Machine, fitting_engine
     from trtconvert.runtime.scratch import Scratch
     from trtconvert.runtime.tensorrt import TensorRTComponent
@@ -338,7 +333,7 @@ def _on_gpus(
     if without := [name for name, records in engines.items() if not records]:
         raise BackendUnavailable(
             f"the bundle {folder} has no TensorRT engine of {', '.join(without)}",
-            expected=f"one for {first.architecture}",
+            expected=f"an engine for {first.architecture}",
             got="none",
             remedy="run `trtconvert compile` on this machine",
         )
@@ -364,7 +359,7 @@ def _on_gpus(
                 opened.callback(component.close)
                 loaded.setdefault(name, []).append(component)
         on_gpus = {name: DataParallel(parts) if len(parts) > 1 else parts[0] for name, parts in loaded.items()}
-        opened.pop_all()  # all are loaded: they stay open
+        opened.pop_all()  # all are loaded, and stay open
     records = chosen[0]
     kinds = {"plugin": "INT8 attention in our plugin", "native": "attention in the model's precision"}
     denoisers = [record for name, record in records.items() if manifest.components[name].is_denoiser]
@@ -372,21 +367,21 @@ def _on_gpus(
         "": "",
         "native": "INT8 layers in TensorRT's kernels",
         "plugin": "INT8 layers in our plugin",
-        "exact": "layers in 16 bits, with the weights that INT8 holds",
+        "exact": "16-bit layers with dequantised INT8 weights",
     }
     words = (kinds[record.attention] for record in denoisers), (of_layers[record.layers] for record in records.values())
     said = ", ".join(dict.fromkeys(text for part in words for text in part if text))
-    shared = f"; samples shared out among {', '.join(map(str, devices))}" if len(devices) > 1 else ""
+    shared = f"; samples shared by {', '.join(map(str, devices))}" if len(devices) > 1 else ""
     return LoadedBundle(folder, manifest, on_gpus, f"TensorRT {version}, {said}{shared}", scratches)
 
 
 def engine_component(path: Path, record: EngineRecord, component: ComponentRecord) -> Component:
-    """A TensorRT engine that lies beside no bundle yet, on the current GPU.
+    """Load a TensorRT engine outside of a bundle onto the current GPU.
 
     Args:
-        path: of the plan; record: what its build said of it; component: its signature.
+        path: path of the plan; record: record of the plan's build; component: its signature.
     Raises:
-        BackendUnavailable: there is no GPU, or TensorRT refuses the engine here.
+        BackendUnavailable: there is no GPU, or TensorRT refuses the engine.
     """
     from trtconvert.runtime.scratch import Scratch
     from trtconvert.runtime.tensorrt import TensorRTComponent
@@ -398,15 +393,15 @@ def engine_component(path: Path, record: EngineRecord, component: ComponentRecor
 def _is_cpu(device: str | int | torch.device) -> bool:
     try:
         return torch.device(device).type == "cpu"
-    except (RuntimeError, TypeError):  # torch knows no such device
+    except (RuntimeError, TypeError):  # not a device of torch
         return False
 
 
 def _gpu(device: str | int | torch.device | None) -> torch.device:
-    """A GPU with its index.
+    """Return a GPU with its index.
 
     Raises:
-        BackendUnavailable: torch sees no such GPU.
+        BackendUnavailable: torch does not see the GPU.
     """
     if not torch.cuda.is_available():
         raise BackendUnavailable(
@@ -417,7 +412,7 @@ def _gpu(device: str | int | torch.device | None) -> torch.device:
         )
     try:
         given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    except (RuntimeError, TypeError):  # torch knows no such device
+    except (RuntimeError, TypeError):  # not a device of torch
         given = torch.device("cpu")
     index = torch.cuda.current_device() if given.index is None else given.index
     if given.type != "cuda" or not 0 <= index < torch.cuda.device_count():
@@ -425,6 +420,6 @@ def _gpu(device: str | int | torch.device | None) -> torch.device:
             f"there is no GPU '{device}'",
             expected=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}",
             got=str(device),
-            remedy="give one of those as device",
+            remedy="pass one of these as device",
         )
     return torch.device("cuda", index)

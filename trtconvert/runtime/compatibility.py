@@ -1,4 +1,4 @@
-"""Whether an engine of a bundle runs on this machine, told from the manifest before TensorRT reads a byte of the plan."""
+"""Chooses the engine that runs on this machine by the manifest, before TensorRT reads a plan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _PORTABLE_SINCE = 80
 
 @dataclass(frozen=True)
 class Machine:
-    """What an engine would run on: the GPU's architecture like "sm90", the versions of TensorRT and the plugin library, and the
-    GPU's name and index."""
+    """The GPU's architecture such as "sm90", the versions of TensorRT and the plugin library, and the GPU's name and index."""
 
     architecture: str
     tensorrt: str
@@ -26,16 +25,15 @@ class Machine:
 
 
 def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine) -> EngineRecord:
-    """That of a component's TensorRT engines which runs here, the first of several; sooner one that was built on such a GPU.
+    """Return the first of a component's TensorRT engines that runs on this machine, preferably one built on this kind of GPU.
 
-    Warns where it was built on another GPU of the same architecture: TensorRT chose its kernels, and we the attention, by the
-    times on that one.
+    Warns if the engine was built on another GPU of the same architecture, whose times decided about kernels and attention.
 
     Args:
-        name: of the component.
-        records: at least one.
+        name: name of the component.
+        records: its engines, at least one.
     Raises:
-        BackendUnavailable: none does; says what each needs.
+        BackendUnavailable: no engine runs on this machine; the message has the requirements of each.
     """
     obstacles = [_obstacle(record, machine) for record in records]
     fitting = [record for record, obstacle in zip(records, obstacles, strict=True) if not obstacle]
@@ -46,8 +44,8 @@ def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine)
         best = next((record for record in fitting if record.gpu == machine.gpu), fitting[0])
         if best.gpu and machine.gpu and best.gpu != machine.gpu and not best.hardware_compatible:
             warn(
-                f"{best.file} was built and timed on {best.gpu}, this is {machine.gpu}: it computes the same, and may be slower "
-                f"than one that was built here; {compile_here}"
+                f"{best.file} was built and timed on {best.gpu}, but this is {machine.gpu}: results are the same, but an engine "
+                f"built here may be faster; {compile_here}"
             )
         return best
     raise BackendUnavailable(
@@ -61,7 +59,7 @@ def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine)
 
 
 def _obstacle(record: EngineRecord, machine: Machine) -> str:
-    """What the machine would have to be; empty where it is that."""
+    """Return what the engine needs and the machine lacks; empty if nothing."""
     portable = record.hardware_compatible and int(machine.architecture.removeprefix("sm")) >= _PORTABLE_SINCE
     if record.target != machine.architecture and not portable:
         return "a GPU of sm80 or newer" if record.hardware_compatible else f"a GPU of {record.target}"
@@ -71,7 +69,7 @@ def _obstacle(record: EngineRecord, machine: Machine) -> str:
             return f"TensorRT {record.library} or newer, {built[0]}.x"
     elif built != here:
         return f"TensorRT {record.library}"
-    # The plan brings its plugin along. What reads the bundle must be at least as new.
+    # The plan holds its plugin, but the library that reads the bundle must be at least as new.
     if record.plugin and version_numbers(machine.plugin) < version_numbers(record.plugin):
         return f"the plugin library {record.plugin} or newer"
     return ""

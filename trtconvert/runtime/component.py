@@ -1,4 +1,4 @@
-"""What a loaded component is, whatever runs it."""
+"""The interface of loaded components."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Component(Protocol):
     """A callable model of a loaded bundle.
 
     Attributes:
-        signature: what it takes and gives.
-        device: where it runs.
-        reuse: which steps it leaves out for who follows a trajectory, see `trtconvert.runtime.follow`; None for none.
+        signature: inputs and outputs.
+        device: the component's device.
+        reuse: skipped steps for callers that follow a trajectory, see `trtconvert.runtime.follow`; None if no step is skipped.
     """
 
     signature: Signature
@@ -33,63 +33,62 @@ class Component(Protocol):
 
     @property
     def weights_memory(self) -> int:
-        """Bytes of device memory that loading it took."""
+        """Device memory of the weights in bytes."""
         ...
 
     @property
     def graphs_memory(self) -> int:
-        """Bytes of device memory that recorded calls have to themselves."""
+        """Device memory of CUDA graphs in bytes."""
         ...
 
     @property
     def graphs_recorded(self) -> int:
-        """Calls that were recorded, on the streams that are kept now."""
+        """Number of recorded CUDA graphs, on the streams that are kept now."""
         ...
 
     @property
     def caches_memory(self) -> int:
-        """Bytes of device memory of what layers that quantise deltas keep from step to step."""
+        """Device memory of MoDiff caches in bytes."""
         ...
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """The output, or a tuple of several, for the inputs of the signature by position or by name."""
+        """Return the output, or a tuple of outputs, for the signature's inputs by position or by name."""
         ...
 
     def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
-        """As `__call__`, with the caches of a trajectory; None for the component's own."""
+        """Call with the caches of a trajectory; None for the component's own."""
         ...
 
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
-        """All samples begin anew in the next call, where layers quantise deltas from step to step. They do so by themselves
-        where the batch is another, or timesteps go back to more noise."""
+        """Reset MoDiff caches in the next call. Caches also reset if the batch changes, or timesteps go back to more noise."""
         ...
 
     def apart(self) -> Apart:
-        """The component with caches of its own, for other samples between those of its calls."""
+        """Return the component with its own caches, for other samples between its calls."""
         ...
 
     def check_caches(self) -> None:
-        """Raises UserError where NaN or Inf is in a cache of the component's own. Waits for the GPU."""
+        """Raise UserError if a cache of the component's own holds NaN or Inf. Waits for the GPU."""
         ...
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
-        """Replace weights, where that can be done, by their names in the state dict; how many of the engine's were replaced."""
+        """Replace weights by their names in the state dict, and return the number of replaced weights of the engine."""
         ...
 
     def set_loras(self, loras: Loras) -> int:
-        """LoRA files and their scales, instead of those before, where that can be done; how many weights were replaced."""
+        """Set LoRA files and their scales in place of the previous ones, and return the number of replaced weights."""
         ...
 
     def close(self) -> None:
-        """Let go of it and of its memory. Further calls are refused."""
+        """Free the component's memory. Further calls are refused."""
         ...
 
 
 def was_closed() -> UserError:
-    """The error of a call after `close`."""
+    """Return the error for a call after `close`."""
     return UserError(
         "the component was closed",
-        expected="a bundle that is open",
+        expected="an open bundle",
         got="a call after close() or after its `with` block",
         remedy="load the bundle again",
     )

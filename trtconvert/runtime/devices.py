@@ -1,4 +1,4 @@
-"""A denoiser on several devices: the samples of a call are shared out, and the parts run at the same time."""
+"""Runs a denoiser on several devices, which share the samples of each call."""
 
 from __future__ import annotations
 
@@ -24,31 +24,29 @@ if TYPE_CHECKING:
 
 
 _KNOWN_CALLS = 256
-"""Combinations of shapes and types whose checks are remembered."""
+"""Number of combinations of shapes and types whose checks are remembered."""
 
 
 class DataParallel:
     """A component with a session on each of several devices.
 
-    A call's samples are cut into parts in their order, of sizes that differ by one at most, each for one device; with fewer
-    samples than devices the rest idle. Of a call with both halves of guidance on two devices each has one half. Where a part
-    goes follows from the number of samples alone, so that what layers keep from step to step stays with its samples; where
-    that number changes, all samples begin anew.
+    The samples of a call are split in order into one part per device, with sizes that differ by one at most; with fewer samples
+    than devices, some devices idle. On two devices, each gets one half of a guided call. The split depends on the number of
+    samples alone, so that MoDiff caches stay with their samples; if the number changes, caches reset.
 
-    Inputs go from device to device, on the caller's current stream, and outputs back; the joined output lies where the first
-    input lies, and is ready in the order of the caller's current stream there. Each device but the first has a host thread of
-    its own, and a stream for each of the caller's. A call cannot be recorded into a CUDA graph of the caller's; each session
-    records its own.
+    Inputs are copied to the devices, and outputs back, in the order of the caller's current stream. The joined output lies on the
+    device of the first input. Each device but the first has its own host thread, and a stream for each of the caller's streams. A
+    call cannot be captured into the caller's CUDA graph; each session captures its own graphs.
 
     Args:
         parts: the component on each device, at least two.
 
     Attributes:
-        signature: of all together: as many samples as all take.
-        device: the first.
+        signature: signature of all devices together.
+        device: the first device.
 
     Raises:
-        UserError: the component takes a fixed number of samples, which cannot be shared out.
+        UserError: the component takes a fixed number of samples.
     """
 
     reuse: Reuse | None = None
@@ -58,10 +56,10 @@ class DataParallel:
         batch = component.inputs[0].shape[0]
         if not isinstance(batch, str):
             raise UserError(
-                "the denoiser's batch cannot be shared out among devices",
-                expected="a model with any number of samples in a call",
-                got=f"one of exactly {batch}",
-                remedy="load it on one device, or convert it with a batch that may vary",
+                "devices cannot share the denoiser's batch",
+                expected="a model for any number of samples",
+                got=f"a model for exactly {batch}",
+                remedy="load the bundle on one device, or convert the model with a range for the batch",
             )
         self._parts, self._batch = list(parts), batch
         self._rows = [
@@ -69,7 +67,7 @@ class DataParallel:
             for spec in component.inputs
         ]
         self._dims = {spec.shape[0] for spec, own in zip(component.inputs, self._rows, strict=True) if own}
-        # As many samples as some of the devices take together: of an engine for exactly four samples, two take no six.
+        # The samples that some of the devices take together: two engines for exactly four samples do not take six.
         together = [
             _together(profile, self._dims, devices)
             for devices in range(1, len(parts) + 1)
@@ -77,11 +75,11 @@ class DataParallel:
         ]
         self.signature = Signature(component, together)
         self.device = parts[0].device
-        # Of the other devices, by the caller's on the first.
+        # Streams of the other devices, by the caller's stream on the first.
         self._streams: dict[int, list[torch.cuda.Stream | None]] = {}
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"trtconvert-{part.device}") for part in parts[1:]
-        ]  # one each: what is handed over runs in order
+        ]  # one thread each, so that work runs in order
         self._own = Trajectory()
         self._last: WeakKeyDictionary[Trajectory, int] = WeakKeyDictionary()  # samples of the last call
         self._known: dict[tuple, list[int]] = {}  # by shapes and types
@@ -106,25 +104,26 @@ class DataParallel:
         return sum(part.caches_memory for part in self._parts)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """
+        """Run the component on all devices.
+
         Raises:
-            UserError: see the component, of all samples or of a part; or parts of such sizes fit no profile of their devices.
-            BackendUnavailable: see the component. What fails on one device is told with its name, once the others are done.
+            UserError: see the component; or the parts fit no profile of their devices.
+            BackendUnavailable: see the component. An error names its device, and is raised after the other devices are done.
         """
         return self.call(None, inputs, named)
 
     def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
-        """As `__call__`, with the caches of a trajectory; None for the component's own."""
+        """Call with the caches of a trajectory; None for the component's own."""
         tensors = self.signature.ordered(inputs, named)
         counts = self._counts_of(tensors)
         if self.signature.watch is not None:
             self.signature.watch(tensors)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UserError(
-                "a component on several devices cannot be recorded into a CUDA graph",
-                expected="plain calls: each device's session records graphs of its own",
-                got="a recording",
-                remedy="call it outside of torch.cuda.graph, or load the bundle on one device",
+                "a component on several devices cannot be captured into a CUDA graph",
+                expected="plain calls: each device's session captures its own graphs",
+                got="a capture",
+                remedy="call the component outside of torch.cuda.graph, or load the bundle on one device",
             )
         own, whole = trajectory or self._own, sum(counts)
         if self._last.setdefault(own, whole) != whole:
@@ -133,14 +132,10 @@ class DataParallel:
         return self._joined(tensors, counts, trajectory)
 
     def _counts_of(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Samples for each device that gets some, of inputs that are checked once for all of such shapes and types.
-
-        Raises:
-            UserError: see `__call__`.
-        """
+        """Check inputs, once per shapes and types, and return the number of samples of each device that gets some."""
         try:
             return self._known[tuple([(x.shape, x.dtype, x.layout) for x in tensors])]
-        except (KeyError, AttributeError, TypeError):  # never seen, or no tensor at all
+        except (KeyError, AttributeError, TypeError):  # not seen before, or not a tensor
             _, sizes = self.signature.check(tensors)
         if len(self._known) >= _KNOWN_CALLS:
             self._known.clear()
@@ -148,10 +143,10 @@ class DataParallel:
         return counts
 
     def _share_out(self, sizes: Mapping[str, int]) -> list[int]:
-        """Samples for each device that gets some: for as many of the first devices as there can be.
+        """Return the number of samples of each device, for as many devices as possible.
 
         Raises:
-            UserError: no parts fit the profiles of their devices.
+            UserError: no split fits the profiles of the devices.
         """
         count = sizes[self._batch]
         for devices in range(min(len(self._parts), count), 0, -1):
@@ -165,14 +160,14 @@ class DataParallel:
             for low, high in [_widest(part.signature.profiles, self._batch)]
         )
         raise UserError(
-            f"{count} samples cannot be shared out among the devices",
-            expected=f"parts that differ by one sample at most, of {listed}",
+            f"the devices cannot share {count} samples",
+            expected=f"parts that differ by one sample at most: {listed}",
             got=str(count),
-            remedy="call it with another number of samples, or build with a wider range of engine.shapes",
+            remedy="call the component with another number of samples, or build with a wider range of engine.shapes",
         )
 
     def _fits(self, part: Component, sizes: Mapping[str, int], count: int) -> bool:
-        """Whether an engine has a profile for so many of the samples."""
+        """Return whether an engine has a profile for `count` of the samples."""
         whole = sizes[self._batch]
         own = {name: size * count // whole if name in self._dims else size for name, size in sizes.items()}
         return any(
@@ -181,12 +176,12 @@ class DataParallel:
         )
 
     def _streams_here(self) -> list[torch.cuda.Stream | None]:
-        """A stream on each device for calls on the current one of the first device; None for that, and for the CPU."""
+        """Return a stream on each device for the caller's current stream; None for the first device, and for the CPU."""
         if self.device.type != "cuda":
             return [None] * len(self._parts)
         here = torch.cuda.current_stream(self.device).cuda_stream
         if (streams := self._streams.get(here)) is None:
-            # Of several threads on one stream the first one's are taken.
+            # `setdefault`: other threads may call on the same stream.
             streams = self._streams.setdefault(here, [None, *(torch.cuda.Stream(p.device) for p in self._parts[1:])])
         return streams
 
@@ -200,16 +195,16 @@ class DataParallel:
             for start, count in zip(starts, counts, strict=True)
         ]
         streams, first = self._streams_here(), tensors[0].device
-        moved = list[tuple[Tensor, ...]]()  # all of them, before anything runs that would have to be waited for
+        moved = list[tuple[Tensor, ...]]()  # all copies are enqueued before any part runs
         for part, stream, inputs in zip(self._parts[1:], streams[1:], cut[1:], strict=False):
             with _on(stream, part.device), _naming(part):
-                # In the order of the caller's stream, where the inputs are made, and of the one on the other device.
-                # From pinned memory nothing is read once the call has returned.
+                # In the order of the caller's stream and of the other device's. Copies from the CPU block, so that the caller
+                # may overwrite pinned memory after the call.
                 moved.append(tuple([x.to(part.device, non_blocking=x.is_cuda) for x in inputs]))
         further = zip(self._threads, self._parts[1:], streams[1:], moved, strict=False)
         try:
             running = [thread.submit(_run, part, stream, trajectory, of) for thread, part, stream, of in further]
-        except RuntimeError:  # of a pool that was shut down
+        except RuntimeError:  # the pool was shut down
             raise was_closed() from None
         calls = [partial(_run, self._parts[0], None, trajectory, tuple(cut[0])), *(future.result for future in running)]
         outputs, failed = list[tuple[Tensor, ...]](), list[tuple[Component, BaseException]]()
@@ -217,10 +212,10 @@ class DataParallel:
             try:
                 found = result()
                 outputs.append(found if isinstance(found, tuple) else (found,))
-            except BaseException as error:  # the others use what the caller frees
+            except BaseException as error:  # raised after the other devices are done with the caller's tensors
                 failed.append((part, error))
         if failed:
-            wait(running)  # for those that a signal kept from being waited for, too
+            wait(running)  # a signal may have interrupted `result`
             raise _named(*failed[0])
         joined = [
             torch.empty((x.shape[0] // counts[0] * whole, *x.shape[1:]), dtype=x.dtype, device=first)
@@ -234,30 +229,30 @@ class DataParallel:
         return joined[0] if len(joined) == 1 else tuple(joined)
 
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
-        """All samples begin anew in the next call, on every device."""
+        """Reset MoDiff caches on every device."""
         for part in self._parts:
             part.reset_cache(trajectory)
 
     def apart(self) -> Apart:
-        """The component with caches of its own, for other samples between those of its calls."""
+        """Return the component with its own caches, for other samples between its calls."""
         return Apart(self)
 
     def check_caches(self) -> None:
-        """Waits for the GPUs.
+        """Check the component's own caches. Waits for the GPUs.
 
         Raises:
-            UserError: NaN or Inf is in a cache, of the component's own calls.
+            UserError: a cache holds NaN or Inf.
         """
         for part, stream in zip(self._parts, self._streams_here(), strict=True):
             with _on(stream, part.device), _naming(part):
                 part.check_caches()
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
-        """Replace weights on every device; how many of an engine's were replaced.
+        """Replace weights on every device, and return the number of replaced weights of an engine.
 
         Raises:
-            UserError: see the component; nothing was replaced.
-            BackendUnavailable: TensorRT failed half way, and the component is closed: load the bundle again.
+            UserError: see the component; no weight was replaced.
+            BackendUnavailable: TensorRT failed half way, and the component was closed; load the bundle again.
         """
         return self._on_all(lambda part: part.refit(weights))
 
@@ -266,7 +261,7 @@ class DataParallel:
         return self._on_all(lambda part: part.set_loras(loras))
 
     def _on_all(self, change: Callable[[Component], int]) -> int:
-        # First those that may refuse: the same weights fit all engines or none.
+        # Engines that may refuse come first; refittable engines all take the same weights.
         ordered = sorted(self._parts, key=lambda part: getattr(getattr(part, "record", None), "refittable", False))
         counts = list[int]()
         for part in ordered:
@@ -274,16 +269,16 @@ class DataParallel:
                 with _naming(part):
                     counts.append(change(part))
             except BaseException:
-                if counts:  # engines with other weights than each other would give samples that nobody wants
+                if counts:  # the engines have different weights now
                     self.close()
                 raise
         return counts[0]
 
     def close(self) -> None:
-        """Wait for what is running, and let go of all sessions. Further calls are refused."""
+        """Wait for running calls and close all sessions. Further calls are refused."""
         for thread in self._threads:
             thread.shutdown(wait=True)
-        with ExitStack() as closing:  # all of them, whatever one says
+        with ExitStack() as closing:  # closes all of them, even if one raises
             for part in self._parts:
                 closing.callback(part.close)
 
@@ -297,7 +292,7 @@ def _run(
 
 @contextmanager
 def _on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None]:
-    """On a stream, behind what the caller's current stream on a device has, and before what it gets."""
+    """Run the block on a stream, after the current work of the caller's stream on a device, and before its later work."""
     if stream is None:
         yield
         return
@@ -311,7 +306,7 @@ def _on(stream: torch.cuda.Stream | None, device: torch.device) -> Iterator[None
 
 
 def _together(profile: Ranges, dims: Collection[int | str], devices: int) -> dict[str, tuple[int, int, int]]:
-    """A profile with the samples of so many devices."""
+    """Return a profile for the samples of several devices."""
     return {
         name: (low * devices, opt * devices, high * devices) if name in dims else (low, opt, high)
         for name, (low, opt, high) in profile.items()
@@ -324,7 +319,7 @@ def _widest(profiles: Sequence[Ranges], dim: str) -> tuple[int, int]:
 
 @contextmanager
 def _naming(part: Component) -> Iterator[None]:
-    """What fails in the block is told with the component's device."""
+    """Add the component's device to errors of the block."""
     try:
         yield
     except Exception as error:
@@ -332,7 +327,7 @@ def _naming(part: Component) -> Iterator[None]:
 
 
 def _named(part: Component, error: BaseException) -> BaseException:
-    """An error with the device that it is of."""
+    """Return an error with the component's device in its message."""
     if isinstance(error, (UserError, BackendUnavailable)):
         made: TrtconvertError = type(error)(
             f"on {part.device}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
@@ -346,18 +341,18 @@ def _named(part: Component, error: BaseException) -> BaseException:
 def parse_devices(
     device: str | int | torch.device | None, devices: Sequence[str | int | torch.device] | None
 ) -> list[str | int | torch.device | None]:
-    """The devices of a bundle, the first of which has its other components.
+    """Return the devices of a bundle.
 
     Raises:
-        UserError: device and devices were given; several as device; none of them, one that is none, a GPU twice, or GPUs beside
-            the CPU.
+        UserError: both arguments were given, `device` holds several devices, or `devices` is empty, names an unknown device, a
+            GPU twice, or GPUs and the CPU.
     """
     if devices is None:
         if isinstance(device, str) or not isinstance(device, Collection):
             return [device]
         raise UserError(
-            "a bundle is loaded with several devices in the place of one",
-            expected='one, such as device="cuda:0"; several are devices=["cuda:0", "cuda:1"]',
+            "the argument device takes a single device",
+            expected='one device, such as device="cuda:0"; or several, as devices=["cuda:0", "cuda:1"]',
             got=f"device={device!r}",
             remedy="correct the argument device",
         )
@@ -365,15 +360,15 @@ def parse_devices(
     def refused(problem: str, got: object) -> UserError:
         return UserError(
             problem,
-            expected='different GPUs, such as devices=["cuda:0", "cuda:1"]; "cpu" may be there several times, to try it',
+            expected='different GPUs, such as devices=["cuda:0", "cuda:1"]; for trials "cpu" may be given several times',
             got=str(got),
             remedy="correct the argument devices, or the option --devices",
         )
 
     if device is not None:
-        raise refused("a bundle is loaded with device or with devices", f"device={device!r} and devices={devices!r}")
+        raise refused("device and devices exclude each other", f"device={device!r} and devices={devices!r}")
     if not isinstance(devices, Sequence) or isinstance(devices, (str, bytes)) or not devices:
-        raise refused("devices are a list of one or more", repr(devices))
+        raise refused("devices must be a list of one or more devices", repr(devices))
     found = list[torch.device]()
     for given in devices:
         try:
@@ -384,8 +379,8 @@ def parse_devices(
             one = torch.device("cuda", torch.cuda.current_device())
         found.append(one)
     if len({one.type for one in found}) > 1:
-        raise refused("a bundle runs on GPUs or on the CPU", list(devices))
+        raise refused("devices must be all GPUs or all the CPU", list(devices))
     if found[0].type != "cpu" and len(set(found)) < len(found):
         twice = next(one for one in found if found.count(one) > 1)
-        raise refused(f"the device {twice} is there twice", list(devices))
+        raise refused(f"the device {twice} was given twice", list(devices))
     return list(found)

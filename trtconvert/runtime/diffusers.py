@@ -1,6 +1,6 @@
-"""A bundle's components in the place of a diffusers pipeline's models: `pipe.transformer = bundle.as_diffusers()`.
+"""Drop-in replacements of a diffusers pipeline's models: `pipe.transformer = bundle.as_diffusers()`.
 
-diffusers is imported when one is made, not with this module.
+Making a drop-in imports diffusers; importing this module does not.
 """
 
 from __future__ import annotations
@@ -37,55 +37,55 @@ if TYPE_CHECKING:
     from trtconvert.runtime.loras import Loras
 
 PACKING = ("return_dict", "generator")
-"""Parameters that change no arithmetic: how results are packed, and randomness that a text encoder or a VAE does not draw."""
+"""Parameters that do not change the arithmetic: the form of results, and the randomness of sampling."""
 
 
 _ADVICE = (
     (
         r"encode|_encode",
-        "a use of its encoder, which the bundle does not hold",
+        "a call of the encoder, which the bundle does not hold",
         "add vae_encoder to components in the recipe and build again: `components: {all: {}, vae_encoder: {}}`; or give the "
         "pipeline a VAE of torch: bundle.pipeline(vae=…)",
     ),
     (
         r"(enable|disable|use)_.*(tiling|slicing)",
-        "a wish to work piece by piece: an engine takes whole images, of the sizes that it was built for",
-        "leave it out, for the engine's memory is planned for its sizes; for larger images build with them in "
-        "model.options.height and width, or give the pipeline a VAE of torch, which can work in tiles: bundle.pipeline(vae=…)",
+        "tiling or slicing; an engine takes whole images, of the sizes that it was built for",
+        "leave the setting out: the engine's memory is planned for its sizes; for larger images build with larger "
+        "model.options.height and width, or give the pipeline a VAE of torch, which can tile: bundle.pipeline(vae=…)",
     ),
     (
         r".*(lora|adapter|peft).*",
-        "a LoRA for a model without weights of its own",
-        "give LoRAs in the recipe's section loras and build again; an engine that was built with engine.refittable: true takes "
-        "them by set_loras",
+        "a LoRA for a model without torch weights",
+        "add the LoRAs to the recipe's section loras and build again; an engine that was built with engine.refittable: true "
+        "takes LoRAs by set_loras",
     ),
     (
         r".*attn_processors?|set_.*attention.*|.*qkv.*",
-        "a change of its attention, which is part of the engine",
-        "leave it out: the engine has kernels of its own; where a pipeline changes attention while it draws, as for perturbed "
-        "attention guidance, keep the model as it is",
+        "a change of the attention, which is part of the engine",
+        "leave the change out: the engine has its own kernels; for pipelines that change attention while they draw, such as "
+        "perturbed attention guidance, keep the original model",
     ),
 )
-"""What pipelines ask of their models beside calling them: pattern of the name, what that is, and what to do instead."""
+"""Attributes that pipelines use beside calls: pattern of the name, meaning, and remedy."""
 
 
 class NotConverted(UserError, AttributeError):
-    """What a model had, and its converted one has not. `hasattr` and `getattr` with a default take it for what it is."""
+    """The converted model lacks an attribute of the original. An AttributeError too, for `hasattr` and `getattr`."""
 
 
 class NotPicklable(UserError, PicklingError):
-    """What stands for a model runs on an engine, which cannot leave its process."""
+    """A converted model runs on an engine, which cannot leave its process."""
 
 
 class _DropIn(nn.Module):
-    """What a pipeline needs of any of its models: `config`, `dtype`, `device`.
+    """The attributes that a pipeline needs of any model: `config`, `dtype`, `device`.
 
-    It has no weights, so a pipeline's `to()` leaves it where it is.
+    There are no weights, so that a pipeline's `to()` does not move a drop-in.
 
     Args:
-        record: how the pipeline calls the model.
-        dtype: the type that the pipeline should prepare its tensors in.
-        device: where the component runs.
+        record: the calls of the pipeline.
+        dtype: type of the tensors that the pipeline prepares.
+        device: device of the component.
     """
 
     def __init__(self, record: DiffusersRecord, dtype: torch.dtype, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class _DropIn(nn.Module):
         except ImportError as error:
             raise BackendUnavailable(
                 "diffusers is not installed",
-                expected="the library whose pipeline the model goes into",
+                expected="the library of the pipeline",
                 got=str(error),
                 remedy="pip install 'trtconvert[diffusers]'",
             ) from error
@@ -106,7 +106,7 @@ class _DropIn(nn.Module):
         self._record = record
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """One without elements: pipelines, and accelerate's hooks, read a model's type and device off the first."""
+        """Yield an empty parameter: pipelines, and accelerate's hooks, read a model's type and device from the first."""
         yield nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), requires_grad=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -114,15 +114,15 @@ class _DropIn(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             otherwise = (
-                "a use of the model itself: it runs as it was converted",
-                "leave it out; or do it to the pipeline's own model, save that, and build a bundle of it",
+                "a use of the original model",
+                "leave it out; or apply it to the pipeline's own model, save that model, and build a bundle of it",
             )
             got, remedy = next(
                 ((got, remedy) for pattern, got, remedy in _ADVICE if re.fullmatch(pattern, name)), otherwise
             )
             error = NotConverted(
                 f"the converted {self._record.model} has no '{name}'",
-                expected="a pipeline that calls its model, and reads its configuration, type and device",
+                expected="a pipeline that calls the model, and reads its configuration, type and device",
                 got=got,
                 remedy=remedy,
             )
@@ -130,15 +130,12 @@ class _DropIn(nn.Module):
             raise error from None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """
-        Raises:
-            NotPicklable: always; `copy` has a way of its own.
-        """
+        """Raise NotPicklable. `copy` uses `__copy__`."""
         raise NotPicklable(
             f"the converted {self._record.model} cannot be pickled",
-            expected="a bundle's folder, which a process opens for itself",
-            got="an engine or a session, which belong to this process",
-            remedy="give the other process the bundle's path, and call trtconvert.runtime.load(path).as_diffusers() in it",
+            expected="the path of the bundle, from which each process loads its own engine",
+            got="an engine or a session of this process",
+            remedy="pass the bundle's path to the other process, and call trtconvert.runtime.load(path).as_diffusers() there",
         )
 
     def __copy__(self) -> _DropIn:
@@ -147,36 +144,32 @@ class _DropIn(nn.Module):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DropIn:
-        """Another one on the same component: engines and sessions are not copied, and closing the bundle closes it for both."""
+        """Copy the drop-in but not its engine or session: closing the bundle closes both."""
         made = copy.copy(self)
         made.config = copy.deepcopy(self.config, memo)
         return made
 
 
 def refuse_misplaced(model: Any, name: str) -> None:
-    """
+    """Check the place of a drop-in in a pipeline.
+
     Args:
-        model: a part of a pipeline; name: that it has there.
+        model: a part of a pipeline; name: its place there.
     Raises:
-        UserError: it stands for another part, as a bundle of Wan 2.2's `transformer_2` in the place of its `transformer`: both
-            take and give the same, and draw noise.
+        UserError: the drop-in replaces another part, such as Wan 2.2's `transformer_2` in the place of `transformer`: both have
+            the same signature, and the wrong one draws noise.
     """
     if isinstance(model, _DropIn) and (own := model._record.component) != name:
         raise UserError(
             f"the pipeline has the converted {own} as its {name}",
-            expected=f"a bundle of its {name}, whose weights others are not",
-            got=f"one of {own}, by its manifest",
-            remedy=f"put it into the place of {own}; a bundle of the other is built with `denoiser: {name}` in model.options",
+            expected=f"a bundle of the {name}",
+            got=f"a bundle of the {own}, by its manifest",
+            remedy=f"assign the bundle to {own}; build one of the {name} with `denoiser: {name}` in model.options",
         )
 
 
 def _refuse_misplaced_caller(called: _Denoising, own: str) -> None:
-    """
-    Args:
-        called: what the pipeline calls, on this thread's stack; own: the part that it stands for.
-    Raises:
-        UserError: see `refuse_misplaced`. What is not called by a pipeline of diffusers with such a part passes.
-    """
+    """Call `refuse_misplaced` for the diffusers pipeline on this thread's stack, if the stack has one with the part `own`."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     frame = sys._getframe()
@@ -192,41 +185,37 @@ def _refuse_misplaced_caller(called: _Denoising, own: str) -> None:
 
 
 class _Parameters:
-    """The parameters of the method that a drop-in stands for.
-
-    Args:
-        record: how the pipeline calls it.
-    """
+    """The parameters of the method that a drop-in replaces."""
 
     def __init__(self, record: DiffusersRecord) -> None:
         self._record = record
         self.signature = inspect.Signature([_parameter(name) for name in record.parameters])
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that seems to have these parameters."""
-        seeming = partial(function)
-        seeming.__signature__ = self.signature  # type: ignore[attr-defined]
-        return seeming
+        """Wrap a function so that `inspect` sees these parameters."""
+        wrapped = partial(function)
+        wrapped.__signature__ = self.signature  # type: ignore[attr-defined]
+        return wrapped
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by parameter.
+        """Return the arguments of a call by parameter.
 
         Raises:
-            UserError: the method has no such parameters.
+            UserError: the method does not have these parameters.
         """
         try:
             return flat_arguments(self.signature.bind(*args, **kwargs))
         except TypeError as error:
             raise UserError(
-                f"the converted model is called otherwise than {self._record.model}",
+                f"the call of the converted model does not fit {self._record.model}",
                 expected=", ".join(self._record.parameters),
                 got=str(error),
-                remedy="use a diffusers version whose pipeline calls the model as the one that converted it did",
+                remedy="use the diffusers version of the conversion",
             ) from error
 
 
 def _parameter(name: str) -> inspect.Parameter:
-    """A parameter as the record names it, see `trtconvert.runtime.arguments.parameters_of`."""
+    """Make the parameter of a name by `trtconvert.runtime.arguments.parameters_of`."""
     if name.startswith("*"):
         kind = inspect.Parameter.VAR_KEYWORD if name.startswith("**") else inspect.Parameter.VAR_POSITIONAL
         return inspect.Parameter(name.lstrip("*"), kind)
@@ -234,14 +223,15 @@ def _parameter(name: str) -> inspect.Parameter:
 
 
 class DiffusersDenoiser(_DropIn):
-    """A pipeline's `unet` or `transformer`: forward with the model's parameters; the output has the type and the device of what
-    is denoised. Where the denoiser applies guidance inside, nothing is computed before the pipeline adds up both halves, see
-    `trtconvert.runtime.halves`.
+    """Replaces a pipeline's `unet` or `transformer`, with the forward parameters of the model.
+
+    The output has the type and the device of the noisy sample. If the denoiser applies guidance inside, the engine runs when the
+    pipeline adds both halves, see `trtconvert.runtime.halves`.
 
     Args:
-        denoiser: takes named tensors and gives the prediction.
-        timestep_input: the name of the timestep among them, which it takes as [B] FP32.
-        of_samples: the names of those that have an entry for each sample; one that a caller gives for all is repeated.
+        denoiser: takes named tensors and returns the prediction.
+        timestep_input: name of the timestep among the tensors, [B] FP32.
+        of_samples: names of tensors with a row for each sample; a single row is repeated.
         record, dtype, device: see `_DropIn`.
     """
 
@@ -264,12 +254,11 @@ class DiffusersDenoiser(_DropIn):
             self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
 
     is_cache_enabled = False
-    """Whether one of diffusers' caches of steps is in the model, which some pipelines ask."""
+    """Whether the model uses one of diffusers' caches of steps; read by some pipelines."""
 
     @contextmanager
     def cache_context(self, name: str | None = None, *_: object, **__: object) -> Iterator[None]:
-        """Pipelines name the conditional and the unconditional call: each has caches of its own, where layers quantise deltas
-        from step to step."""
+        """Name the conditional or unconditional call, as pipelines do: each name has its own MoDiff caches."""
         before, self._called.context = self._called.context, name
         try:
             yield
@@ -277,24 +266,24 @@ class DiffusersDenoiser(_DropIn):
             self._called.context = before
 
     def follow(self, scheduler: Any) -> None:
-        """Leave out the steps that the bundle's schedule leaves out, where it has one. `LoadedBundle.pipeline` and
-        `trtconvert.optimize` do this by themselves.
+        """Skip the steps that the bundle's schedule skips, if it has one. `LoadedBundle.pipeline` and `trtconvert.optimize` call
+        this.
 
         Args:
-            scheduler: of the pipeline that this model is in, which knows its timesteps.
+            scheduler: scheduler of the pipeline, with its timesteps.
         """
         self._called.follow(scheduler)
 
     def reset_cache(self) -> None:
-        """All samples begin anew in the next call, where layers quantise deltas. They do so by themselves at the first step of
-        an image, which has more noise than the last step of the one before."""
+        """Reset MoDiff caches in the next call. Caches also reset at the first step of an image, which has more noise than the
+        last step of the image before."""
         self._called.reset_cache()
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
-        """Replace weights of the engine by those of a model like the one that it was made of, see `TensorRTComponent.refit`.
+        """Replace weights of the engine by those of a fine-tuned model, see `TensorRTComponent.refit`.
 
         Args:
-            weights: the model's state dict, some or all of it, or a safetensors file of it.
+            weights: the model's state dict or a part of it, or a safetensors file.
         """
         from trtconvert.runtime.refit import read_weights
 
@@ -302,24 +291,19 @@ class DiffusersDenoiser(_DropIn):
         return self._denoiser.refit({f"{self._record.component}.{name}": x for name, x in state.items()})
 
     def set_loras(self, loras: Loras) -> int:
-        """LoRA files and their scales, see `TensorRTComponent.set_loras`."""
+        """Set LoRA files and their scales, see `TensorRTComponent.set_loras`."""
         return self._denoiser.set_loras(loras)
 
 
 def follow_scheduler(model: Any, pipe: Any) -> None:
-    """Let a model in a pipeline leave out the steps that its bundle leaves out, where it is a denoiser and the pipeline has a
-    scheduler."""
+    """Let a denoiser in a pipeline with a scheduler skip the steps that its bundle skips."""
     if isinstance(model, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
         model.follow(pipe.scheduler)
 
 
 class _Denoising:
-    """What a denoiser's `forward` does. It knows nothing of the drop-in that has it: what refers to itself would keep an engine
-    on the GPU until Python looks for such rings.
-
-    Args:
-        denoiser, record, timestep_input, of_samples: see `DiffusersDenoiser`.
-    """
+    """The `forward` of `DiffusersDenoiser`, without a reference to the drop-in: a cycle would keep the engine on the GPU until
+    the garbage collector runs. For arguments see `DiffusersDenoiser`."""
 
     def __init__(
         self,
@@ -363,7 +347,7 @@ class _Denoising:
         return self._steps.prediction(self.context, denoiser, named)
 
     def _in_context(self) -> Callable[..., Tensor]:
-        """The denoiser with the caches of the context that a pipeline calls it in."""
+        """Return the denoiser with the caches of the current context."""
         if self.context is None:
             return self._denoiser
         if self.context not in self._contexts:
@@ -371,12 +355,13 @@ class _Denoising:
         return self._contexts[self.context]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Predict.
+
         Raises:
-            UserError: the arguments are not those that the denoiser was converted for, or outside its engine's profiles; or the
-                pipeline has it in the place of another denoiser.
+            UserError: the arguments differ from the conversion's or lie outside the engine's profiles, or the pipeline uses this
+                denoiser in the place of another.
         """
-        if not self._is_placed:  # once: frames keep what is read of them
+        if not self._is_placed:  # once: reading a frame's locals keeps them alive
             _refuse_misplaced_caller(self, self._record.component)
             self._is_placed = True
         arguments = self.parameters.bound(args, kwargs)
@@ -389,15 +374,14 @@ class _Denoising:
         if timestep.numel() not in (1, batch):
             raise UserError(
                 f"the converted {self._record.model} cannot take these values of '{self._timestep}'",
-                expected=f"one for all samples, or one for each of {batch}",
+                expected=f"one value for all samples, or one for each of {batch}",
                 got=f"{timestep.numel()}, a tensor of shape {list(timestep.shape)}",
-                remedy="use the pipeline that was converted, or build a bundle of the pipeline that passes timesteps of tokens "
-                "or frames",
+                remedy="use the converted pipeline, or build a bundle of this one, which passes timesteps of tokens or frames",
             )
         named[self._timestep] = timestep.reshape(-1).expand(batch)
         for name in self._shares:
             named[name] = named[name].to(sample.device)
-        for name in self._of_samples & named.keys():  # which torch's operators would repeat
+        for name in self._of_samples & named.keys():  # torch's operators would repeat them
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
         if self._steps is not None:
@@ -415,11 +399,12 @@ class _Denoising:
 
 
 class DiffusersTextEncoder(_DropIn):
-    """A pipeline's text encoder: forward with the model's parameters. What the pipeline did not look into when it was converted
-    comes back as `UnusedResult`.
+    """Replaces a pipeline's text encoder, with the forward parameters of the model.
+
+    Results that the pipeline did not read during the conversion are `UnusedResult`s.
 
     Args:
-        component: takes named tensors; signature: of it.
+        component: takes named tensors; signature: record of the component.
         dtype, device: see `_DropIn`.
     """
 
@@ -433,10 +418,10 @@ class DiffusersTextEncoder(_DropIn):
 
 
 class DiffusersAutoencoder(_DropIn):
-    """A pipeline's `vae`: `decode`, and `encode` where the bundle has both.
+    """Replaces a pipeline's `vae`, with `decode`, and `encode` if the bundle has an encoder.
 
     Args:
-        halves: by method, the component that takes named tensors, and its signature; "decode" at least.
+        halves: component and record by method; "decode" at least.
         dtype, device: see `_DropIn`.
     """
 
@@ -456,11 +441,7 @@ class DiffusersAutoencoder(_DropIn):
 
 
 class _Method:
-    """A method of a model, by a component.
-
-    Args:
-        component: takes named tensors and gives its outputs; signature: of it.
-    """
+    """A method of a model that runs a component."""
 
     def __init__(self, component: Callable[..., Any], signature: ComponentRecord) -> None:
         assert signature.diffusers is not None
@@ -469,13 +450,14 @@ class _Method:
         self.parameters = _Parameters(self._record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Run the component.
+
         Raises:
-            UserError: the arguments are not those that the model was converted for, or outside its engine's profiles.
+            UserError: the arguments differ from the conversion's or lie outside the engine's profiles.
         """
         arguments = self.parameters.bound(args, kwargs)
         return_dict, _ = (arguments.pop(name, True) for name in PACKING)
-        if self._record.method == "forward":  # transformers takes None as yes, diffusers as no
+        if self._record.method == "forward":  # None means True in transformers, and False in diffusers
             return_dict = return_dict is None or return_dict
         named = _as_engines_take(tensors_of(self._record.arguments, arguments))
         outputs = self._component(**named)
@@ -504,42 +486,40 @@ class _Method:
 
 
 def _part_without_weights(record: DiffusersRecord, name: str) -> nn.Module:
-    """A part of a model that has no weights, made of the model's configuration: what it does follows from that alone.
+    """Make a submodule without weights from the model's configuration.
 
     Args:
-        name: of the part, which pipelines call by themselves, as what makes positions of LTX-2's sizes.
+        name: name of the submodule, which the pipeline calls, such as the one for LTX-2's positions.
     Raises:
-        BackendUnavailable: the installed diffusers makes no such part of the configuration.
+        BackendUnavailable: the installed diffusers cannot make the submodule.
     """
     made = library_class("diffusers", record.model)
     try:
         with torch.device("meta"):
             part = getattr(made.from_config(record.config), name)
-    except Exception as error:  # of the library's constructors, whatever it is
+    except Exception as error:  # any error of the library's constructors
         found = kind_and_first_line(error)
     else:
         if isinstance(part, nn.Module) and not [*part.parameters(), *part.buffers()]:
             return part
-        found = f"{type(part).__name__}, which is no module or has weights"
+        found = f"{type(part).__name__}, which is not a module or has weights"
     raise BackendUnavailable(
-        f"the part '{name}' of {record.model}, which the pipeline calls, cannot be made of the bundle's configuration",
-        expected=f"a {record.model} that has a part '{name}' without weights",
+        f"the part '{name}' of {record.model} cannot be made from the bundle's configuration",
+        expected=f"a {record.model} with a part '{name}' without weights",
         got=found,
-        remedy="pip install 'trtconvert[diffusers]', in the versions that the bundle's manifest has under versions; or build "
-        "the bundle again",
+        remedy="pip install 'trtconvert[diffusers]' in the versions of the bundle's manifest, or build the bundle again",
     )
 
 
 def _attribute(node: Mapping[str, Any]) -> Any:
-    """What a record keeps of an attribute, see `DiffusersRecord.attributes`."""
+    """Return the value of a recorded attribute, see `DiffusersRecord.attributes`."""
     if "module" in node:
         return SimpleNamespace(**{name: _attribute(inner) for name, inner in node["module"].items()})
     return torch.tensor(node["tensor"]) if "tensor" in node else node["value"]
 
 
 def _as_engines_take(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Integers and booleans as int64, and numbers in the place of a denoiser's predictions: an engine must not wait for another
-    one, or for itself, when it reads them."""
+    """Convert integers and booleans to int64, and compute predictions of `Halves` before another engine reads them."""
     numbers = {name: x.computed() if isinstance(x, Prediction) else x for name, x in named.items()}
     return {name: x if x.is_floating_point() else x.long() for name, x in numbers.items()}
 

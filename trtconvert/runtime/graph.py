@@ -1,8 +1,8 @@
-"""A CUDA graph of work whose inputs and outputs lie somewhere else at every launch.
+"""A CUDA graph whose inputs and outputs have other addresses at every launch.
 
-What a graph recorded keeps the addresses that it was recorded with. So the work reads and writes buffers of its own, and copies
-between these and the caller's memory are part of the graph: one kernel for all inputs, one for all outputs, of our library
-(graph_copies.h). One call of the library tells these where the caller's memory is now, if it moved, and launches.
+A captured graph keeps its addresses. The work therefore reads and writes fixed buffers, and the graph also copies between the
+buffers and the caller's memory: one kernel for all inputs and one for all outputs, of our library (graph_copies.h). One library
+call updates the caller's addresses and launches the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtconvert.errors import BackendUnavailable
 from trtconvert.library import load_library, outdated
 
 REMEDY = "free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message"
-"""Where the device refuses work that it took before."""
+"""Remedy for a device that refuses work."""
 
 _MOST_COPIES = 32  # TRTCONVERT_MOST_COPIES of graph_copies.h
 
@@ -31,7 +31,7 @@ class _Copy(ctypes.Structure):
 
 
 class _Node(ctypes.Structure):
-    """TrtConvertCopyNode, field by field; graph_copies.h says what each means."""
+    """TrtConvertCopyNode; see graph_copies.h."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -51,15 +51,15 @@ class _Graph(ctypes.Structure):
 
 
 class CopyingGraph:
-    """See the module. Used by one host thread at a time; the current device is that of the buffers.
+    """See the module. One host thread at a time may use it, with the buffers' device as the current device.
 
     Args:
-        work: enqueues on the stream whose handle it is given what reads `inputs` and writes `outputs`. Runs once, to be
-            recorded, and must not wait for the device.
-        inputs, outputs: buffers, contiguous, which the caller keeps for as long as launches go on.
-        stream: handle of the stream that launches go to.
+        work: enqueues the work from `inputs` to `outputs` on the stream with a given handle. Called once, during the capture, and
+            must not wait for the device.
+        inputs, outputs: contiguous buffers, which the caller keeps as long as launches run.
+        stream: handle of the stream of launches.
     Raises:
-        BackendUnavailable: CUDA cannot record the work, or our library is missing or of an older version.
+        BackendUnavailable: CUDA cannot capture the work, or our library is missing or too old.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CopyingGraph:
         record, self._launch = _functions()
         into, out = _nodes(inputs, outwards=False), _nodes(outputs, outwards=True)
         graph = _record(record, work, into, out)
-        # Nodes can be told addresses as long as there is the graph that they were instantiated from.
+        # Updating node addresses needs the graph of the instance.
         _destroyed_with(self, cudart.cudaGraphDestroy, graph)
         flags = cudart.cudaGraphInstantiateFlags.cudaGraphInstantiateFlagAutoFreeOnLaunch  # as torch's own graphs
         instance = _checked(cudart.cudaGraphInstantiate(graph, flags), "instantiate the recorded call")
@@ -76,20 +76,20 @@ class CopyingGraph:
         self._nodes = (_Node * len(into + out))(*into, *out)
         self._addresses = (ctypes.c_uint64 * (len(inputs) + len(outputs)))()
         where = [ctypes.addressof(x) for x in (self._nodes, self._addresses)]
-        # Made once: what ctypes converts for a call costs as much as what the call does.
+        # Made once: ctypes' conversions for a call cost as much as the call.
         self._argument = ctypes.byref(_Graph(int(instance), stream, *where, len(self._nodes)))
 
     def launch(self, addresses: list[int]) -> None:
         """Enqueue copies and work.
 
-        The memory is used in the stream's order: torch's allocator gives what was allocated on the stream to others only
-        behind the launch, so the host may let go of its tensors at once. Launches on their way keep their addresses.
+        The caller may free its tensors at once, because torch's allocator reuses memory in the stream's order. Pending launches
+        keep their addresses.
 
         Args:
-            addresses: of contiguous tensors that kernels on the device can use, as large as the buffers: inputs, then
-                outputs. At any alignment.
+            addresses: addresses of contiguous tensors of the buffers' sizes that the device can access, at any alignment: inputs,
+                then outputs.
         Raises:
-            BackendUnavailable: the device refuses.
+            BackendUnavailable: the device refuses the launch.
         """
         self._addresses[:] = addresses
         if status := self._launch(self._argument):
@@ -97,10 +97,10 @@ class CopyingGraph:
 
 
 def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
-    """The library's, that record copies and that launch.
+    """Return the library's functions for capturing copies and for launching.
 
     Raises:
-        BackendUnavailable: there is no library, or an older one.
+        BackendUnavailable: the library is missing or too old.
     """
     library = load_library()
     try:
@@ -110,7 +110,7 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[_Node]:
-    """Copies of all buffers, in their order, in as few nodes as hold them."""
+    """Return the copies of all buffers, in order, in as few nodes as possible."""
     nodes = []
     for first in range(0, len(buffers), _MOST_COPIES):
         some = buffers[first : first + _MOST_COPIES]
@@ -124,11 +124,11 @@ def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[_Node]:
 def _record(
     record: Callable[..., int], work: Callable[[int], None], into: Sequence[_Node], out: Sequence[_Node]
 ) -> Any:
-    """A graph of copies, work, copies: one after the other, as drivers launch soonest, and small beside the work."""
-    # On a stream of its own, so that nobody else's work is recorded. The default stream cannot be recorded at all.
+    """Capture a sequence of copies, work and copies, which drivers launch faster than a graph with branches."""
+    # A stream of its own captures no other work, and the default stream cannot be captured.
     stream = _checked(cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking), "make a stream to record on")
     try:
-        # Other threads may allocate meanwhile: what they do is not recorded.
+        # Other threads may allocate meanwhile; their work is not captured.
         mode = cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         _checked(cudart.cudaStreamBeginCapture(stream, mode), "record")
         try:
@@ -152,15 +152,15 @@ def _record_copies(record: Callable[..., int], nodes: Sequence[_Node], stream: A
 
 
 def _destroyed_with(owner: object, destroy: Callable[[Any], object], handle: Any) -> None:
-    """Free what CUDA keeps when its owner goes; at the end of the process the driver does so itself."""
+    """Destroy a CUDA handle with its owner, except at the end of the process, when the driver destroys it."""
     weakref.finalize(owner, destroy, handle).atexit = False
 
 
 def _checked(result: tuple, doing: str) -> Any:
-    """What a CUDA call gave, without its status: nothing, one value, or several.
+    """Return the results of a CUDA call without its status.
 
     Raises:
-        BackendUnavailable: it failed.
+        BackendUnavailable: the call failed.
     """
     status, *values = result
     if status:

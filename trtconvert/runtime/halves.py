@@ -1,9 +1,9 @@
-"""What a pipeline gets from a denoiser that applies guidance inside, in the place of predictions of both halves.
+"""Lets pipelines use a denoiser that applies guidance inside.
 
-A pipeline calls its model with the conditions of both halves, in one call or in one for each, and adds up u + s · (c − u) itself.
-What it gets here are predictions that nothing has computed so far. The sum tells which half is which and what the scale is, at
-every step anew, and then the denoiser runs, once. Who does something else with a half gets what it asks for, at the price of a
-call for that half alone, with the scale 1; from then on the half is a tensor like any other.
+A pipeline calls its model with the conditions of both halves, in one call or two, and computes u + s · (c − u) itself. Here it
+gets uncomputed predictions. The sum reveals, at every step, which half is which and the scale s; then the denoiser runs once. If
+the pipeline uses a half in another way, the denoiser runs for that half alone with the scale 1, and the half becomes an ordinary
+tensor.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _aten = torch.ops.aten
 
 
 class Halves:
-    """Calls of a denoiser that applies guidance inside, as a pipeline makes them.
+    """The calls of a pipeline to a denoiser that applies guidance inside.
 
     Args:
-        denoiser: takes named tensors; timestep: which of them is the timestep; guidance: of it.
-        model: what the pipeline's own is called, for messages.
-        of_steps: the denoiser, which may leave out steps of its trajectory; without, the one that computes.
+        denoiser: takes named tensors; timestep: name of the timestep; guidance: the denoiser's guidance.
+        model: name of the pipeline's model in messages.
+        of_steps: the denoiser with skipped steps; default: `denoiser`.
     """
 
     def __init__(
@@ -46,47 +46,46 @@ class Halves:
     ) -> None:
         self._of_steps = of_steps or denoiser
         self._denoiser, self.timestep, self._guidance, self._model = denoiser, timestep, guidance, model
-        # Of any number of rows: a call without guidance may have more than the engine takes samples.
+        # A call without guidance may have more rows than the engine takes samples.
         self._any = AnyBatch(denoiser) if hasattr(denoiser, "signature") else denoiser  # type: ignore[arg-type]
         self._compared: set[tuple[Any, ...]] = set()
         self._told = False
 
     def prediction(self, named: Mapping[str, Tensor], sample: Tensor, timestep: Tensor) -> Tensor:
-        """The prediction of all rows of a call.
+        """Return the uncomputed prediction of all rows of a call.
 
         Args:
-            named: the denoiser's own inputs, with a timestep for each row.
-            sample: what is denoised, as it was passed: the prediction has its type, and lies on its device.
-            timestep: as it was passed.
+            named: the denoiser's inputs, with a timestep for each row.
+            sample: the noisy sample as passed, with the type and device of the prediction.
+            timestep: the timestep as passed.
         """
         first = next(x for name, x in named.items() if name != self.timestep)
         if first.dim() != len(self._guidance.output) or not len(first):
-            return self._denoiser(**self._guidance.inputs(named, named, timestep))  # which says what it takes
+            return self._denoiser(**self._guidance.inputs(named, named, timestep))  # raises the error
         shape = shape_like(self._guidance.output, first)
-        # Inference tensors do not count what is written into them, so that the call keeps copies.
+        # Inference tensors have no version counter, so the call keeps copies.
         kept = {name: x.clone() if x.is_inference() else x for name, x in named.items()}
         first = next(x for name, x in kept.items() if name != self.timestep)
         call = _Call(self, kept, first, timestep, sample.dtype)
         return Prediction.of(_Half(_Rows(call, 0, shape[0]), tuple(shape), sample.dtype))
 
     def shared(self, name: str) -> bool:
-        """Whether an input is the same for both halves: it has no twin."""
+        """Return whether both halves share an input."""
         return name not in self._guidance.record.negative
 
     def run(self, negative: _Rows, conditional: _Rows, scale: Tensor) -> Tensor:
-        """The sum of guidance."""
+        """Compute the guided prediction."""
         return self._called(self._of_steps, negative, conditional, scale)
 
     def run_alone(self, rows: _Rows) -> Tensor:
-        """The prediction of rows as they are."""
+        """Compute the prediction of rows without guidance."""
         scale = torch.ones(rows.count, dtype=torch.float32, device=rows.first.device)
         prediction = self._called(self._any, rows, rows, scale)
         if not self._told:
             self._told = True
             warn(
-                f"the pipeline uses predictions of the converted {self._model} otherwise than in the sum of guidance, as without "
-                "guidance: each such call computes both halves; remedy: for pipelines that do so all the time, build with "
-                "engine.guidance: separate"
+                f"the pipeline uses predictions of the converted {self._model} outside the sum of guidance: each such call "
+                "computes both halves; remedy: build with engine.guidance: separate if the pipeline always does so"
             )
         return prediction
 
@@ -96,14 +95,16 @@ class Halves:
         return denoiser(**self._guidance.inputs(negative.named, conditional.named, scale))
 
     def belong_together(self, negative: _Rows, conditional: _Rows) -> bool:
-        """Whether rows are two halves of the same samples. Of halves of one call on a GPU this is looked at once for each shape:
-        looking waits for the device."""
+        """Return whether rows are two halves of the same samples.
+
+        For halves of one call on a GPU this is compared once per shape, because the comparison waits for the device.
+        """
         pairs = [(name, x, conditional.named[name]) for name, x in negative.named.items()]
         if any(x.shape != y.shape or x.dtype != y.dtype for _, x, y in pairs):
             return False
         ones = (negative.start, negative.count) == (conditional.start, conditional.count)
         at_once = ones and _is_same(negative.call.timestep, conditional.call.timestep)
-        known = {self.timestep} if at_once else set()  # a step passes the same one to both calls
+        known = {self.timestep} if at_once else set()  # both calls of a step get the same tensor
         common = [(x, y) for name, x, y in pairs if self.shared(name) and name not in known and not _is_same(x, y)]
         if not common:
             return True
@@ -120,15 +121,15 @@ class Halves:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the pipeline's.
+    """A call of the pipeline.
 
     Attributes:
-        named: its tensors; first: what is denoised; timestep: as it was passed; dtype: of the prediction.
-        alone: predictions of rows as they are, as far as somebody asked for them.
-        each: rows for each sample, of those that are not for all.
+        named: its tensors; first: the noisy samples; timestep: as passed; dtype: type of the prediction.
+        alone: computed predictions without guidance, by rows.
+        each: rows per sample of inputs that are not shared.
 
     Raises:
-        UserError: an input has rows for other samples than what is denoised.
+        UserError: an input does not have rows for the noisy samples.
     """
 
     halves: Halves
@@ -147,30 +148,23 @@ class _Call:
         self._versions = {name: x._version for name, x in self._counted()}
 
     def _counted(self) -> list[tuple[str, Tensor]]:
-        """The inputs that are the caller's own tensors. Of others the call has copies."""
+        """Return the caller's own tensors, without copies of inference tensors."""
         return [(name, x) for name, x in self.named.items() if not x.is_inference()]
 
     def require_unchanged(self) -> None:
-        """
-        Raises:
-            UserError: somebody has written into what the denoiser was given, and that it reads now.
-        """
+        """Check that the caller has not written into the inputs since the call."""
         if changed := [name for name, x in self._counted() if self._versions[name] != x._version]:
             raise UserError(
                 f"the pipeline wrote into '{changed[0]}' before it added up both halves of guidance",
-                expected="inputs that stay as they are until then",
-                got="others than in the call",
+                expected="unchanged inputs until then",
+                got="changed inputs",
                 remedy="build with engine.guidance: separate",
             )
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows of a call. Nothing of the call refers to them: rings would keep what is denoised in memory for many steps.
-
-    Attributes:
-        start, stop: the first of them, and the one behind the last.
-    """
+    """The rows `start` to `stop` of a call. The call does not refer to them: a cycle would keep tensors for many steps."""
 
     call: _Call
     start: int
@@ -182,7 +176,7 @@ class _Rows:
 
     @cached_property
     def named(self) -> dict[str, Tensor]:
-        """Their inputs."""
+        """Inputs of the rows."""
         each, whole = self.call.each, self.count == self.call.first.shape[0]
         return {
             name: x if whole or not (n := each.get(name)) else x[self.start * n : self.stop * n]
@@ -191,11 +185,11 @@ class _Rows:
 
     @property
     def first(self) -> Tensor:
-        """What is denoised."""
+        """Noisy samples of the rows."""
         return self.call.first[self.start : self.stop]
 
     def alone(self) -> Tensor:
-        """Their prediction as they are, computed once."""
+        """Return the prediction without guidance, computed once."""
         found, place = self.call.alone, (self.start, self.stop)
         if place not in found:
             found[place] = self.call.halves.run_alone(self)
@@ -203,16 +197,12 @@ class _Rows:
 
 
 Slices = tuple[tuple[int, int, int], ...]
-"""What is taken of a prediction: dimension, start and end, one after the other."""
+"""Slices of a prediction, each with dimension, start and end."""
 
 
 @dataclass(frozen=True)
 class _Half:
-    """The prediction of some rows, or a part of it, times a number.
-
-    Attributes:
-        shape, dtype: of it; slices: what it is of the whole prediction of its rows.
-    """
+    """The prediction of some rows, or a slice of it, times `weight`."""
 
     rows: _Rows
     shape: tuple[int, ...]
@@ -225,21 +215,21 @@ class _Half:
         return self.rows.first.device
 
     def value(self) -> Tensor:
-        found = self.of(self.rows.alone()).contiguous()  # as torch takes it for: reshape asks before it views
+        found = self.of(self.rows.alone()).contiguous()  # the uncomputed tensor has contiguous strides
         return found if self.weight == 1 else found * self.weight
 
     def is_of(self, other: _Half) -> bool:
-        """Whether it is the same part of the same rows as another one, whatever the weights are."""
+        """Return whether both are the same slice of the same rows, with any weights."""
         return self.rows == other.rows and self.slices == other.slices
 
     def pairs_with(self, other: _Half) -> bool:
-        """Whether both are the same part of two halves of the same samples."""
+        """Return whether both are the same slice of two halves of the same samples."""
         fits = self.slices == other.slices and self.shape == other.shape and self.rows != other.rows
         halves = self.rows.call.halves
         return fits and halves is other.rows.call.halves and halves.belong_together(self.rows, other.rows)
 
     def of(self, prediction: Tensor) -> Tensor:
-        """The part of a prediction of all that the rows give."""
+        """Take the slice of the rows' whole prediction."""
         for dim, start, end in self.slices:
             prediction = prediction.narrow(dim, start, end - start)
         return prediction.to(self.device, self.rows.call.dtype).to(self.dtype)
@@ -247,10 +237,10 @@ class _Half:
 
 @dataclass(frozen=True)
 class _Shift:
-    """What leads from one half to the other: factor · (c − u).
+    """The shift of guidance, factor · (c − u).
 
     Attributes:
-        factor: a number, or one for each sample, [B, 1, …] or without dimensions.
+        factor: a number, a scalar tensor, or a tensor [B, 1, …].
     """
 
     negative: _Half
@@ -270,7 +260,7 @@ class _Shift:
         return (self.factor * (self.conditional.value() - self.negative.value())).to(self.dtype)
 
     def added_to(self, half: _Half) -> Tensor | None:
-        """The sum with one of the two halves, which is that of guidance; None with something else."""
+        """Return the guided prediction if `half` is one of the two halves; else None."""
         if half.weight != 1:
             return None
         if half.is_of(self.negative):
@@ -291,7 +281,7 @@ class _Shift:
 
 
 class Prediction(Tensor):
-    """A prediction that nothing has computed so far."""
+    """An uncomputed prediction."""
 
     _part: _Half | _Shift
     _numbers: Tensor | None = None
@@ -306,23 +296,20 @@ class Prediction(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        """
-        Raises:
-            UserError: the operation writes into a prediction.
-        """
+        """Apply the rule of an operation, or compute the prediction. Raises UserError if the operation writes into it."""
         named = kwargs or {}
         rule = _RULES.get(func)
         if all(x._numbers is None for x in tree_leaves((args, named)) if isinstance(x, Prediction)):
             if rule is not None and (found := rule(*args, **named)) is not None:
                 return found
             if rule is None and (found := func.decompose(*args, **named)) is not NotImplemented:
-                return found  # as chunk, which torch takes apart before it comes here but in inference mode
+                return found  # operations such as chunk arrive composite in inference mode
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | named
         written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         if any(isinstance(x, Prediction) for x in tree_leaves([given.get(name) for name in written])):
             raise UserError(
-                "the pipeline writes into what its denoiser gave, before the sum of guidance",
-                expected="a pipeline that adds up both halves, as negative + scale * (conditional - negative)",
+                "the pipeline writes into a prediction before the sum of guidance",
+                expected="a pipeline that computes negative + scale * (conditional - negative)",
                 got=str(func),
                 remedy="build with engine.guidance: separate",
             )
@@ -330,12 +317,12 @@ class Prediction(Tensor):
         return func(*args, **named)
 
     def computed(self) -> Tensor:
-        """Its numbers, which it is from then on: who got a view of them may write into them."""
+        """Return the numbers. They are kept, because callers may write into views of them."""
         if self._numbers is None:
             self._numbers = self._part.value()
         return self._numbers
 
-    # What torch does not hand over to subclasses. ----------------------------------------------------------------------
+    # Methods that do not pass through __torch_dispatch__. ---------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.computed().numpy(force=force)
@@ -359,7 +346,7 @@ class Prediction(Tensor):
         return f"{type(self).__name__}(shape {list(self.shape)}, not computed)"
 
 
-# Operations that leave predictions uncomputed. Each gives None where it cannot. ------------------------------------------
+# Rules that keep predictions uncomputed. Each returns None if it does not apply. -----------------------------------------
 
 
 def _narrowed(part: _Half, dim: int, start: int, end: int) -> Prediction:
@@ -421,7 +408,7 @@ def _subtracted(x: Any, y: Any, *, alpha: float = 1) -> Tensor | None:
 
 
 def _weighted(x: _Half, y: _Half) -> Tensor | None:
-    """The sum of both halves with weights that make it one of guidance: a · c + (1 − a) · u = u + a · (c − u)."""
+    """Return the guided prediction a · c + (1 − a) · u = u + a · (c − u) if the weights add to 1."""
     if not math.isclose(x.weight + y.weight, 1.0, rel_tol=1e-6) or not x.pairs_with(y):
         return None
     x, y = (x, y) if x.weight >= y.weight else (y, x)
@@ -463,7 +450,7 @@ def _added(x: Any, y: Any, *, alpha: float = 1) -> Tensor | None:
 
 
 def _between(x: Any, y: Any, weight: Any) -> Tensor | None:
-    """x + weight · (y − x)."""
+    """Return x + weight · (y − x)."""
     if not (isinstance(x, Prediction) and isinstance(y, Prediction)) or isinstance(weight, Prediction):
         return None
     shift = _subtracted(y, x)
@@ -478,14 +465,14 @@ def _is_half(x: Any) -> bool:
 
 
 def _is_of_samples(factor: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a factor is one for all samples, or one for each."""
+    """Return whether a factor has one number for all samples, or one for each."""
     if factor.numel() == 1:
         return factor.dim() <= len(shape)
     return factor.dim() == len(shape) and factor.shape[0] == shape[0] and factor.numel() == shape[0]
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same numbers in memory."""
+    """Return whether two tensors are the same memory."""
     return x is y or (x.data_ptr() == y.data_ptr() and x.device == y.device and x.stride() == y.stride())
 
 

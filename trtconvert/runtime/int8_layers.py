@@ -1,7 +1,7 @@
-"""INT8 layers of engines that are refittable: quantised anew, as the export does it, from weights that others have changed.
+"""Quantises the INT8 layers of refittable engines again, like the export, after their weights have changed.
 
-Factors and offsets of channels are those of the bundle's calibration. A layer whose weights are the bundle's again gets the
-integers of the bundle's ONNX model, bit for bit.
+Factors and offsets of channels come from the bundle's calibration. A layer whose weights are the bundle's again gets the integers
+of the bundle's ONNX model, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class _Layer:
     """An INT8 layer of a model.
 
     Attributes:
-        weight, bias: what it was quantised from.
-        exact, exact_bias: what a 16-bit product calls its weight and its bias.
-        factor, offset: [K] of its input; moved: whether there are offsets other than zero.
-        tables: its node's "weight", "weight_scale" and "bias", where they lie.
-        dtype: of the model.
-        constants: by table, what an engine's plugins have of it; empty where the engine has a 16-bit product.
+        weight, bias: unquantised weight and bias.
+        exact, exact_bias: names of the weight and bias of the layer's 16-bit product.
+        factor, offset: [K] of the input; moved: True if an offset is not zero.
+        tables: "weight", "weight_scale" and "bias" of the layer's node.
+        dtype: type of the model.
+        constants: constants of the engine's plugins by table; empty if the engine has a 16-bit product.
     """
 
     weight: TensorRef
@@ -55,11 +55,11 @@ class _Layer:
 
 @dataclass(frozen=True)
 class Product:
-    """A 16-bit product's weight that is made of the integers of an INT8 layer.
+    """The weight of a 16-bit product, dequantised from an INT8 layer.
 
     Attributes:
-        weight: INT8, where it lies; scale: FP32 [N], likewise; factor: [K] FP32 of the layer's input.
-        dtype: of the model.
+        weight: INT8; scale: FP32 [N]; factor: FP32 [K] of the layer's input.
+        dtype: type of the model.
     """
 
     weight: ir.TensorProtocol
@@ -72,7 +72,7 @@ class Product:
         return [source_of(self.weight), source_of(self.scale), self.factor]
 
     def numbers(self, integers: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
-        """As `expand_layers` has them, of the sources on one device."""
+        """Dequantise the sources on one device, like `expand_layers`."""
         return _dequantised(integers, scale, factor, self.dtype)
 
 
@@ -80,13 +80,13 @@ class Int8Layers:
     """The layers of a component.
 
     Args:
-        model: the bundle's, with its `Int8Linear` and `Int8Conv` nodes.
+        model: the bundle's model, with its `Int8Linear` and `Int8Conv` nodes.
         unquantised: see `trtconvert.weights.unquantised`.
-        constants: of the engine, see `EngineRecord`.
+        constants: see `EngineRecord`.
 
     Attributes:
-        shapes: of the weights and biases that they were quantised from, by the names of the state dict.
-        exact: what the engine's 16-bit products call their weights and biases.
+        shapes: shapes of the unquantised weights and biases, by the names of the state dict.
+        exact: names of the weights and biases of the engine's 16-bit products.
     """
 
     def __init__(self, model: ir.Model, unquantised: Path, constants: Mapping[str, tuple[str, str]]) -> None:
@@ -99,7 +99,7 @@ class Int8Layers:
         self._layers = dict(_layers_of(model, self._file.refs, by_layer))
         self._by_exact = {
             name: layer
-            for layer in reversed(self._layers.values())  # the first of tied ones has the 16-bit weight
+            for layer in reversed(self._layers.values())  # the first of tied layers has the 16-bit weight
             if not layer.constants
             for name in (layer.exact, layer.exact_bias)
         }
@@ -109,53 +109,50 @@ class Int8Layers:
         return self._by_exact.keys()
 
     def readers(self, names: Collection[str]) -> list[str]:
-        """The layers that read some weights or biases, those of one weight beside each other."""
+        """Return the layers that read some weights or biases, ordered by their weight."""
         found = [name for name, layer in self._layers.items() if any(ref.name in names for ref in layer.refs)]
         return sorted(found, key=lambda name: self._layers[name].weight.name)
 
     def names_of(self, layer: str) -> list[str]:
-        """Of its weight and bias in the state dict."""
+        """Return the names of a layer's weight and bias in the state dict."""
         return [ref.name for ref in self._layers[layer].refs]
 
     def together(self, layer: str, names: Collection[str]) -> list[list[str]]:
-        """Of what is new in the state dict, what plugins of the engine get together for a layer.
-
-        The INT8 bias of a layer with offsets follows from its weight too, that of another is apart.
-        """
+        """Group a layer's new weights that its plugins get together: with offsets, the INT8 bias depends on the weight."""
         of = self._layers[layer]
         if not of.constants:
             return []
         return [self.names_of(layer)] if of.moved else [[name] for name in self.names_of(layer) if name in names]
 
     def exact_of(self, layer: str) -> dict[str, str]:
-        """Where the engine computes a layer in 16 bits: its product's weight and bias, and what in the state dict they are of."""
+        """Return the names in the state dict of a 16-bit product's weight and bias; empty for layers in plugins."""
         of = self._layers[layer]
         return {} if of.constants else dict(zip((of.exact, of.exact_bias), self.names_of(layer), strict=False))
 
     def origin(self, exact: str) -> str:
-        """The name in the state dict of what a 16-bit product's weight or bias is of."""
+        """Return the name in the state dict of a 16-bit product's weight or bias."""
         layer = self._by_exact[exact]
         return layer.weight.name if exact == layer.exact or layer.bias is None else layer.bias.name
 
     def place(self, name: str) -> Place:
-        """Where a weight or a bias lies as it was when the bundle was built."""
+        """Return the place of an unquantised weight or bias of the build."""
         entry = self._file.entries[name]
         return Place(self._file.path, entry.start, entry.dtype, entry.shape)
 
     def exact_factor(self, exact: str) -> Tensor:
-        """What `exact_numbers` needs beside weights, on the CPU."""
+        """Return the factor for `exact_numbers`, on the CPU."""
         return self._by_exact[exact].factor
 
     def channels(self, name: str) -> list[Tensor]:
-        """What `constants` needs beside weights, on the CPU."""
+        """Return factor and offset for `constants`, on the CPU."""
         return [self._layers[name].factor, self._layers[name].offset]
 
     def exact_numbers(self, exact: str, weights: Mapping[str, Tensor], factor: Tensor) -> Tensor:
-        """What a 16-bit product gets, in the model's type, as `expand_layers` has it.
+        """Return the weight or bias of a 16-bit product in the model's type, like `expand_layers`.
 
         Args:
-            weights: FP32, by the names of the state dict; its `origin` at least.
-            factor: see `exact_factor`, where the weights are.
+            weights: FP32 weights by the names of the state dict, with `origin` at least.
+            factor: see `exact_factor`, on the device of the weights.
         """
         layer = self._by_exact[exact]
         if exact != layer.exact and layer.bias is not None:
@@ -163,13 +160,13 @@ class Int8Layers:
         return _dequantised(*layer_weight(layer.weight.of(weights), factor), factor, layer.dtype)
 
     def constants(self, name: str, weights: Mapping[str, Tensor], channels: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What plugins of the engine get for a layer, by the engine's names.
+        """Return the constants of a layer's plugins, by the engine's names.
 
         Args:
-            weights: FP32 on one device, by the names of the state dict: of the layer's weight, bias, or both.
-            channels: see `channels`, where the weights are.
+            weights: the layer's FP32 weight, bias, or both, by the names of the state dict, on one device.
+            channels: see `channels`, on the device of the weights.
         Raises:
-            UserError: its INT8 bias follows from its weight too, and one of both is not given.
+            UserError: the INT8 bias depends on the weight, and one of them is missing.
         """
         layer = self._layers[name]
         if not layer.constants:
@@ -177,10 +174,10 @@ class Int8Layers:
         given = [ref.name for ref in layer.refs if ref.name in weights]
         if layer.moved and len(given) < len(layer.refs):
             raise UserError(
-                f"the INT8 layer {name} is quantised anew with its bias",
+                f"the INT8 layer {name} needs its weight and its bias together",
                 expected=" and ".join(ref.name for ref in layer.refs),
                 got=given[0],
-                remedy="give both",
+                remedy="pass both",
             )
         own = layer.bias.of(weights) if layer.bias is not None and layer.bias.name in given else None
         numbers = {} if own is None else {"bias": own}
@@ -193,7 +190,7 @@ class Int8Layers:
         return _by_constant(layer, numbers)
 
     def tables(self, name: str, names: Collection[str]) -> dict[str, Source]:
-        """The tables of a layer that follow from some of its weight and bias, as the bundle has them."""
+        """Return the bundle's tables of a layer that depend on the given weight or bias."""
         layer, wanted = self._layers[name], set[str]()
         if layer.weight.name in names:
             wanted |= {"weight", "weight_scale"}
@@ -202,23 +199,23 @@ class Int8Layers:
         return {table: source_of(x) for table, x in layer.tables.items() if table in wanted & layer.constants.keys()}
 
     def as_built(self, name: str, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What plugins get of the numbers of such tables."""
+        """Return the plugins' constants for the bundle's tables."""
         return _by_constant(self._layers[name], tables)
 
 
 def products_of(model: ir.Model, plugins: Collection[str]) -> dict[str, Product]:
-    """The 16-bit weights that `expand_layers` makes of INT8 layers, by their names but for `TRANSPOSED`.
+    """Return the 16-bit weights that `expand_layers` makes from INT8 layers, by names without `TRANSPOSED`.
 
     Args:
-        model: the bundle's, with its `Int8Linear` and `Int8Conv` nodes; plugins: layers that have none.
+        model: the bundle's model; plugins: layers without a 16-bit weight.
     """
-    from trtconvert.export.lowering import exact_names  # ONNX tooling: loading and running a bundle does without
+    from trtconvert.export.lowering import exact_names  # ONNX tooling, which loading and running a bundle do not need
     from trtconvert.export.nodes.layers import inputs_of, layer_nodes
 
     found: dict[str, Product] = {}
     for name, node in layer_nodes(model).items():
         exact, _ = exact_names(node, name)
-        if name not in plugins and exact not in found:  # the first of tied ones counts
+        if name not in plugins and exact not in found:  # the first of tied layers counts
             inputs = inputs_of(node)
             weight, scale = (_tensor(inputs[table]) for table in ("weight", "weight_scale"))
             found[exact] = Product(weight, scale, _table(inputs["x_factor"]), _dtype(inputs["x"]))
@@ -226,7 +223,7 @@ def products_of(model: ir.Model, plugins: Collection[str]) -> dict[str, Product]
 
 
 def source_of(tensor: ir.TensorProtocol) -> Source:
-    """Where the numbers of a model's constant are: in a file beside it, else they are copied, or computed here."""
+    """Return the place of a constant in a file beside the model, or a copy of its numbers."""
     import onnx_ir as ir
 
     if isinstance(tensor, ir.ExternalTensor):
@@ -244,7 +241,7 @@ _TORCH = {
     "BFLOAT16": torch.bfloat16,
     "INT8": torch.int8,
 }
-"""Types of weights, as ONNX calls them."""
+"""Types of weights by their names in ONNX."""
 
 
 def _tensor(value: ir.Value) -> ir.TensorProtocol:
@@ -269,12 +266,12 @@ def _layers_of(
     refs: Mapping[str, Mapping[str, TensorRef | None]],
     constants: Mapping[str, Mapping[str, tuple[str, ...]]],
 ) -> Iterator[tuple[str, _Layer]]:
-    from trtconvert.export.lowering import exact_names  # ONNX tooling: loading and running a bundle does without
+    from trtconvert.export.lowering import exact_names  # ONNX tooling, which loading and running a bundle do not need
     from trtconvert.export.nodes.layers import inputs_of, layer_nodes
 
     for name, node in layer_nodes(model).items():
         of, inputs = refs.get(name), inputs_of(node)
-        if of is None or (weight := of["weight"]) is None:  # a file of other layers: these stay as they are
+        if of is None or (weight := of["weight"]) is None:  # not in the file: the layer keeps its weights
             continue
         factor = _table(inputs["x_factor"])
         offset = _table(inputs["x_offset"]) if "x_offset" in inputs else 0 * factor
@@ -295,14 +292,14 @@ def _layers_of(
 
 
 def _dequantised(integers: Tensor, scale: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that the integers of a layer stand for, for the layer's own input; the order of products is the export's."""
+    """Dequantise a layer's weight, with the order of products of the export."""
     places = [1] * (integers.dim() - 2)
     of_input = factor.view(1, -1, *places)
     return integers.float().mul_(scale.view(-1, 1, *places)).mul_(of_input).to(dtype)
 
 
 def _by_constant(layer: _Layer, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tables by the engine's names: four integers of a weight in each INT32, biases rounded to the model's type."""
+    """Return tables by the engine's names, with four INT8 weights in each INT32 and biases rounded to the model's type."""
     found: dict[str, Tensor] = {}
     for table, x in numbers.items():
         if table == "weight":

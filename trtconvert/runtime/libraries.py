@@ -1,4 +1,4 @@
-"""Classes of the libraries that bundles name. A bundle must not choose what is imported."""
+"""Finds classes that bundles name, in diffusers and transformers only: a bundle must not import other modules."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ LIBRARIES = ("diffusers", "transformers")
 
 
 def current_name(library: Any, name: str) -> str:
-    """What a library now calls a class: transformers renamed its feature extractors of images to image processors."""
+    """Return the current name of a class: transformers renamed image feature extractors to image processors."""
     renamed = name.replace("FeatureExtractor", "ImageProcessor")
     return renamed if not hasattr(library, name) and hasattr(library, renamed) else name
 
 
 def library_class(module: str, name: str) -> Any:
-    """A class of diffusers or transformers.
+    """Return a class of diffusers or transformers.
 
     Raises:
-        BackendUnavailable: the module is of another library, or what is installed has no such class.
+        BackendUnavailable: the module belongs to another library, or the installed version lacks the class.
     """
     try:
         if module.partition(".")[0] not in LIBRARIES:
@@ -32,5 +32,5 @@ def library_class(module: str, name: str) -> Any:
             f"{name}, which the bundle names, cannot be imported",
             expected=f"{name} of {module}",
             got=str(error),
-            remedy="pip install 'trtconvert[diffusers]', in the versions that the bundle's manifest has under versions",
+            remedy="pip install 'trtconvert[diffusers]' in the versions of the bundle's manifest",
         ) from error

@@ -1,7 +1,7 @@
-"""LoRAs of an engine that was built refittable: its weights are those that it was built with, and what files add to them.
+"""Computes the weights of a refittable engine with LoRAs: the built weights plus the differences in LoRA files.
 
-An engine does not give its weights away, so they are read from the bundle's ONNX model, by the names that TensorRT has of them
-(see `trtconvert.runtime.refit`). Only those that a change concerns are read, in parts, and none is kept.
+An engine does not return its weights, so they are read from the bundle's ONNX model, by TensorRT's names (see
+`trtconvert.runtime.refit`). Only changed weights are read, in parts, and none is kept.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 Loras = Sequence[tuple[str | Path, float]]
-"""Files, and what their differences are multiplied by."""
+"""LoRA files with their scales."""
 
 Source = tuple[str, int, int, float]
-"""Which file, as it was, and its scale: what tells whether a weight has to be made anew."""
+"""Path, modification time, size and scale of a LoRA; a weight whose sources stay the same is not computed again."""
 
 
 @dataclass(frozen=True)
 class Addition:
-    """What one file adds to a weight."""
+    """The difference that one file adds to a weight."""
 
     source: Source
     update: Update
 
 
 LEAST_PART, LARGEST_PART = 2**26, 2**28
-"""Bytes that TensorRT is given at once, of the device's memory: each time costs something, and more gains little."""
+"""Bounds of a part in bytes of device memory: every refit has a cost, and larger parts gain little."""
 
 Additions = dict[str, tuple[Addition, ...]]
-"""By the names of weights in the state dict."""
+"""Additions by the names of weights in the state dict."""
 
 
 @dataclass
 class NewWeights:
-    """What an engine gets.
+    """New weights for an engine.
 
     Attributes:
-        by_name: by the names of the state dict, as `trtconvert.runtime.refit` finds what the engine has of them.
-        constants: of INT8 layers in plugins, by the engine's names, on the device or on the CPU.
-        checks: whether numbers are finite, where they were computed, and the error where they are not.
+        by_name: weights by the names of the state dict.
+        constants: constants of INT8 layers in plugins, by the engine's names, on the device or on the CPU.
+        checks: a tensor that is True for finite weights, on their device, and the error for other weights.
     """
 
     by_name: dict[str, Tensor] = field(default_factory=dict)
@@ -78,31 +78,31 @@ class NewWeights:
         self.checks += other.checks
 
     def check(self) -> None:
-        """Waits for the device.
+        """Wait for the device and check the weights.
 
         Raises:
-            UserError: some are not finite.
+            UserError: a weight is not finite.
         """
-        for is_so, error in self.checks:
-            if not is_so:
+        for is_finite_, error in self.checks:
+            if not is_finite_:
                 raise error()
         self.checks.clear()
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Some of an engine's weights.
+    """The computation of some weights.
 
     Attributes:
-        sources: what they are computed from.
-        compute: them, of these on one device.
+        sources: its inputs.
+        compute: computes the weights from the inputs on one device.
     """
 
     sources: Sequence[Numbers]
     compute: Callable[[Sequence[Tensor]], NewWeights]
 
     def done(self, given: Sequence[Tensor]) -> NewWeights:
-        """Where the numbers are that are given, or on the CPU where there is no memory for it."""
+        """Compute on the device of the inputs, or on the CPU if the device has no memory."""
         try:
             return self.compute(given)
         except torch.OutOfMemoryError:
@@ -110,31 +110,31 @@ class _Job:
 
 
 class BuiltWeights:
-    """The weights that an engine was built with, by the names of the state dict.
+    """The built weights of an engine, by the names of the state dict.
 
-    INT8 layers are quantised anew from what they were quantised from. Bundles that do not keep it, as they were built without
-    engine.refittable, have 16-bit layers in refittable engines: the numbers that their integers stand for.
+    INT8 layers are quantised again from unquantised weights. Bundles that were built without engine.refittable do not keep those;
+    their refittable engines compute these layers in 16 bits from dequantised weights.
 
     Args:
         onnx: the component's model in the bundle.
-        constants: of the engine, see `EngineRecord.int8_constants`.
+        constants: see `EngineRecord.int8_constants`.
 
     Attributes:
-        shapes: of its floating-point weights.
-        layers: the INT8 ones; None where the bundle does not keep what they were quantised from.
+        shapes: shapes of the floating-point weights.
+        layers: the INT8 layers; None if the bundle does not keep their unquantised weights.
     """
 
     def __init__(self, onnx: Path, constants: Mapping[str, tuple[str, str]]) -> None:
-        from trtconvert.export import storage  # ONNX tooling: loading and running a bundle does without
+        from trtconvert.export import storage  # ONNX tooling, which loading and running a bundle do not need
 
-        with _no_search_for_rings():
+        with _without_garbage_collection():
             self._open(storage.load(onnx), unquantised_file(onnx), constants)
 
     def _open(self, model: ir.Model, unquantised: Path, constants: Mapping[str, tuple[str, str]]) -> None:
         from trtconvert.export.lowering import expand_layers
 
         self.layers = Int8Layers(model, unquantised, constants) if unquantised.is_file() else None
-        # What is read by others than INT8 layers has its name already.
+        # Weights that other nodes than INT8 layers read are initialisers already.
         self._in_16_bits = {_state_name(name)[0] for name in model.graph.initializers}
         products = products_of(model, {layer for layer, _ in constants.values()})
         self._products = {name: x for name, x in products.items() if name not in self._in_16_bits}
@@ -147,7 +147,7 @@ class BuiltWeights:
                 continue
             name, turned = _state_name(initialiser)
             shape = tuple(tensor.shape.numpy())
-            if turned and len(shape) != 2:  # turned otherwise: no layer's
+            if turned and len(shape) != 2:  # not the transposed weight of a layer
                 continue
             self._places[name] = tensor, turned
             self.shapes[name] = shape[::-1] if turned else shape
@@ -157,13 +157,13 @@ class BuiltWeights:
             self._of_layers = {name for name in self.layers.exact if name in self._places} - self._in_16_bits
 
     def with_additions(self, name: str, wanted: Additions, device: torch.device) -> Tensor:
-        """A weight with what files add to it, in the engine's type.
+        """Return a weight with its additions, in the engine's type.
 
         Args:
-            wanted: what they add, to all weights.
-            device: where it is computed, in FP32; on the CPU where there is no memory for it.
+            wanted: additions of all weights.
+            device: device of the FP32 sum; the CPU is used if the device has no memory.
         Raises:
-            UserError: it leaves the range of its type.
+            UserError: the weight leaves the range of its type.
         """
         new = NewWeights()
         for part in _made([self._weight(name, wanted)], device, 0, Spent()):
@@ -179,11 +179,11 @@ class BuiltWeights:
         limit: int | None = None,
         spent: Spent | None = None,
     ) -> Generator[NewWeights]:
-        """What an engine gets for weights to which something else is added than before, in parts.
+        """Yield new weights with changed additions, in parts.
 
         Args:
-            names: of the weights; wanted, device: see `with_additions`.
-            limit: bytes of a part, about; by default what the device has room for, see `part_bytes`.
+            names: names of the weights; wanted, device: see `with_additions`.
+            limit: approximate bytes of a part; default: see `part_bytes`.
             spent: counts bytes and seconds.
         Raises:
             UserError: see `with_additions`.
@@ -194,7 +194,7 @@ class BuiltWeights:
 
     def _jobs(self, names: Collection[str], wanted: Additions) -> Iterator[_Job]:
         layers, given = self.layers, set[str]()
-        for name in sorted(names):  # as files have them
+        for name in sorted(names):  # in the order of the file
             if name in self._places and (layers is None or name not in layers.shapes or name in self._in_16_bits):
                 given.add(name)
                 yield self._weight(name, wanted)
@@ -212,7 +212,7 @@ class BuiltWeights:
                     yield self._as_built(layer, together)
 
     def _weight(self, name: str, wanted: Additions) -> _Job:
-        """Of one that is not in a plugin, with what is added to it."""
+        """Make the job of a weight outside of plugins, with its additions."""
         layers, (tensor, turned) = self.layers, self._places[name]
         if layers is not None and name in self._of_layers and wanted.get(origin := layers.origin(name)):
 
@@ -242,7 +242,7 @@ class BuiltWeights:
         return _Job([*sources, *_tensors(additions)], summed)
 
     def _quantised(self, layer: str, names: Sequence[str], wanted: Additions) -> _Job:
-        """Of a layer in a plugin, with what is added to its weight and bias."""
+        """Make the job of a layer in a plugin, with additions to its weight and bias."""
         assert self.layers is not None
         layers = self.layers
 
@@ -254,7 +254,7 @@ class BuiltWeights:
         return _Job([*self._sources(names, wanted), *layers.channels(layer)], compute)
 
     def _as_built(self, layer: str, names: Sequence[str]) -> _Job:
-        """Of a layer in a plugin, as the bundle has it."""
+        """Make the job of a layer in a plugin with the bundle's tables."""
         assert self.layers is not None
         layers, tables = self.layers, self.layers.tables(layer, names)
 
@@ -264,15 +264,15 @@ class BuiltWeights:
         return _Job(list(tables.values()), compute)
 
     def of_state(self, state: Mapping[str, Tensor], device: torch.device) -> NewWeights:
-        """What an engine gets for the weights of another model like the one that it was made of.
+        """Return new weights of an engine for the state dict of a fine-tuned model.
 
         Args:
-            state: by the names of its state dict, some or all of them; device: see `with_additions`.
+            state: all or some weights of the state dict; device: see `with_additions`.
         Raises:
-            UserError: a weight of an INT8 layer has another shape, or is no number.
+            UserError: a weight of an INT8 layer has another shape, or is not finite.
         """
         layers = self.layers
-        assert layers is not None  # else nobody asks: other weights go into an engine as they are
+        assert layers is not None  # callers check this
         of_layers = {name: x.detach() for name, x in state.items() if name in layers.shapes}
         for name, x in of_layers.items():
             _refuse_unfit(name, x, layers.shapes[name])
@@ -290,13 +290,16 @@ class BuiltWeights:
                 channels = [x.to(where) for x in layers.channels(layer)]
                 return NewWeights(exact, layers.constants(layer, weights, channels))
 
-            of_layer = _where_there_is_room(made, device)
-            new.by_name = of_layer.by_name | new.by_name  # of tied ones the first counts
+            try:
+                of_layer = made(device)
+            except torch.OutOfMemoryError:
+                of_layer = made(torch.device("cpu"))
+            new.by_name = of_layer.by_name | new.by_name  # the first of tied weights counts
             new.constants |= of_layer.constants
         return new
 
     def _sources(self, names: Sequence[str], wanted: Additions) -> list[Numbers]:
-        """Of what INT8 layers are quantised from."""
+        """Return the sources of unquantised weights and their additions."""
         assert self.layers is not None
         found: list[Numbers] = []
         for name in names:
@@ -304,7 +307,7 @@ class BuiltWeights:
         return found
 
     def _full(self, names: Sequence[str], wanted: Additions, given: Sequence[Tensor]) -> NewWeights:
-        """What INT8 layers are quantised from, FP32, with what files add to it, of such sources."""
+        """Compute unquantised FP32 weights with their additions from the sources."""
         full, rest = NewWeights(), iter(given)
         for name in names:
             base, additions = next(rest), wanted.get(name, ())
@@ -318,8 +321,8 @@ class BuiltWeights:
 
 
 @contextmanager
-def _no_search_for_rings() -> Iterator[None]:
-    """Python looks through all objects again and again while so many are made as a model has: it takes as long as making them."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Turn off the garbage collector, which takes as long as reading a model with many objects."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -330,11 +333,7 @@ def _no_search_for_rings() -> Iterator[None]:
 
 
 def _refuse_unfit(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """
-    Raises:
-        UserError: a new weight of an INT8 layer has another shape, or holds what is no number.
-    """
-    remedy = "give the state dict of the module that was converted"
+    remedy = "pass the state dict of the converted module"
     if tuple(x.shape) != shape:
         raise UserError(
             f"the new weight '{name}' does not fit",
@@ -354,34 +353,26 @@ def _refuse_unfit(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 def _out_of_range(name: str, additions: Sequence[Addition], dtype: torch.dtype) -> UserError:
     return UserError(
         f"with these LoRAs the weight {name} leaves the range of the engine's type",
-        expected=f"finite numbers that {str(dtype).removeprefix('torch.')} holds",
+        expected=f"finite numbers in the range of {str(dtype).removeprefix('torch.')}",
         got=", ".join(dict.fromkeys(f"{a.source[0]} at {a.source[-1]:g}" for a in additions)),
         remedy="take smaller scales",
     )
 
 
-def _where_there_is_room(compute: Callable[[torch.device], _T], device: torch.device) -> _T:
-    """What is computed on a device, or on the CPU where the device has no memory for it."""
-    try:
-        return compute(device)
-    except torch.OutOfMemoryError:
-        return compute(torch.device("cpu"))
-
-
 def _state_name(initialiser: str) -> tuple[str, bool]:
-    """The name in the state dict of a weight, and whether it lies transposed."""
+    """Return the name of an initialiser's weight in the state dict, and whether the initialiser is transposed."""
     name = initialiser.removesuffix(NAMESAKE)
     return name.removesuffix(TRANSPOSED), name.endswith(TRANSPOSED)
 
 
 def part_bytes(device: torch.device) -> int:
-    """Of what TensorRT is given at once: of a GPU's free memory a small part."""
+    """Return the size of a part: a small share of the GPU's free memory."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return min(max(free // 16, LEAST_PART), LARGEST_PART)
 
 
 def _made(jobs: Iterable[_Job], device: torch.device, limit: int, spent: Spent) -> Generator[NewWeights]:
-    """What jobs give, in parts of so many bytes, about."""
+    """Run jobs and yield their weights in parts of about `limit` bytes."""
     part, size = NewWeights(), 0
     for job, given in read_ahead(((job, job.sources) for job in jobs), device, limit // 4, spent):
         with spent.on("computing"):
@@ -402,11 +393,11 @@ def _made(jobs: Iterable[_Job], device: torch.device, limit: int, spent: Spent) 
 def _sum(
     stored: Tensor, additions: Sequence[Addition], given: Iterator[Tensor], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A weight with what files add to it, summed in FP32. It lies as the weight does, which may be transposed.
+    """Add the additions to a weight in FP32. The memory layout stays that of the weight, which may be transposed.
 
     Args:
-        given: the tensors of the additions, on its device.
-        dtype: of the sum; by default the weight's.
+        given: tensors of the additions, on the weight's device.
+        dtype: type of the result; default: the weight's.
     """
     total = stored.to(torch.float32, copy=True)
     for addition in additions:
@@ -415,7 +406,7 @@ def _sum(
 
 
 def _laid(weight: Tensor, turned: bool) -> Tensor:
-    """The same as the engine has it in memory."""
+    """Return a weight in the memory layout of the engine."""
     return weight.T.contiguous().T if turned else weight
 
 
@@ -430,7 +421,7 @@ def _check(made: Tensor, name: str, additions: Sequence[Addition]) -> tuple[Tens
 
 
 def files_of(onnx: Path) -> list[tuple[str, int, int, int]]:
-    """What tells whether an ONNX model, or the weights beside it, are still those that were there."""
+    """Return the identities of an ONNX model's files, to find out whether they were replaced."""
     states = [(path.name, path.stat()) for path in sorted(onnx.parent.glob(f"{onnx.name}*"))]
     return [(name, state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states]
 
@@ -438,20 +429,20 @@ def files_of(onnx: Path) -> list[tuple[str, int, int, int]]:
 def additions_of(
     loras: Loras, target: str, shapes: Mapping[str, tuple[int, ...]], title: str, known: Additions | None = None
 ) -> Additions:
-    """What LoRAs add to the weights of a component, in memory of its own: files may change.
+    """Read the additions of LoRA files to a component's weights into memory.
 
     Args:
         target, title: see `LoraFile.updates`.
-        known: of files that were read before, which are not read again as long as they are as they were.
+        known: additions of files that were read before; unchanged files are not read again.
     Raises:
-        UserError: they are no pairs of a file and a number, a file cannot be read, or it does not fit.
+        UserError: `loras` is not a list of pairs of file and number, or a file cannot be read or does not fit.
     """
     read: dict[tuple[str, int, int], dict[int, Update]] = defaultdict(dict)
     for addition in (addition for additions in (known or {}).values() for addition in additions):
-        read[addition.source[:3]][id(addition.update)] = addition.update  # once, whatever its scales
+        read[addition.source[:3]][id(addition.update)] = addition.update  # one update for all scales
     found: dict[str, list[Addition]] = defaultdict(list)
     for file, scale in _checked(loras):
-        state = file.stat() if file.is_file() else None  # before it is read: what is written later has another
+        state = file.stat() if file.is_file() else None  # taken before reading, so that later writes are noticed
         key: tuple[str, int, int] = (
             ("", 0, 0) if state is None else (str(file.resolve()), state.st_mtime_ns, state.st_size)
         )
@@ -473,16 +464,16 @@ def _checked(loras: Loras) -> Iterator[tuple[Path, float]]:
                 raise ValueError
         except (TypeError, ValueError):
             raise UserError(
-                "LoRAs are set as files with their scales",
-                expected="[(file, scale), …], with numbers for scales",
+                "set_loras takes files with their scales",
+                expected="[(file, scale), …] with numbers as scales",
                 got=repr(entry),
-                remedy='set_loras([("style.safetensors", 0.8)]), or set_loras([]) for none',
+                remedy='call set_loras([("style.safetensors", 0.8)]), or set_loras([]) for no LoRA',
             ) from None
         yield checked
 
 
 def changed(before: Additions, wanted: Additions) -> set[str]:
-    """The weights to which something else is added than before."""
+    """Return the weights whose additions differ."""
 
     def sources(additions: Additions, name: str) -> list[Source]:
         return [addition.source for addition in additions.get(name, ())]

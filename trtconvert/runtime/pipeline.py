@@ -1,4 +1,4 @@
-"""A whole diffusers pipeline on a bundle's components: its models are engines, and the rest of it lies in the bundle."""
+"""Makes a whole diffusers pipeline from a bundle's components and its other files in the bundle."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from trtconvert.runtime.libraries import library_class
 INDEX = "model_index.json"
 
 _CHANGES_NO_IMAGE = ("safety_checker",)
-"""Models that pipelines do without: they judge images, and make none."""
+"""Optional models that do not change images."""
 
 
 def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
-    """The pipeline of a `save_pretrained` folder whose weights are elsewhere.
+    """Make the pipeline of a `save_pretrained` folder without weights.
 
-    Safety checkers are left out: give one as a part to have it.
+    Safety checkers are left out unless they are among the parts.
 
     Args:
-        folder: with the index, and a folder for each tokenizer, scheduler and processor.
-        parts: models, and whatever else should not come from the folder, by the pipeline's names; None to go without.
+        folder: folder with the index, and a folder for each tokenizer, scheduler and processor.
+        parts: models, and other parts that replace those of the folder, by the pipeline's names; None leaves a part out.
     Raises:
-        UserError: the pipeline was saved with a model that is not among the parts, it takes no such part, or a file of the
-            folder cannot be read.
-        BackendUnavailable: the installed diffusers has no such pipeline, or lacks a class of it.
+        UserError: a model of the saved pipeline is not among the parts, a part is unknown to the pipeline, or a file cannot be
+            read.
+        BackendUnavailable: the installed libraries lack the pipeline or a class of its parts.
     """
     try:
         index: dict[str, Any] = read_json(folder / INDEX)
         if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
-            raise ValueError(f"an {INDEX} that names no class of a pipeline")
+            raise ValueError(f"an {INDEX} without the class of a pipeline")
     except (OSError, ValueError) as error:
         raise UserError(
             f"the pipeline in {folder} cannot be read",
-            expected=f"the {INDEX} that the bundle was built with",
+            expected=f"the {INDEX} of the build",
             got=first_line(error),
-            remedy="load the bundle from where it is now, or copy it again",
+            remedy="check the bundle's path, or copy the bundle again",
         ) from error
     title = index["_class_name"]
     kind = library_class("diffusers", title)
@@ -58,7 +58,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         entry = index.get(name)
         if name in parts:
             given[name] = parts[name]
-        elif not _is_part(entry):  # a setting, or something newer than the pipeline that was saved
+        elif not _is_part(entry):  # a setting, or a parameter newer than the saved pipeline
             given |= {name: entry} if name in index else {}
         elif (folder / name).is_dir():
             given[name] = _loaded(folder / name, entry)
@@ -69,54 +69,53 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
     if missing:
         raise UserError(
             f"the bundle has no {', '.join(missing)} for {title}",
-            expected="each model that the pipeline was saved with among the bundle's components",
+            expected="each model of the saved pipeline among the bundle's components",
             got=", ".join(sorted(parts)),
-            remedy="add them to components in the recipe, or pass them: "
+            remedy="add them to components in the recipe, or pass them as "
             + ", ".join(f"{name}=…" for name in missing)
-            + ", or None to go without",
+            + "; None leaves one out",
         )
     if given.get("safety_checker") is None and "requires_safety_checker" in parameters:
         given["requires_safety_checker"] = False
     try:
         return kind(**given)
-    except ImportError as error:  # Cosmos makes its safety checker where it is given none
+    except ImportError as error:  # Cosmos always makes a safety checker
         raise BackendUnavailable(
             f"{title} needs a package that is not installed",
-            expected="what its parts import",
+            expected="the packages that its parts import",
             got=first_line(error),
-            remedy="install it: its terms ask for what it is for",
+            remedy="install the package, if its licence allows your use",
         ) from error
-    except TypeError as error:  # of a version that wants parts which the one that saved the pipeline had not
+    except TypeError as error:  # the installed version needs parts that the saved pipeline lacks
         raise UserError(
-            f"{title} cannot be made of the parts that were saved",
-            expected="the parts that the installed diffusers wants",
+            f"{title} cannot be made from the saved parts",
+            expected="the parts that the installed diffusers needs",
             got=first_line(error),
-            remedy="pass those that are missing to bundle.pipeline() by name, or install the versions that the bundle's manifest "
-            "has under versions",
+            remedy="pass the missing parts to bundle.pipeline() by name, or install the versions of the bundle's manifest",
         ) from error
 
 
 def _is_part(entry: Any) -> TypeGuard[list[Any]]:
-    """Whether an entry of an index is a part: its library and its class, or None twice where it was saved without."""
+    """Return whether an entry of an index is a part: its library and class, or None twice for an absent part."""
     return isinstance(entry, list) and len(entry) == 2 and all(x is None or isinstance(x, str) for x in entry)
 
 
 def _loaded(folder: Path, entry: list[str]) -> Any:
-    """A tokenizer, scheduler or processor. Nothing is downloaded."""
+    """Load a tokenizer, scheduler or processor without downloads."""
     kind = library_class(*entry)
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except ImportError as error:
         raise BackendUnavailable(
             f"the {entry[1]} in {folder} needs a package that is not installed",
-            expected="what the pipeline's own processors import",
+            expected="the packages that it imports",
             got=first_line(error),
-            remedy="install it, or pass another one to bundle.pipeline() by the name of the folder",
+            remedy="install the package, or pass a replacement to bundle.pipeline() by the name of the folder",
         ) from error
     except (OSError, ValueError) as error:
         raise UserError(
             f"the {entry[1]} in {folder} cannot be read",
-            expected="the files that `save_pretrained` wrote",
+            expected="the files of `save_pretrained`",
             got=first_line(error),
-            remedy="copy the bundle again, or install the versions that its manifest has under versions",
+            remedy="copy the bundle again, or install the versions of its manifest",
         ) from error

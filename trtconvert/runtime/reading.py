@@ -1,7 +1,7 @@
-"""Numbers from files and from the host's memory to a device, read ahead by several threads.
+"""Reads tensors from files and host memory to a device, ahead of their use, with several threads.
 
-Each thread reads a piece of a file into pinned memory of its own, and sends it on a stream of its own while the others read: one
-thread alone copies from the page cache at a fraction of what the device takes.
+Each thread reads pieces of a file into its own pinned memory and copies them on its own stream, because one thread copies from
+the page cache at a fraction of the device's bandwidth.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from trtconvert.files import open_regular
 _T = TypeVar("_T")
 
 _PIECE = 2**23
-"""Bytes that a thread reads and sends at once: the pinned memory that it has."""
+"""Bytes of a piece, and of each thread's pinned memory."""
 
 _MOST_THREADS = 8
 
 _ALIGNMENT = 256
-"""Bytes at multiples of which tensors begin in memory that they share."""
+"""Alignment of tensors in shared memory in bytes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where numbers lie in a file, row by row, from its byte `start`."""
+    """A row-major tensor in a file, from byte `start`."""
 
     path: Path
     start: int
@@ -51,18 +51,17 @@ class Place:
 
 
 Source = Place | Tensor
-"""Of numbers: a file, or the host's memory."""
+"""A tensor in a file or in host memory."""
 
 
 @dataclass
 class Spent:
-    """What a change of an engine's weights took.
+    """Time and memory of a change of an engine's weights.
 
     Attributes:
-        read: bytes of files and of the host's memory. given: bytes that TensorRT was given. parts: how many times it refitted.
-        seconds: by what was done: "opening" the bundle's weights, "checking" LoRA files, "waiting" for new weights, "giving" them
-            to TensorRT, "refitting" by TensorRT. A thread beside these spends some on "reading", waiting for what is read, and on
-            "computing", the device's work included.
+        read: bytes read from files and host memory. given: bytes handed to TensorRT. parts: number of refits.
+        seconds: seconds by activity: "opening" the bundle's weights, "checking" LoRA files, "waiting" for new weights, "giving"
+            them to TensorRT, "refitting". A second thread spends seconds on "reading" and "computing".
     """
 
     read: int = 0
@@ -81,15 +80,15 @@ class Spent:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Always the same: torch keeps memory by the stream that it was taken on."""
+    """Return one stream per device, because torch's allocator keeps memory per stream."""
     return torch.cuda.Stream(device)
 
 
 def one_ahead(items: Generator[_T], device: torch.device) -> Generator[_T]:
-    """What a generator gives, the next item while one is used: in a thread, on a stream of its own, which it has waited for."""
+    """Yield a generator's items, and make the next item in a thread and on a stream of its own meanwhile."""
     stream = _stream(device) if device.type == "cuda" else None
 
-    @torch.inference_mode()  # of the caller, if any, a thread knows nothing
+    @torch.inference_mode()  # threads do not inherit the caller's mode
     def following() -> _T | None:
         if stream is None:
             return next(items, None)
@@ -104,13 +103,13 @@ def one_ahead(items: Generator[_T], device: torch.device) -> Generator[_T]:
             while (item := coming.result()) is not None:
                 coming = thread.submit(following)
                 yield item
-                del item  # before the next one is waited for
+                del item  # freed before the next item is made
         finally:
             thread.submit(items.close)
 
 
 def room_for(size: int, device: torch.device) -> Tensor:
-    """So many bytes on a device, or on the host where the device has no memory for them."""
+    """Allocate bytes on a device, or on the host if the device has no memory."""
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
@@ -120,15 +119,15 @@ def room_for(size: int, device: torch.device) -> Tensor:
 def read_ahead(
     wanted: Iterable[tuple[_T, Sequence[Source]]], device: torch.device, limit: int, spent: Spent | None = None
 ) -> Iterator[tuple[_T, list[Tensor]]]:
-    """What is wanted, with its numbers on a device, in order; on the host where the device has no memory for them.
+    """Yield each wanted item with its tensors on a device, or on the host if the device has no memory.
 
     Args:
-        wanted: something, and what it needs.
-        limit: bytes that are read before they are asked for, of the device's memory, or what one of `wanted` needs.
+        wanted: items, each with the sources of its tensors.
+        limit: device memory in bytes for reading ahead, beside the tensors of one item.
         spent: counts bytes and seconds.
     Raises:
-        UserError: a file has become shorter.
-        OSError: it cannot be read.
+        UserError: a file became shorter.
+        OSError: a file cannot be read.
     """
     spent = spent or Spent()
     with _Threads(device) as threads:
@@ -150,10 +149,10 @@ def read_ahead(
 
 @dataclass(frozen=True)
 class _Order:
-    """Tensors that are on their way into one piece of memory.
+    """Tensors that are being read into one block of memory.
 
     Attributes:
-        places: of each, its first byte there, its type and its shape.
+        places: offset in bytes, type and shape of each tensor.
     """
 
     memory: Tensor
@@ -161,7 +160,7 @@ class _Order:
     pieces: Sequence[Future[None]]
 
     def tensors(self) -> list[Tensor]:
-        """Waits for them."""
+        """Wait for the tensors and return them."""
         for piece in self.pieces:
             piece.result()
         return [
@@ -171,11 +170,7 @@ class _Order:
 
 
 class _Threads:
-    """Those that read.
-
-    Args:
-        device: that they read for.
-    """
+    """Threads that read for a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -191,7 +186,6 @@ class _Threads:
         self._open.close()
 
     def order(self, sources: Sequence[Source]) -> _Order:
-        # Copied where they do not lie row by row; the threads keep them.
         rows = [x if isinstance(x, Place) else x.detach().contiguous() for x in sources]
         starts, size = list[int](), 0
         for source in rows:
@@ -202,7 +196,7 @@ class _Threads:
         memory = room_for(size, self._device)
         free = None
         if memory.is_cuda:
-            # Kernels that are yet to run may read what lay there: the threads' streams wait for them.
+            # Pending kernels may still read this memory: the threads' streams wait for them.
             free = torch.cuda.Event()
             free.record()
         pieces = [
@@ -211,15 +205,15 @@ class _Threads:
         ]  # fmt: skip
         return _Order(memory, [(at, x.dtype, tuple(x.shape)) for x, at in zip(rows, starts, strict=True)], pieces)
 
-    @torch.inference_mode()  # in which the caller may be, and what it has made is not to be changed without
+    @torch.inference_mode()  # tensors made in inference mode can only be written in it
     def _fill(
         self, piece: Tensor, first: int, sources: Sequence[tuple[Source, int]], free: torch.cuda.Event | None
     ) -> None:
-        """Of the memory of an order the part that begins at its byte `first`."""
+        """Read the piece of an order's memory that begins at byte `first`."""
         if free is None:
             self._read(piece, first, sources)
             return
-        with torch.cuda.device(self._device):  # which threads do not inherit: pinned memory is of a device's context
+        with torch.cuda.device(self._device):  # threads do not inherit the device of pinned memory
             if not hasattr(self._own, "pinned"):
                 self._own.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
                 self._own.stream = torch.cuda.Stream()
@@ -239,19 +233,19 @@ class _Threads:
             if isinstance(source, Place):
                 _read_file(self._files[source.path], source, start - at, target)
             else:
-                # By numpy: torch would have threads of its own in each of these.
+                # numpy, because torch would start further threads here.
                 target.numpy()[:] = source.view(-1).view(torch.uint8).numpy()[start - at : end - at]
 
 
 def _read_file(file: int, place: Place, begin: int, target: Tensor) -> None:
-    """Bytes of a place, from the byte `begin` of it."""
+    """Read the bytes of a place from its byte `begin`."""
     rest, start = target.numpy().data, place.start + begin
     while rest:
         count = os.preadv(file, [rest], start)
         if not count:
             raise UserError(
-                f"{place.path} has become shorter while it was read",
-                expected=f"{place.start + place.nbytes} bytes at least",
+                f"{place.path} became shorter while it was read",
+                expected=f"at least {place.start + place.nbytes} bytes",
                 got=f"{start}",
                 remedy="copy or build the bundle again, and load it again",
             )

@@ -1,8 +1,8 @@
-"""Denoisers that leave steps out: their predictions are extrapolated from the last two that were computed.
+"""Denoisers that skip steps, whose predictions are extrapolated from the last two computed ones.
 
-A trajectory is an object, made by `follow` for the timesteps of its calls. Which of them are computed is decided on the host
-before the first one, so that nothing waits for a device. What is left out costs one kernel, and so does each half of a correction
-(see `trtconvert.reuse.trajectories`) at the computed step behind a gap.
+`follow` makes an object for one trajectory from its timesteps. The schedule is decided on the host before the first call, so that
+no call waits for a device. A skipped step costs one kernel, and so does each half of a correction (see
+`trtconvert.reuse.trajectories`) at the computed step after a gap.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.trajectory import apart, begin
 
 SAME = 1e-3
-"""Relative to the range of timesteps: how far two that are the same may be apart, in the types that pipelines pass them in."""
+"""Tolerance of equal timesteps, relative to the range of timesteps, for the types that pipelines pass."""
 
 
 class Reusable:
-    """A denoiser that may leave steps out, for samplers that `follow` their trajectories. Called by itself it computes.
+    """A denoiser that may skip steps for samplers that `follow` a trajectory. Direct calls compute every step.
 
     Args:
-        denoiser: computes all steps.
+        denoiser: computes every step.
     """
 
     def __init__(self, denoiser: Callable[..., Tensor], reuse: Scheduler) -> None:
@@ -52,12 +52,12 @@ class Reusable:
 
 
 def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
-    """Which steps a bundle's denoiser leaves out.
+    """Load the skipped steps of a bundle's denoiser.
 
     Args:
-        folder: of the bundle, whose files were checked; component: the denoiser, which leaves steps out.
+        folder: folder of the bundle, with checked files; component: a denoiser that skips steps.
     Raises:
-        UserError: the file is not what a build writes.
+        UserError: a build did not write the file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -68,8 +68,8 @@ def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
         found = Trajectories.of_tensors(load_file(folder / record.file))
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
-            f"{record.file} in the bundle does not say which steps may be left out",
-            expected="what a build with steps.computed measured of trajectories",
+            f"{record.file} in the bundle does not hold the statistics for skipping steps",
+            expected="statistics of trajectories from a build with steps.computed",
             got=first_line(error),
             remedy="build the bundle again, or load the bundle with all_steps=True",
         ) from error
@@ -78,23 +78,23 @@ def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
 
 
 def warn_of_other_weights(reuse: Scheduler | None) -> None:
-    """Say of a denoiser that leaves steps out that it was measured with the weights before."""
+    """Warn if a denoiser skips steps, which were chosen with the built weights."""
     if reuse is not None:
         warn(
-            "which denoising steps are left out was measured with the weights that the bundle was built with; remedy: build a "
-            "bundle with the new ones, or load this one with all_steps=True"
+            "the skipped denoising steps were chosen with the bundle's built weights; remedy: build a bundle with the new "
+            "weights, or load this one with all_steps=True"
         )
 
 
 def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) -> Callable[..., Any]:
-    """A denoiser for the calls of one trajectory, which leaves out the steps that its bundle's schedule leaves out.
+    """Return a denoiser for the calls of one trajectory that skips the steps of its bundle's schedule.
 
     Args:
-        denoiser: of a bundle, `bundle["denoiser"]`. One that computes all steps is given back as it is.
-        timesteps: of all calls in their order, one call a step. A tensor on a GPU is read, which waits for it.
+        denoiser: a bundle's denoiser, `bundle["denoiser"]`. A denoiser that skips no step is returned unchanged.
+        timesteps: timesteps of all calls in order, one call a step. For a tensor on a GPU this waits.
     Returns:
-        What is called as the denoiser is. A call with other shapes than the last, or beyond the timesteps, is computed, and so
-        are all calls after one whose timestep, given on the CPU, is not the next one.
+        A callable like the denoiser. It computes calls whose shapes differ from the call before, calls beyond the timesteps, and
+        all calls after one whose timestep, if on the CPU, is not the next one.
     """
     reuse = reuse_of(denoiser)
     if reuse is None:
@@ -103,7 +103,6 @@ def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) ->
 
 
 def _places(reuse: Scheduler, timesteps: Sequence[float] | Tensor) -> list[float]:
-    """Timestep inputs as places."""
     given = timesteps if isinstance(timesteps, Tensor) else torch.tensor(list(timesteps), dtype=torch.float64)
     return place_of(reuse.noise_input, given.double()).tolist()
 
@@ -112,9 +111,9 @@ class Following:
     """One trajectory of a denoiser, see `follow`.
 
     Args:
-        timesteps: places, where the denoiser is told the noise otherwise.
+        timesteps: places of the timestep inputs.
     Attributes:
-        calls, computed: how many were made, and how many of them the denoiser computed.
+        calls, computed: number of calls, and of computed calls.
     """
 
     def __init__(self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float]) -> None:
@@ -132,7 +131,7 @@ class Following:
         return self.at(self.calls, inputs, named)
 
     def at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
-        """The prediction of a step of the schedule, which may lie some steps behind the call before."""
+        """Return the prediction of a step of the schedule; steps between calls may be left out."""
         self.calls = step + 1
         shapes = [(name, tuple(x.shape)) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
         line = None
@@ -146,17 +145,17 @@ class Following:
         self.computed += 1
         if not self._told or not isinstance(prediction, Tensor) or step >= len(self._timesteps):
             return prediction
-        # Inference tensors do not count what is written into them, so that a copy of one is kept.
+        # Inference tensors have no version counter, so a copy is kept.
         kept = prediction.clone() if prediction.is_inference() else prediction
         self._kept = [*self._kept[-1:], _Kept(step, shapes, kept)]
         factor = self._schedule.correction(step)
-        # It is of the whole gap: of steps that were left out since the last computed one of the schedule.
+        # The correction holds for the schedule's whole gap.
         if not factor or line is None or [kept.step for kept in line] != self._schedule.before(step):
             return prediction
         return torch.lerp(self._extrapolated(line, step), prediction, 1 + factor)
 
     def _extrapolated(self, kept: list[_Kept], step: int) -> Tensor:
-        """The prediction of a step by those that are kept; a tensor of its own."""
+        """Extrapolate a step's prediction from the kept ones into a new tensor."""
         if len(kept) == 1:
             return kept[0].prediction.clone()
         before, last = kept
@@ -164,12 +163,12 @@ class Following:
         return torch.lerp(before.prediction, last.prediction, 1 + beyond)
 
     def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], shapes: list[Any]) -> bool:
-        """Whether what is kept serves this call."""
+        """Return whether the kept predictions fit this call."""
         self._told = self._told and step < len(self._timesteps) and self._is_at(step, inputs, named)
         return self._told and bool(self._kept) and all(kept.serves(shapes) for kept in self._kept)
 
     def _is_at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> bool:
-        """Whether a call's timesteps, as far as the host knows them, are those of a step."""
+        """Return whether a call's timesteps, if they are on the CPU, are those of a step."""
         timestep = named.get(self._reuse.timestep_input)
         if timestep is None and len(inputs) > self._reuse.timestep_place:
             timestep = inputs[self._reuse.timestep_place]
@@ -181,18 +180,14 @@ class Following:
 
 
 class _Kept:
-    """A prediction that was computed.
-
-    Args:
-        step: of the schedule; shapes: of the call's inputs.
-    """
+    """A computed prediction with its step and the shapes of the call's inputs."""
 
     def __init__(self, step: int, shapes: list[Any], prediction: Tensor) -> None:
         self.step, self.prediction, self._shapes = step, prediction, shapes
         self._version = _version(prediction)
 
     def serves(self, shapes: list[Any]) -> bool:
-        """Whether a call has the same shapes, and nobody has written into the prediction."""
+        """Return whether a call has the same shapes, and the prediction was not written into."""
         return shapes == self._shapes and _version(self.prediction) == self._version
 
 
@@ -217,17 +212,17 @@ _FIRST_ORDER = frozenset(
         "UniPCMultistep",
     )
 )
-"""Schedulers of diffusers that call the model once a step and add no noise, without the word that all of them end with."""
+"""Schedulers of diffusers that call the model once a step and add no noise, without the suffix `Scheduler`."""
 
 _ADD_NOISE = {"algorithm_type": "sde", "stochastic_sampling": True}
-"""Settings by which some of them do add noise."""
+"""Settings with which some of them add noise."""
 
 
 class PipelineSteps:
-    """Where a diffusers pipeline is in its trajectory, as its scheduler tells the host.
+    """Follows the trajectory of a diffusers pipeline by its scheduler.
 
     Args:
-        scheduler: of the pipeline; reuse: of the denoiser; model: what it is called, for messages.
+        scheduler: the pipeline's scheduler; reuse: the denoiser's; model: name of the model in messages.
     """
 
     def __init__(self, scheduler: Any, reuse: Scheduler, model: str) -> None:
@@ -242,25 +237,25 @@ class PipelineSteps:
         self._told = False
 
     def see(self, passed: Any, timestep: Tensor) -> None:
-        """A call of the model.
+        """Note a call of the model.
 
         Args:
-            passed: its timestep, as the pipeline passes it; timestep: [B], as the denoiser is given it.
+            passed: the pipeline's timestep; timestep: [B], the denoiser's.
         """
         step = None if self._why_not else self._step_of(passed)
-        if step is not None and not self._is_checked:  # once for a pipeline: it waits for the device
+        if step is not None and not self._is_checked:  # once, because this waits for the device
             self._is_checked = True
             (place,) = _places(self._reuse, timestep.flatten()[:1])
             if abs(place - self._times[step]) > SAME * max(map(abs, self._times)):
-                self._why_not, step = "it gives its model other timesteps than its scheduler has", None
+                self._why_not, step = "the pipeline's timesteps differ from its scheduler's", None
         self._is_known = step is not None
         if step is None:
             self._trajectories.clear()
             if not self._told:
                 self._told = True
-                why = self._why_not or "its scheduler does not tell which step a call is of"
+                why = self._why_not or "the step of a call is unknown"
                 warn(
-                    f"all steps of the converted {self._model} are computed: {why}; remedy: take another scheduler, as "
+                    f"the converted {self._model} computes all steps: {why}; remedy: use another scheduler, such as "
                     "DPMSolverMultistepScheduler, or load the bundle with all_steps=True"
                 )
             return
@@ -272,10 +267,10 @@ class PipelineSteps:
         self._step = step
 
     def prediction(self, context: str | None, denoiser: Callable[..., Tensor], named: Mapping[str, Tensor]) -> Tensor:
-        """The prediction of the call that was seen last.
+        """Return the prediction of the call that `see` noted last.
 
         Args:
-            context: in which it is made; of several calls of a step in one context each is of a trajectory of its own.
+            context: context of the call; several calls of a step in one context belong to different trajectories.
         """
         if not self._is_known:
             return denoiser(**named)
@@ -286,12 +281,12 @@ class PipelineSteps:
         return self._trajectories[context, number].at(self._step - self._start, (), named)
 
     def _step_of(self, passed: Any) -> int | None:
-        """The index of a call's timestep among the scheduler's."""
+        """Return the index of a call's timestep in the scheduler's timesteps; None if unknown."""
         own = self._scheduler.timesteps
         if own is not self._own:
             self._own, self._times = own, _places(self._reuse, own)
             self._trajectories.clear()
-            self._calls.clear()  # of a pipeline that ended in its first step, by an exception
+            self._calls.clear()  # an exception may have ended the pipeline in its first step
         if isinstance(passed, Tensor) and passed.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
             step = (passed.storage_offset() - own.storage_offset()) // max(1, own.stride(0))
         else:
@@ -302,13 +297,13 @@ class PipelineSteps:
 
 
 def _why_computed(scheduler: Any) -> str:
-    """Why a scheduler's steps are all computed, in words; empty where some may be left out."""
+    """Return why all steps of a scheduler are computed; empty if steps may be skipped."""
     name = type(scheduler).__name__
     config = getattr(scheduler, "config", {})
     if name.removesuffix("Scheduler") not in _FIRST_ORDER:
-        return f"{name} is not known to call the model once a step, and to add no noise"
+        return f"{name} is not known to call the model once a step without adding noise"
     for setting, value in _ADD_NOISE.items():
         given = config.get(setting)
         if given is value or (isinstance(value, str) and value in str(given)):
-            return f"{name} adds noise, by {setting}: {given}"
+            return f"{name} adds noise with {setting}: {given}"
     return ""

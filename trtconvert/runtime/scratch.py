@@ -1,4 +1,4 @@
-"""The device memory that engines compute in, shared between the engines of a bundle."""
+"""Scratch memory of execution contexts, shared by the engines of a bundle."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ MIB = 2**20
 
 
 class Room:
-    """The memory that engines compute in on one stream.
+    """The scratch memory of one stream.
 
     Attributes:
         memory: UINT8.
-        lock: of the host thread that enqueues a call: a call is many kernels, and those of another one between them would write
-            over what they keep in the memory.
+        lock: held while a call is enqueued, because kernels of another call in between would overwrite the memory.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -29,8 +28,7 @@ class Room:
 class Scratch:
     """One room per stream, as large as the largest engine needs.
 
-    What is enqueued on one stream runs in order, so engines that take turns on it compute in the same memory. A room lives as
-    long as somebody holds it.
+    Work on one stream runs in order, so that engines share the memory. A room is freed with its last reference.
 
     Attributes:
         device: the GPU.
@@ -43,14 +41,14 @@ class Scratch:
         self._lock = threading.Lock()
 
     def reserve(self, size: int) -> None:
-        """Make room for an engine that needs so many bytes. Rooms that are out already stay as they are."""
+        """Enlarge future rooms to at least `size` bytes."""
         self.size = max(self.size, size)
 
     def on(self, stream: torch.cuda.Stream) -> Room:
-        """The room of a stream, whose memory goes back to torch's allocator in the stream's order.
+        """Return the room of a stream, whose memory is freed in the stream's order.
 
         Raises:
-            BackendUnavailable: the GPU has no such memory left.
+            BackendUnavailable: the GPU is out of memory.
         """
         with self._lock:
             room = self._rooms.get(stream.cuda_stream)
@@ -61,10 +59,10 @@ class Scratch:
             return room
 
     def new(self) -> Tensor:
-        """Memory of a room's size, from torch's allocator on the current stream.
+        """Allocate memory of a room's size on the current stream.
 
         Raises:
-            BackendUnavailable: the GPU has no such memory left.
+            BackendUnavailable: the GPU is out of memory.
         """
         try:
             with torch.inference_mode(False):
@@ -74,16 +72,12 @@ class Scratch:
 
     @property
     def allocated(self) -> int:
-        """Bytes of all rooms that are out."""
+        """Bytes of all rooms in use."""
         return sum(room.memory.numel() for room in list(self._rooms.values()))
 
 
 def out_of_memory(what: str, needed: int, device: torch.device) -> BackendUnavailable:
-    """The error of an allocation that failed.
-
-    Args:
-        needed: bytes.
-    """
+    """Return the error for a failed allocation of `needed` bytes."""
     free, total = torch.cuda.mem_get_info(device)
     return BackendUnavailable(
         f"the GPU has no memory left for {what}",

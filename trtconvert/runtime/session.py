@@ -1,4 +1,4 @@
-"""A component on ONNX Runtime: the op's function body computes every converted site, so the numerics are the INT8 ones."""
+"""Runs a component on ONNX Runtime, where function bodies compute the exact INT8 arithmetic of converted sites."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class OnnxRuntimeComponent:
-    """A callable component.
+    """A callable component on the CPU.
 
-    Takes the inputs of the component's signature by position or by name, as torch tensors. Floating-point inputs are
-    converted to the signature's types; outputs are returned in their own, on the CPU, several as a tuple. What is in BF16, which
-    ONNX Runtime does not have there, is computed in FP32.
+    Takes the inputs of the component's signature as torch tensors, by position or by name, and converts floating-point inputs to
+    the signature's types. Returns an output, or a tuple of outputs, on the CPU. BF16, which ONNX Runtime lacks on the CPU, is
+    computed in FP32.
 
     Args:
         path: the component's ONNX file.
-        component: its signature.
+        component: the signature.
 
     Raises:
-        BackendUnavailable: ONNX Runtime lacks an operator or a type that the model uses.
+        BackendUnavailable: ONNX Runtime lacks an operator or a type of the model.
     """
 
     device = torch.device("cpu")
@@ -51,7 +51,7 @@ class OnnxRuntimeComponent:
         self._outputs = [output.name for output in component.outputs]
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        # Samplers take turns with torch: threads that spin while they wait would take the cores from it.
+        # Samplers alternate with torch, from which spinning threads would take the cores.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._types = [dtype_of(output) for output in component.outputs]
         self._caches = component.caches
@@ -59,31 +59,31 @@ class OnnxRuntimeComponent:
         self._kept: WeakKeyDictionary[Trajectory, list[Tensor]] = WeakKeyDictionary()
         self._one_at_a_time = (
             threading.Lock() if self._caches else nullcontext()
-        )  # a call reads what the one before it wrote
+        )  # a call reads the caches of the one before
         in_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*component.inputs, *component.outputs))
         try:
             with _in_float32(path) if in_bfloat16 else nullcontext(path) as runnable:
                 self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
                     runnable, options, providers=["CPUExecutionProvider"]
                 )
-        except Exception as error:  # ONNX Runtime has a class of its own for each status, and no common one
+        except Exception as error:  # ONNX Runtime's errors have no common base class
             raise BackendUnavailable(
                 f"ONNX Runtime {onnxruntime.__version__} cannot run {path.name}",
-                expected="operators in types that it has on the CPU",
+                expected="operators and types that ONNX Runtime supports on the CPU",
                 got=first_line(error),
                 remedy="set model.dtype to float32 in the recipe, or install another onnxruntime",
             ) from error
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """
+        """Run the session.
+
         Raises:
-            UserError: an input is missing, unknown, of a type or shape outside the signature, or of a value that the model does
-                not take.
+            UserError: an input is missing, unknown, has a type or shape outside the signature, or values that the model refuses.
         """
         return self.call(None, inputs, named)
 
     def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
-        """As `__call__`, with the caches of a trajectory; None for the component's own."""
+        """Call with the caches of a trajectory; None for the component's own."""
         session = self._session  # another thread may close the component meanwhile
         if session is None:
             raise was_closed()
@@ -107,14 +107,14 @@ class OnnxRuntimeComponent:
         except Exception as error:  # see above
             raise UserError(
                 "ONNX Runtime cannot run the component on these inputs",
-                expected="values that the model takes, such as indices within its tables",
+                expected="values that the model takes, such as indices within its tables of embeddings",
                 got=first_line(error),
                 remedy="correct the inputs; if the original model takes them, report the message",
             ) from error
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _caches_of(self, trajectory: Trajectory, batch: int) -> list[Tensor]:
-        """What the call before left; for another batch, or before the first call, caches with which all samples begin."""
+        """Return the caches of the previous call, or reset caches for another batch and before the first call."""
         kept = self._kept.get(trajectory)
         if kept is not None and len(kept[0]) == batch:
             return kept
@@ -124,37 +124,30 @@ class OnnxRuntimeComponent:
         return made
 
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
-        """All samples begin anew in the next call. They do so by themselves where the batch is another, or timesteps go back to
-        more noise.
+        """Reset MoDiff caches in the next call. Caches also reset if the batch changes, or timesteps go back to more noise.
 
         Raises:
-            UserError: an argument that is no trajectory.
+            UserError: the argument is not a trajectory.
         """
         with self._one_at_a_time:
             self._kept.pop(whose(trajectory, self._trajectory), None)
 
     @property
     def caches(self) -> dict[str, Tensor]:
-        """What layers that quantise deltas keep from step to step, by the signature's names; empty before the first call."""
+        """MoDiff caches by the signature's names; empty before the first call."""
         kept = self._kept.get(self._trajectory, [])
         return {cache.name: x for cache, x in zip(self._caches, kept, strict=False)}
 
     def apart(self) -> Apart:
-        """The component with caches of its own, for other samples between those of its calls."""
+        """Return the component with its own caches, for other samples between its calls."""
         return Apart(self)
 
     def check_caches(self) -> None:
-        """
-        Raises:
-            UserError: NaN or Inf is in a cache.
-        """
+        """Raise UserError if a cache holds NaN or Inf."""
         require_finite(self.caches.items())
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
-        """
-        Raises:
-            BackendUnavailable: new weights are for TensorRT engines.
-        """
+        """Raise BackendUnavailable: only TensorRT engines take new weights."""
         raise BackendUnavailable(
             "the weights of a model on ONNX Runtime cannot be replaced",
             expected="a TensorRT engine that was built with engine.refittable: true",
@@ -163,10 +156,7 @@ class OnnxRuntimeComponent:
         )
 
     def set_loras(self, loras: Loras) -> int:
-        """
-        Raises:
-            BackendUnavailable: see `refit`.
-        """
+        """Raise BackendUnavailable: only TensorRT engines take LoRAs."""
         raise BackendUnavailable(
             "the LoRAs of a model on ONNX Runtime cannot be changed",
             expected="a TensorRT engine that was built with engine.refittable: true",
@@ -175,17 +165,17 @@ class OnnxRuntimeComponent:
         )
 
     def close(self) -> None:
-        """Let go of the session. Further calls are refused."""
+        """Free the session. Further calls are refused."""
         self._session = None
         self._kept.clear()
 
 
 def _in_float32(path: Path) -> AbstractContextManager[Path]:
-    from trtconvert.export.float32 import in_float32  # which production, with TensorRT, does without
+    from trtconvert.export.float32 import in_float32  # ONNX tooling, which TensorRT engines do not need
 
     return in_float32(path)
 
 
 def as_numpy(x: Tensor) -> np.ndarray:
-    """A tensor as ONNX Runtime takes it; numpy has no BF16."""
+    """Convert a tensor to numpy, BF16 to FP32."""
     return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()

@@ -1,4 +1,4 @@
-"""What a component takes: its inputs' names, types and shapes, checked once at the boundary."""
+"""Checks the names, types and shapes of a component's inputs."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ class Signature:
 
     Args:
         component: the signature in the manifest.
-        profiles: optimisation profiles of the engine that runs it, in the engine's order; without any, the component's own
-            ranges are the only one.
+        profiles: optimisation profiles in the engine's order; default: one profile, the component's ranges.
 
     Attributes:
-        watch: is given the inputs of every call, where somebody wants that.
+        watch: gets the inputs of every call, if set.
     """
 
     def __init__(self, component: ComponentRecord, profiles: Sequence[Ranges] = ()) -> None:
         self.component = component
         self.watch: InputWatch | None = None
         self.names = [spec.name for spec in component.inputs]
-        # Of diffusers' models, engine.shapes can only narrow what model.options gave.
+        # For models of diffusers, engine.shapes can only narrow model.options.
         self._of_options = component.diffusers is not None or not component.is_denoiser
-        # A profile may leave out dimensions that it takes as the component does.
+        # Dimensions that a profile omits have the component's range.
         self.profiles = [dict(component.dims) | dict(profile) for profile in profiles] or [dict(component.dims)]
 
     def ordered(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The inputs in the signature's order, unchecked but for their names.
+        """Return the inputs in the signature's order, and check their names only.
 
         Raises:
             UserError: an input is missing, unknown, or given twice.
@@ -47,7 +46,7 @@ class Signature:
         if len(inputs) + len(named) != len(self.names) or given.keys() != set(self.names):
             names = self.names[: len(inputs)] + ["…"] * (len(inputs) - len(self.names))
             raise UserError(
-                "the component was called with other inputs than it has",
+                "the call does not have the component's inputs",
                 expected=", ".join(self.names),
                 got=", ".join([*names, *named]) or "none",
                 remedy="pass each input once, by position or by name",
@@ -58,10 +57,9 @@ class Signature:
         """Check the types and shapes of inputs in the signature's order.
 
         Returns:
-            The profile to run them with, of several the one whose opt shape is nearest, and a size for each symbolic
-            dimension of the inputs.
+            The fitting profile with the nearest opt shape, and the size of each symbolic dimension of the inputs.
         Raises:
-            UserError: an input is not a tensor, or of a type or shape outside the signature.
+            UserError: an input is not a tensor, or has a type or shape outside the signature.
         """
         sizes: dict[str, int] = {}
         for spec, x in zip(self.component.inputs, tensors, strict=True):
@@ -81,13 +79,15 @@ class Signature:
         return min(fitting, key=lambda i: _distance(self.profiles[i], sizes)), sizes
 
     def of_samples(self) -> list[bool]:
-        """Which inputs have an entry for each sample: those that begin with the dimension that the first one begins with."""
+        """Return, for each input, whether it has a row for each sample: its first dimension is that of the first input."""
         first = self.component.inputs[0].shape[:1]
         return [bool(first) and spec.shape[:1] == first for spec in self.component.inputs]
 
     def batches(self, tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-        """The smallest and the largest number of samples that inputs of such sizes may have; of several profiles that hold the
-        other sizes, of the one that takes the most. None where none does."""
+        """Return the smallest and the largest batch for inputs with these other sizes, of the profile with the largest batch.
+
+        Returns None if no profile holds the sizes.
+        """
         batch = self.component.inputs[0].shape[0]
         if isinstance(batch, int):
             return batch, batch
@@ -98,7 +98,7 @@ class Signature:
         return max(((low, high) for low, _, high in holding), key=lambda sizes: sizes[1], default=None)
 
     def typed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Inputs that were checked, detached, floating-point ones in the signature's types."""
+        """Detach checked inputs and convert them to the signature's types."""
         return [x.detach().to(dtype_of(spec)) for spec, x in zip(self.component.inputs, tensors, strict=True)]
 
     def _check(self, spec: TensorRecord, x: Tensor, sizes: dict[str, int]) -> None:
@@ -111,10 +111,10 @@ class Signature:
             )
         if x.is_meta or x.layout != torch.strided:
             raise UserError(
-                f"'{spec.name}' has no numbers to read one after the other",
-                expected="a tensor with memory of its own, in torch's strided layout",
-                got="a tensor on the meta device" if x.is_meta else f"one in the layout {x.layout}",
-                remedy="load its numbers, or convert it with .to_dense()",
+                f"'{spec.name}' is not a dense tensor with values",
+                expected="a tensor with memory, in torch's strided layout",
+                got="a tensor on the meta device" if x.is_meta else f"a tensor in the layout {x.layout}",
+                remedy="load the tensor's values, or convert it with .to_dense()",
             )
         fits, others = x.dim() == len(spec.shape), list[str]()
         for size, dim in zip(x.shape, spec.shape, strict=False):
@@ -127,21 +127,25 @@ class Signature:
                 fits = fits and size == dim
         if fits and others:
             raise UserError(
-                f"the shape of '{spec.name}' is another than that of the inputs before it",
+                f"the shape of '{spec.name}' does not fit the inputs before it",
                 expected=", ".join(others),
-                got=f"{list(x.shape)}, which is [{', '.join(map(str, spec.shape))}]",
-                remedy="give inputs of one size for each name; one sample's for all can be repeated by .expand()",
+                got=f"{list(x.shape)} for [{', '.join(map(str, spec.shape))}]",
+                remedy="pass inputs of one size for each name; repeat a single sample by .expand()",
             )
         if not fits:
             ranges = [f"{d} {self._described(d)}" if isinstance(d, str) else str(d) for d in spec.shape]
             stepped = any(d in self.component.steps for d in spec.shape)
-            between = "; between its steps a model computes otherwise, and takes a bundle of its own" if stepped else ""
+            between = (
+                "; sizes between the steps need another bundle, because the model computes differently"
+                if stepped
+                else ""
+            )
             pairs = zip(x.shape, spec.shape, strict=False)
             own = x.dim() != len(spec.shape) or any(isinstance(dim, int) and size != dim for size, dim in pairs)
             if self._of_options:
                 remedy = self._widening(spec, x)
             else:
-                remedy = "give it in that shape" if own else "widen engine.shapes in the recipe and build again"
+                remedy = "pass a tensor of that shape" if own else "widen engine.shapes in the recipe and build again"
             raise UserError(
                 f"the shape of '{spec.name}' is outside what the bundle was built for",
                 expected="[" + ", ".join(ranges) + "], the same size for the same name in every input",
@@ -158,9 +162,9 @@ class Signature:
             )
 
     def _widening(self, spec: TensorRecord, x: Tensor) -> str:
-        """Which of a pipeline's options holds the shape of an input."""
+        """Return the remedy with the option of a pipeline that decides the shape of an input."""
         if x.dim() != len(spec.shape):
-            return "call the model as its pipeline does"
+            return "call the model like its pipeline"
         sample, named = self.component.inputs[0], set[str]()
         of_images = self.component.is_denoiser or getattr(self.component.diffusers, "method", "") != "forward"
         for axis, (size, dim) in enumerate(zip(x.shape, spec.shape, strict=True)):
@@ -178,54 +182,56 @@ class Signature:
                 named.add("tokens")
         if "tokens" in named:
             length = self.component.diffusers.padded_by if self.component.diffusers else ""
-            shorter = f", or call the pipeline with {length} within it" if length else ""
-            return f"give model.options.tokens in the recipe as [min, opt, max] that holds it and build again{shorter}"
+            shorter = f", or call the pipeline with {length} within the range" if length else ""
+            return (
+                f"set model.options.tokens in the recipe to a [min, opt, max] with this length and build again{shorter}"
+            )
         if named:
             return f"widen model.options.{sorted(named)[0]} in the recipe and build again"
-        return "give what the pipeline gives its model: this size is the model's own"
+        return "pass the size that the pipeline passes: the model fixes this size"
 
     def _described(self, dim: str) -> str:
         return in_steps(*self._range(dim), self.component.steps.get(dim))
 
     def _range(self, dim: str) -> tuple[int, int]:
-        """The smallest and the largest size that any profile takes."""
+        """Return the smallest and the largest size over all profiles."""
         return min(profile[dim][0] for profile in self.profiles), max(profile[dim][2] for profile in self.profiles)
 
 
 def rows_each(name: str, x: Tensor, samples: int) -> int:
-    """Rows of an input for each sample; several as for frames.
+    """Return the number of rows per sample of an input, which may be several, for example for frames.
 
     Raises:
-        UserError: they cannot be shared out evenly.
+        UserError: the rows are not a multiple of the samples.
     """
     rows = x.shape[0] if x.dim() else 0
     if not rows or rows % samples:
         raise UserError(
-            f"'{name}' has rows for other samples than what is denoised",
+            f"'{name}' does not have a row for each noisy sample",
             expected=f"{samples} rows, or a multiple of them",
             got=str(list(x.shape)),
-            remedy="give an entry for each sample; one sample's for all can be repeated by .expand()",
+            remedy="pass a row for each sample; repeat a single row by .expand()",
         )
     return rows // samples
 
 
 def dtype_of(spec: TensorRecord) -> torch.dtype:
-    """Torch's type of a record's."""
+    """Return the torch type of a record."""
     return getattr(torch, spec.dtype)
 
 
 def shape_like(shape: Sequence[int | str], x: Tensor) -> list[int]:
-    """A shape with symbolic dimensions, as large as a tensor's at the same places; the tensor may have further ones."""
+    """Replace symbolic dimensions by a tensor's sizes at the same positions; the tensor may have further dimensions."""
     return [size if isinstance(size, int) else x.shape[place] for place, size in enumerate(shape)]
 
 
 def shape_of(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape that a symbolic one becomes for given sizes."""
+    """Evaluate a shape for the sizes of its symbolic dimensions."""
     return tuple(_size(dim, sizes) if isinstance(dim, str) else dim for dim in shape)
 
 
 def _size(dim: str, sizes: Mapping[str, int]) -> int:
-    """A symbolic dimension for given sizes: "height", or a line through one, "8*height" or "4*frames-3"."""
+    """Evaluate a dimension: "height", or a linear function of it, such as "8*height" or "4*frames-3"."""
     if dim in sizes:
         return sizes[dim]
     factor, name, offset = LINE.fullmatch(dim).groups()  # type: ignore[union-attr]  # the manifest's records check it
@@ -237,5 +243,5 @@ def _holds(profile: Ranges, sizes: Mapping[str, int]) -> bool:
 
 
 def _distance(profile: Ranges, sizes: Mapping[str, int]) -> float:
-    """How far sizes are from what a profile's kernels were chosen for, in octaves over all dimensions."""
+    """Return the distance of sizes from a profile's opt sizes, in octaves over all dimensions."""
     return sum(abs(math.log2(size / profile[name][1])) for name, size in sizes.items())

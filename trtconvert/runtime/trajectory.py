@@ -1,8 +1,7 @@
-"""Whose caches a call of a denoiser reads and writes, where its layers quantise deltas from step to step (MoDiff).
+"""Trajectories of denoiser calls, which decide the MoDiff caches that a call reads and writes.
 
-Caches are inputs and outputs of the model, see `ComponentRecord.caches`; the runtime gives each call what the call before it
-gave. The model itself finds samples that begin, by their timesteps: with `FORGOTTEN` in the place of those of the call before
-all of them begin.
+Caches are inputs and outputs of the model, see `ComponentRecord.caches`; the runtime passes the outputs of a call to the next
+call. The model compares timesteps to reset samples: the timestep `FORGOTTEN` in the cache resets all of them.
 """
 
 from __future__ import annotations
@@ -22,33 +21,31 @@ if TYPE_CHECKING:
     from trtconvert.runtime.component import Component
 
 FORGOTTEN = -math.inf
-"""What the first cache, of timesteps, holds before the first call."""
+"""Initial value of the first cache, which holds timesteps."""
 
 
 class Trajectory:
-    """Calls that follow each other: those of a component by itself, or of an `Apart`."""
+    """Consecutive calls of a component, or of an `Apart`."""
 
 
 def whose(trajectory: Trajectory | None, own: Trajectory) -> Trajectory:
-    """A trajectory that a caller names; the component's own where none is named.
+    """Return the caller's trajectory, or the component's own for None.
 
     Raises:
-        UserError: it is none.
+        UserError: the argument is not a trajectory.
     """
     if trajectory is None or isinstance(trajectory, Trajectory):
         return trajectory or own
     raise UserError(
-        "caches are forgotten for all samples of a trajectory",
-        expected="reset_cache(), for the component's own calls",
+        "reset_cache resets all samples of a trajectory",
+        expected="reset_cache() for the component's own calls",
         got=f"reset_cache({trajectory!r})",
-        remedy="leave the argument out; samples that begin by themselves get caches of their own by denoiser.apart()",
+        remedy="leave the argument out; denoiser.apart() gives other samples their own caches",
     )
 
 
 class Apart:
-    """A component with caches of its own, for calls between those of somebody else: other samples, or other conditions of the
-    same ones. Where a component has no caches it is called as it is.
-    """
+    """A component with its own caches, for calls between other calls: with other samples, or other conditions."""
 
     def __init__(self, component: Component) -> None:
         self._component, self._trajectory = component, Trajectory()
@@ -69,24 +66,19 @@ class Apart:
 
 
 def require_finite(caches: Iterable[tuple[str, Tensor]]) -> None:
-    """
-    Args:
-        caches: by name; of the first one, of timesteps, `FORGOTTEN` is a number.
-    Raises:
-        UserError: NaN or Inf is in one.
-    """
+    """Raise UserError if a cache, by name, holds NaN or Inf; the first cache, of timesteps, may hold `FORGOTTEN`."""
     for index, (name, cache) in enumerate(caches):
         if index and not is_finite(cache):
             raise UserError(
-                f"there are numbers in the cache {name} that are not finite",
+                f"the cache {name} holds numbers that are not finite",
                 expected="finite numbers",
                 got=f"{int((~cache.isfinite()).sum())} of {cache.numel()} are NaN or Inf",
-                remedy="call reset_cache(), and look for what overflows: with model.dtype float32 or bfloat16 caches are float32",
+                remedy="call reset_cache(), and find the overflow; with model.dtype float32 or bfloat16, caches are float32",
             )
 
 
 def apart(denoiser: Any) -> Any:
-    """A denoiser with caches of its own, where it has some; else itself."""
+    """Return a denoiser with its own caches, or the denoiser itself if it has none."""
     return denoiser.apart() if hasattr(denoiser, "apart") else denoiser
 
 

@@ -1,4 +1,4 @@
-"""Results of a model that its pipeline did not look into when it was converted: they have a shape and nothing in them."""
+"""Placeholders for results that the pipeline did not read during the conversion; they have a shape but no values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _SIZE_ONLY = {
     *("shape", "size", "numel", "dim", "ndim", "ndimension", "__len__"),
     *("dtype", "is_floating_point", "device", "is_meta", "is_cuda", "is_cpu", "requires_grad"),
 }
-"""Attributes and methods of a tensor that do not look into it."""
-
+"""Attributes and methods of a tensor that do not read its values."""
 
 _MOVES = {"to", "cpu", "cuda"}
-"""Methods that accelerate's hooks call on every result, and that leave nothing as it is."""
+"""Methods that accelerate's hooks call on every result; a placeholder stays as it is."""
 
 
 def looks_into(function: Callable[..., Any]) -> bool:
-    """Whether a function, as `__torch_function__` gets it, looks into the tensors that it is called with."""
+    """Return whether a function of `__torch_function__` reads the values of its tensors."""
     return _name(function) not in _SIZE_ONLY
 
 
@@ -33,10 +32,10 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 class UnusedResult(Tensor):
-    """A tensor of the meta device that says what it is when it is looked into.
+    """A meta tensor that raises an error if its values are read.
 
     Attributes:
-        component: what gives it; result: its name among the results, "hidden_states.1".
+        component: name of the component; result: name of the result, such as "hidden_states.1".
     """
 
     component: str
@@ -44,28 +43,25 @@ class UnusedResult(Tensor):
 
     @classmethod
     def of(cls, component: str, result: str, shape: Sequence[int]) -> UnusedResult:
-        """One of this shape."""
+        """Make a placeholder with a shape."""
         made = torch.empty(tuple(shape), device="meta").as_subclass(cls)
         made.component, made.result = component, result
         return made
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """
-        Raises:
-            UserError: the function looks into the tensor.
-        """
+        """Apply a function, or raise UserError if it reads the values."""
         if _name(func) in _MOVES:
             return args[0]
         if not looks_into(func):
             return super().__torch_function__(func, types, args, kwargs)
         unused = next(x for x in tree_leaves((args, kwargs or {})) if isinstance(x, cls))
         raise UserError(
-            f"the pipeline did not look into '{unused.result}' of {unused.component} when it was converted, and does now",
-            expected="a call that asks for the same of its models",
-            got=f"'{_name(func)}' of a tensor with nothing in it",
-            remedy="call the pipeline as it was called for the conversion, or set what asks for it (for example clip_skip) under "
-            "model.options.call in the recipe and build again",
+            f"the pipeline reads '{unused.result}' of {unused.component}, which it did not read during the conversion",
+            expected="a call that reads the same results as in the conversion",
+            got=f"'{_name(func)}' of a placeholder without values",
+            remedy="call the pipeline as in the conversion, or set the argument that needs this result (for example clip_skip) "
+            "under model.options.call in the recipe and build again",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

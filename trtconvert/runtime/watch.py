@@ -1,4 +1,4 @@
-"""A cheap watch over what a denoiser is given: inputs far outside of its calibration, and timesteps beyond its schedule."""
+"""Watches a denoiser's inputs for values far outside of the calibration, and for timesteps beyond the schedule."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from trtconvert.errors import warn
 from trtconvert.noise_input import place_of
 
 FAR = 3.0
-"""Times the largest magnitude of a calibration from which inputs are far outside of it: the maxima of a few samples and of all
-others differ by less."""
+"""Inputs this many times larger than the calibration's largest magnitude are far outside of it. The maxima of different samples
+differ by less."""
 
 _PENDING = 64
-"""Calls whose figures may still be on their way from the device."""
+"""Number of calls whose figures may be pending on the device."""
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """What came of a call: the lowest and the highest timestep, and for each input how many times its range it came to.
+    """Figures of a call: the lowest and the highest timestep, and the ratio of each input to its range.
 
     Attributes:
-        values: on the host, once `event` is done; None where they lie there already.
+        values: on the host, after `event`; event: None if the values are ready.
     """
 
     values: Tensor
@@ -42,11 +42,11 @@ class _Figures:
 class InputWatch:
     """Warns once for each input, and once for timesteps.
 
-    A call costs one reduction over each floating-point input. Nothing waits for a GPU: what came of a call is looked at when a
-    later one comes, or by `close`. Calls that are recorded into CUDA graphs of the caller's are not watched.
+    A call costs one reduction over each floating-point input and does not wait for a GPU: a later call, or `close`, reads the
+    figures. Calls that the caller captures into CUDA graphs are not watched.
 
     Args:
-        component: the denoiser's signature, with the ranges of its calibration.
+        component: the denoiser's signature, with the ranges of the calibration.
     """
 
     def __init__(self, component: ComponentRecord) -> None:
@@ -63,13 +63,13 @@ class InputWatch:
         self._lock = threading.Lock()
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Look at the inputs of a call, in the signature's order, whose shapes were checked."""
+        """Watch the inputs of a call, in the signature's order and with checked shapes."""
         on_gpu = any(x.is_cuda for x in tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
-            return  # in which not even an event may be asked for
+            return  # a capture does not allow event queries
         self._look(wait=False)
         if len(self._told) > len(self._ranges):
-            return  # nothing is left to tell
+            return  # all warnings were issued
         timestep = tensors[self._timestep].detach().float().reshape(-1)
         found = [timestep.amin(), timestep.amax()]
         noise = place_of(self._noise_input, timestep)
@@ -90,7 +90,7 @@ class InputWatch:
         self._look(wait=False)
 
     def close(self) -> None:
-        """Tell what is still on its way."""
+        """Wait for pending figures and issue their warnings."""
         self._look(wait=True)
 
     def _look(self, *, wait: bool) -> None:
@@ -107,22 +107,22 @@ class InputWatch:
                 least, most = (0, self._timestep_max) if told is None else (told.low, told.high)
                 self._tell(
                     "",
-                    f"a denoiser was given timesteps from {low:g} to {high:g}, where its schedule has {least:g} to "
-                    f"{most:g}: it computes them with the scales and modes of the nearest; remedy: use the "
-                    "schedule, and the units of timesteps, that the model was converted with",
+                    f"a denoiser got timesteps from {low:g} to {high:g}, but its schedule has {least:g} to {most:g}: the scales "
+                    "and modes of the nearest timestep are used; remedy: use the schedule and the units of timesteps of the "
+                    "conversion",
                 )
             for place, share in zip(self._ranges, shares, strict=True):
                 if not share <= FAR:
                     name = self._names[place]
                     self._tell(
                         name,
-                        f"a denoiser was given '{name}' {share:.3g} times as large as anything that it was calibrated on at "
-                        "such a timestep: what INT8 clips or rounds there, nobody has measured; remedy: calibrate on data "
-                        "like this (calibration.data in the recipe), with attention.scaling: dynamic, or check what is passed",
+                        f"a denoiser got '{name}' {share:.3g} times as large as in its calibration at such a timestep: the error "
+                        "of INT8 was not measured there; remedy: calibrate on similar data (calibration.data in the recipe), use "
+                        "attention.scaling: dynamic, or check the input",
                     )
 
     def _covers(self, low: float, high: float) -> bool:
-        """Whether the schedule has the least and the largest timestep of a call."""
+        """Return whether the schedule covers the least and the largest timestep of a call."""
         if self._noise_input is not None:
             return bool(self._noise_input.covers(torch.tensor([low, high])).all())
         return low >= 0 and high <= self._timestep_max

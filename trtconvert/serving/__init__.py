@@ -1,5 +1,6 @@
-"""Serving bundles: over HTTP in the shape of the OpenAI images API on a Ray cluster, and in NVIDIA Triton Inference Server.
+"""Serves bundles over HTTP with the OpenAI images API on a Ray cluster, and in NVIDIA Triton Inference Server.
 
-A request goes front (HTTP, `front.py`) → queue of images by shape (`dispatch.py`) → a replica on some machine of the cluster
-(`cluster.py`) → the bundle (`drawing.py`). Of these only `cluster.py` knows Ray.
+A request passes the HTTP front (`front.py`), the queue of images by shape (`dispatch.py`), a replica on the cluster
+(`cluster.py`), and the bundle (`drawing.py`). Only `cluster.py` uses Ray. The queue is ours: Ray Serve's batching and HTTP proxy
+know neither shapes of images, nor a queue limit in images, nor lost replicas whose batches are drawn again.
 """

@@ -1,6 +1,6 @@
-"""The OpenAI images API, as far as a bundle can answer it: requests are read strictly, and errors have the API's shape.
+"""The part of the OpenAI images API that bundles can answer. Requests are read strictly, and errors have the API's form.
 
-Source: the API's reference, `POST /v1/images/generations`. `seed` and `steps` are ours.
+Source: the API's reference, `POST /v1/images/generations`. `seed` and `steps` are extensions.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from trtconvert.errors import did_you_mean, first_line
 from trtconvert.serving.jobs import FORMATS, ImageFormat, Offer, Order, Range, Refusal, Shape
 
 BODY_BYTES = 256 * 2**10
-"""Of a request: the longest prompt of characters of four bytes, each written as twelve."""
+"""Limit of a body: the longest prompt with twelve bytes a character, the longest JSON escape."""
 
 PROMPT_CHARACTERS = 16_000
-"""Text encoders read some hundred words."""
+"""Limit of a prompt; text encoders read some hundred words."""
 
 SEEDS = 2**63
-"""Seeds of torch's generators, from 0."""
+"""Number of seeds of torch's generators."""
 
 _SHOWN = 200
-"""Characters of a value in a message."""
+"""Largest number of characters of a value in messages."""
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 
 
 class ApiError(Exception):
-    """What is answered in the place of images.
+    """An error answer.
 
     Args:
-        status: of HTTP.
-        param: the field of the request that is wrong; code: for programs.
-        retry: seconds after which to ask again, where that may help.
+        status: HTTP status.
+        param: the wrong field of the request; code: error code for programs.
+        retry: seconds after which a retry may succeed; None if it cannot.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ def _short(text: str) -> str:
 
 
 class _Request(BaseModel):
-    """The fields that are read. `user` is for those who watch over misuse: nothing here depends on it."""
+    """The fields of a request. `user` is accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -84,7 +84,7 @@ _EXPECTED = {
     "prompt": f"a text of at most {PROMPT_CHARACTERS} characters",
     "model": "the name of the model, see GET /v1/models",
     "n": "a whole number from 1",
-    "size": "WIDTHxHEIGHT, as 1024x1024, or auto",
+    "size": "WIDTHxHEIGHT, such as 1024x1024, or auto",
     "response_format": "b64_json: images are not kept, and have no address",
     "output_format": ", ".join(FORMATS),
     "seed": "a whole number from 0 to 2^63 - 1",
@@ -95,11 +95,11 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes.
+    """Limits of a server.
 
     Attributes:
-        model: the name that it serves the bundle by.
-        images: of a request at most; steps: where none are asked for; most_steps: at most.
+        model: the bundle's name for clients.
+        images: most images of a request; steps: default number of steps; most_steps: most steps.
     """
 
     model: str
@@ -110,27 +110,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Generation:
-    """A request that was read: images of one shape."""
+    """A parsed request: images of one shape."""
 
     shape: Shape
     orders: tuple[Order, ...]
 
 
 def read_generation(body: bytes, offer: Offer, limits: Limits) -> Generation:
-    """
-    Raises:
-        ApiError: it is no request, or not for this bundle.
-    """
+    """Parse a request's body. Raises ApiError if the request is not valid for this bundle."""
     return generation_of(_content(body), offer, limits)
 
 
 def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Generation:
-    """See `read_generation`, of the body's fields."""
+    """Parse a request from the fields of its body; see `read_generation`."""
     request = _read(content)
     if request.model is not None and request.model != limits.model:
         raise ApiError(
             404,
-            "there is no such model here",
+            "the server does not have this model",
             expected=limits.model,
             got=request.model,
             remedy="correct model, or leave it out",
@@ -143,7 +140,7 @@ def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Gene
     shown = _shown(request.prompt, offer)
     seed, count = request.seed, request.n or 1
     if seed is not None and seed + count > SEEDS:
-        raise _unfit("seed", "so large that the seeds of all images, one after the other, are below 2^63", str(seed))
+        raise _unfit("seed", "a seed such that the seeds of all images, which count up, stay below 2^63", str(seed))
     first = secrets.randbelow(SEEDS - count) if seed is None else seed
     return Generation(
         Shape(height, width, request.steps or limits.steps, shown),
@@ -152,14 +149,14 @@ def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Gene
 
 
 def generation_body(images: Sequence[str], orders: Sequence[Order], created: int, shape: Shape) -> dict[str, Any]:
-    """The answer. images: files in base64. The seed of each image draws it again."""
+    """Return the body of an answer. `images` are files in base64; the seed of an image draws it again."""
     data = [{"b64_json": image, "seed": order.seed} for image, order in zip(images, orders, strict=True)]
     size = {} if shape.width is None else {"size": f"{shape.width}x{shape.height}"}
     return {"created": created, "output_format": orders[0].format, **size, "data": data}
 
 
 def error_of(refusal: Refusal) -> ApiError:
-    """What a replica refused."""
+    """Convert a replica's refusal to an error answer."""
     status = {"client": 400, "machine": 503, "fault": 500}[refusal.whose]
     return ApiError(
         status,
@@ -177,7 +174,7 @@ def _content(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(
             400,
-            "the body is no JSON",
+            "the body is not JSON",
             expected="an object with the fields of an images request, in UTF-8",
             got=first_line(error),
             remedy="correct the body",
@@ -185,8 +182,8 @@ def _content(body: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ApiError(
             400,
-            "the body is no object",
-            expected='an object, as {"prompt": "…"}',
+            "the body is not an object",
+            expected='an object such as {"prompt": "…"}',
             got=type(content).__name__,
             remedy="correct the body",
         )
@@ -197,7 +194,7 @@ def _read(content: dict[str, Any]) -> _Request:
     if unknown := [name for name in content if name not in _Request.model_fields]:
         raise ApiError(
             400,
-            "a field is not known here",
+            "a field is unknown",
             expected="some of " + ", ".join(_Request.model_fields),
             got=unknown[0],
             remedy=did_you_mean(unknown[0], _Request.model_fields, "leave it out"),
@@ -214,7 +211,7 @@ def _read(content: dict[str, Any]) -> _Request:
 def _unfit(name: str, expected: str, got: str) -> ApiError:
     return ApiError(
         400,
-        f"{name} is not what is taken",
+        f"{name} is not valid",
         expected=expected,
         got=got,
         remedy=f"correct {name}, or leave it out",
@@ -229,7 +226,7 @@ def _require(name: str, number: int, most: int) -> None:
 
 
 def _size(text: str | None, offer: Offer) -> tuple[int | None, int | None]:
-    """Width and height. Where the bundle does not say which it draws, the replica finds out whether these are they."""
+    """Return width and height. If the bundle's size is unknown, the replica checks them."""
     ranges = offer.width, offer.height
     if text is None or text == "auto":
         width, height = (None if of is None else of.opt for of in ranges)
@@ -262,5 +259,5 @@ def _shown(prompt: str | None, offer: Offer) -> bool | str:
     if offer.shows == "label":
         return prompt
     if offer.shows == "seed":
-        raise _unfit("prompt", "none: the model draws by the seed alone", prompt)
+        raise _unfit("prompt", "no prompt: the model draws by the seed alone", prompt)
     return True

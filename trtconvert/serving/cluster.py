@@ -1,7 +1,4 @@
-"""Replicas of a bundle on a Ray cluster, as one deployment of Ray Serve.
-
-Ray's own HTTP proxies are not started: `front.py` is what clients reach.
-"""
+"""Runs replicas of a bundle on a Ray cluster as one deployment of Ray Serve, without Ray's HTTP proxies."""
 
 from __future__ import annotations
 
@@ -24,27 +21,27 @@ from trtconvert.serving.jobs import Answer, Batch, Offer, Refusal, refusal
 
 _NAME = "Replica"
 _STORE_BYTES = 512 * 2**20
-"""Of a local cluster's memory for results: hundreds of images; what does not fit goes to the disk."""
+"""Result memory of a local cluster, for hundreds of images; further results go to the disk."""
 
 _LOOK_SECONDS = 0.5
 _LOOK_TIMES_TO_TELL = 60
-"""Looks at the cluster, after which what it waits for is told."""
+"""Number of looks at the cluster between two messages about waiting."""
 
 _REACH_SECONDS = 5.0
 _STOP_SECONDS = 20.0
-"""What taking replicas down may take. They have nothing to do by then."""
+"""Longest wait for idle replicas to stop."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where replicas run.
+    """The placement of replicas.
 
     Attributes:
-        address: of a Ray cluster; None for one of this machine's own, which ends with the server.
-        least, most: replicas; None for one per GPU of the cluster, one without GPUs. Between different numbers Ray decides.
-        device: "cuda", a GPU for each; "cpu"; "auto" where the cluster has GPUs now.
-        cpus: cores that Ray sets aside for each.
-        patience: seconds in which a replica has to be there.
+        address: address of a Ray cluster; None for a cluster of this machine, which ends with the server.
+        least, most: number of replicas, between which Ray scales; None for one per GPU of the cluster, or one without GPUs.
+        device: "cuda" for a GPU each; "cpu"; "auto" for cuda if the cluster has GPUs.
+        cpus: cores that Ray reserves for each.
+        patience: longest start of a replica in seconds.
     """
 
     address: str | None
@@ -59,15 +56,15 @@ class Replica:
     """The deployment's class: one loaded bundle.
 
     Args:
-        bundle: its folder, at the same place on every machine; device: of `Drawer`.
-        place: the server's current folder, where weights and modules of entry points are looked for.
+        bundle: folder of the bundle, the same path on every machine; device: see `Drawer`.
+        place: the server's current folder, from which weights and modules of entry points are loaded.
     """
 
     def __init__(self, bundle: str, device: str, place: str) -> None:
         self._drawer: Any = None
         self._problem: Refusal | None = None
         self._lock = asyncio.Lock()
-        with suppress(OSError):  # another machine may have no such folder
+        with suppress(OSError):  # another machine may lack the folder
             os.chdir(place)
         if place not in sys.path:
             sys.path.append(place)
@@ -76,15 +73,15 @@ class Replica:
         try:
             self._drawer = Drawer(Path(bundle), device)
         except TrtconvertError as error:
-            # Raised, it would be tried again and again, and arrive as a traceback.
+            # Ray would retry after an exception, and report a traceback.
             self._problem = refusal(error)
 
     async def offer(self) -> Offer | Refusal:
-        """What it draws, or why it cannot."""
+        """Return the bundle's offer, or the reason why the bundle did not load."""
         return self._problem or self._drawer.offer
 
     async def draw(self, batch: Batch) -> list[Answer]:
-        """See `Drawer`. One batch after the other; meanwhile Ray gets its answers."""
+        """Draw one batch at a time, in a thread, so that Ray's health checks are answered meanwhile."""
         if self._problem is not None:
             return [self._problem] * len(batch.orders)
         async with self._lock:
@@ -92,19 +89,19 @@ class Replica:
 
 
 class Cluster:
-    """The replicas of one server. A `trtconvert.serving.dispatch.Pool`.
+    """The replicas of one server; implements `trtconvert.serving.dispatch.Pool`.
 
     Args:
-        bundle: folder; name: of the application on the cluster; batch: images of a batch.
-        say: tells people a line.
+        bundle: folder of the bundle; name: name of the application on the cluster.
+        say: prints a line.
 
     Attributes:
-        running: replicas that draw.
-        offer: what they draw, once one of them is there.
-        failure: why none will be.
+        running: number of running replicas.
+        offer: the offer of the replicas, after the first has started.
+        failure: why no replica can start.
 
     Raises:
-        BackendUnavailable: there is no such cluster. UserError: this machine has too few GPUs or cores.
+        BackendUnavailable: the cluster cannot be reached. UserError: this machine has too few GPUs or cores.
     """
 
     def __init__(self, bundle: Path, name: str, placement: Placement, say: Callable[[str], None]) -> None:
@@ -117,30 +114,24 @@ class Cluster:
         self._gpus = _gpus(placement)
 
     def start(self) -> None:
-        """Begin to bring up replicas, in threads of this object's own."""
+        """Start the replicas in background threads."""
         for work in (self._deploy, self._watch):
             threading.Thread(target=work, daemon=True, name=work.__name__).start()
 
     async def draw(self, batch: Batch) -> Sequence[Answer]:
-        """
-        Raises:
-            ReplicaLost: the replica went, or its machine.
-        """
+        """Draw a batch on a replica. Raises ReplicaLost if the replica or its machine is gone."""
         from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import RayServeException
 
         try:
             return await self._handle.draw.remote(batch)
-        except RayTaskError:  # an exception in the replica, which goes on
+        except RayTaskError:  # an exception in a replica that keeps running
             raise
         except (RayError, RayServeException) as error:
             raise ReplicaLost(first_line(error)) from error
 
     def stop(self) -> None:
-        """Take the replicas down, and the cluster where it is the server's own. Waits for a limited time.
-
-        Nothing is told from here on of replicas that come or go.
-        """
+        """Stop the replicas, and the server's own cluster, within a limited time. Prints no more changes of replicas."""
         with self._telling:
             self._stopping.set()
         thread = threading.Thread(target=self._leave, daemon=True)
@@ -153,7 +144,7 @@ class Cluster:
         import ray
         from ray import serve
 
-        with suppress(Exception):  # the cluster may have gone before
+        with suppress(Exception):  # the cluster may be gone already
             if self._placement.address is not None:
                 serve.delete(self._name)
             ray.shutdown()
@@ -195,19 +186,19 @@ class Cluster:
             least = most = max(1, int(ray.cluster_resources().get("GPU", 0))) if self._gpus else 1
         if least == most:
             return {"num_replicas": least}
-        # A replica that draws without a break has all the batches that it may have.
+        # A replica that draws without a pause has BATCHES_PER_REPLICA requests.
         scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": BATCHES_PER_REPLICA * 0.75}
         return {"autoscaling_config": scaling}
 
     def _watch(self) -> None:
-        """Keep `running` up to date; say what comes and goes."""
+        """Update `running` and print changes of replicas."""
         from ray import serve
 
         started, told = time.monotonic(), 0
         while not self._stopping.wait(_LOOK_SECONDS):
             try:
                 application = serve.status().applications.get(self._name)
-            except Exception as error:  # whatever Ray raises where its controller has gone
+            except Exception as error:  # Ray's errors without a controller
                 self._tell_running(0, f"the cluster does not answer: {first_line(error)}")
                 continue
             deployment = application.deployments.get(_NAME) if application else None
@@ -247,36 +238,35 @@ def _first(message: str) -> str:
 
 
 def _last_line(message: str) -> str:
-    """What a traceback says in the end."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason"
 
 
 def _not_deployed(got: str) -> BackendUnavailable:
     return BackendUnavailable(
-        "the replicas do not come up",
-        expected="a replica that has loaded the bundle, at the same path and with the same trtconvert on every machine",
+        "the replicas do not start",
+        expected="a replica with the bundle, at the same path and with the same trtconvert on every machine",
         got=got,
-        remedy="look into Ray's logs (/tmp/ray/session_latest/logs), free or add GPUs, ask for fewer --replicas or --cpus, or "
-        "set RAY_AUTH_MODE as where the cluster was started",
+        remedy="read Ray's logs (/tmp/ray/session_latest/logs), free or add GPUs, use fewer --replicas or --cpus, or set "
+        "RAY_AUTH_MODE as on the cluster",
     )
 
 
 def require_reachable(address: str) -> None:
-    """Ray itself would try for minutes.
+    """Check the address of a cluster, which Ray would try for minutes.
 
     Raises:
-        UserError: an address of another form; BackendUnavailable: nothing listens there.
+        UserError: the address has a wrong form. BackendUnavailable: no cluster listens there.
     """
     host, colon, port = address.rpartition(":")
     if address == "auto":
         return
     if not (colon and host and "/" not in host and port.isascii() and port.isdigit() and int(port) < 2**16):
         raise UserError(
-            "--address names no Ray cluster",
-            expected="auto, or HOST:PORT as `ray start --head` prints it",
+            "--address is not the address of a Ray cluster",
+            expected="auto, or HOST:PORT as printed by `ray start --head`",
             got=address,
-            remedy="correct it, or leave it out for a cluster of this machine alone",
+            remedy="correct the option, or leave it out for a cluster of this machine alone",
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
@@ -285,7 +275,7 @@ def require_reachable(address: str) -> None:
 
 
 def _has_token() -> bool:
-    """Whether Ray would find a token for clusters that want one, as those of `ray start` do."""
+    """Return whether Ray finds a token for clusters that need one, such as those of `ray start`."""
     named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     return named or (Path.home() / ".ray" / "auth_token").is_file()
 
@@ -295,30 +285,27 @@ def _unreachable(address: str | None, got: str) -> BackendUnavailable:
         f"the Ray cluster cannot {'start on this machine' if address is None else f'be reached at {address}'}",
         expected="a cluster with the Ray and the Python of this machine",
         got=got,
-        remedy="start one with `ray start --head`, or leave out --address for one of this machine alone"
+        remedy="start a cluster with `ray start --head`, or leave out --address for a cluster of this machine alone"
         if address is not None
-        else "look into /tmp/ray/session_latest/logs",
+        else "read the logs in /tmp/ray/session_latest/logs",
     )
 
 
 def _connect(address: str | None) -> None:
-    """
-    Raises:
-        BackendUnavailable: there is no such cluster.
-    """
+    """Connect to a cluster, or start one. Raises BackendUnavailable if that fails."""
     if address is not None:
         require_reachable(address)
-    # Ray reads these when it is imported. It tells its makers how it is used, unless it is asked not to; and what starts here
-    # alone lets nobody in who does not know its token, since whoever reaches a cluster's ports may run anything there.
+    # Ray reads these variables at import. They turn off usage reports, and protect a cluster of our own by a token, because
+    # clients of a cluster's ports can run any code.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None or _has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     if address is None:
         os.environ.pop("RAY_ADDRESS", None)
     import ray
-    import ray.serve  # which sets up its log
+    import ray.serve  # sets up its log
 
-    # What its routers say of every hesitation; what becomes of replicas is told by `Cluster`.
+    # Hides the routers' warnings; `Cluster` prints changes of replicas.
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     if address is None:
@@ -330,12 +317,12 @@ def _connect(address: str | None) -> None:
             logging_level=logging.ERROR,
             **(own if address is None else {}),
         )
-    except Exception as error:  # of many classes
+    except Exception as error:  # Ray raises many classes
         raise _unreachable(address, _reason(error)) from error
 
 
 def _reason(error: BaseException) -> str:
-    """What was first: Ray's errors hold those below them in their text."""
+    """Return the root cause: texts of Ray's errors contain the errors below them."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.startswith("ray.exceptions.")]
@@ -343,10 +330,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _gpus(placement: Placement) -> bool:
-    """Whether replicas take a GPU each.
+    """Return whether replicas take a GPU each.
 
     Raises:
-        UserError: the server's own cluster, which nothing is added to, has not what its replicas want.
+        UserError: the server's own cluster, which cannot grow, has too few GPUs or cores.
     """
     import ray
 
@@ -360,6 +347,6 @@ def _gpus(placement: Placement) -> bool:
                     f"this machine has too few {name}s for its replicas",
                     expected=f"{replicas * each:g} {name}s, {each:g} for each of {replicas}",
                     got=f"{there.get(name, 0):g}",
-                    remedy=f"ask for fewer --replicas, or {option}, or give the --address of a larger Ray cluster",
+                    remedy=f"use fewer --replicas, or {option}, or the --address of a larger Ray cluster",
                 )
     return on_gpus

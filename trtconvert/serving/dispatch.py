@@ -1,5 +1,4 @@
-"""The queue of images to draw: gathers those of one shape into batches, hands these to replicas, and draws again what a replica
-has taken with it."""
+"""The queue of images: forms batches of one shape, sends them to replicas, and sends batches of lost replicas again."""
 
 from __future__ import annotations
 
@@ -13,18 +12,17 @@ from typing import Protocol
 from trtconvert.serving.jobs import Answer, Batch, Order, Refusal, Shape
 
 BATCHES_PER_REPLICA = 2
-"""Batches that are on their way to a replica at once: one is drawn, the next one is there when it ends. More of them would be
-bound to a replica long before it comes to them, and could not be filled up any more."""
+"""Batches sent to a replica at once: one is drawn, and the next one waits there. Further batches could no longer be filled up."""
 
 _TRIES = 3
-"""Replicas that may be lost while they draw an image. Then it is taken for what ends them."""
+"""Replicas that may be lost while they draw an image, before the image counts as the cause."""
 
 _LOOK_AGAIN = 0.5
-"""Seconds after which a full pool is asked again how many replicas it has."""
+"""Seconds after which the number of replicas of a busy pool is read again."""
 
 
 class ReplicaLost(Exception):
-    """The replica that drew a batch has gone, and nobody knows how far it came."""
+    """The replica that drew a batch is gone."""
 
 
 class Pool(Protocol):
@@ -32,19 +30,19 @@ class Pool(Protocol):
 
     @property
     def running(self) -> int:
-        """Replicas that draw now."""
+        """Number of running replicas."""
         ...
 
     async def draw(self, batch: Batch) -> Sequence[Answer]:
-        """An answer for each order. Raises ReplicaLost."""
+        """Return an answer for each order. Raises ReplicaLost."""
         ...
 
 
 class QueueFull(Exception):
-    """There is no room for so many images.
+    """The queue has no room for the images.
 
     Attributes:
-        seconds: after which there may be.
+        seconds: estimated time until the queue has room.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -54,10 +52,10 @@ class QueueFull(Exception):
 
 @dataclass(eq=False)
 class _Waiting:
-    """An image that is asked for.
+    """A waiting image.
 
     Attributes:
-        since: when it came, of time.monotonic(); lost: replicas that have gone while they drew it.
+        since: arrival in seconds of time.monotonic(); lost: number of replicas lost while they drew the image.
     """
 
     order: Order
@@ -67,17 +65,17 @@ class _Waiting:
 
 
 class Dispatcher:
-    """See the module. Used in one event loop, within which `run` has to be a task.
+    """See the module. Runs in one event loop, with `run` as a task.
 
     Args:
-        pool: who draws.
-        batch: images of a batch at most.
-        wait: seconds that an image waits for others of its shape while a replica has nothing to do.
-        limit: images that are asked for and not answered, at most.
+        pool: the replicas.
+        batch: largest number of images of a batch.
+        wait: longest wait in seconds of an image for others of its shape while a replica is idle.
+        limit: largest number of pending images.
 
     Attributes:
-        pending: how many there are; batch: as given, and may be changed.
-        on_batch: told of each batch that was drawn: its images, and the seconds that it took; on_lost: of each that was lost.
+        pending: number of unanswered images; batch: as given; may be changed.
+        on_batch: called with the images and seconds of each drawn batch; on_lost: called for each lost batch.
     """
 
     def __init__(self, pool: Pool, *, batch: int, wait: float, limit: int) -> None:
@@ -89,13 +87,13 @@ class Dispatcher:
         self._queues: dict[Shape, deque[_Waiting]] = {}
         self._changed = asyncio.Event()
         self._sent = set[asyncio.Task[None]]()
-        self._seconds_per_image = 1.0  # as of late
+        self._seconds_per_image = 1.0  # moving average
 
     async def draw(self, shape: Shape, orders: Sequence[Order]) -> list[Answer]:
-        """An answer for each order. Who is cancelled meanwhile is not drawn any more, unless that has begun.
+        """Return an answer for each order. If the caller is cancelled, images that still wait are dropped.
 
         Raises:
-            QueueFull: some of them would have no place.
+            QueueFull: the queue has no room for all of them.
         """
         if self.pending + len(orders) > self._limit:
             replicas = max(1, self._pool.running)
@@ -110,11 +108,11 @@ class Dispatcher:
         finally:
             self.pending -= len(waiting)
             for one in waiting:
-                one.answer.cancel()  # nothing to one that has come
+                one.answer.cancel()  # without effect on finished answers
             self._changed.set()
 
     async def run(self) -> None:
-        """Hands out batches, for ever."""
+        """Send batches until cancelled."""
         try:
             while True:
                 self._changed.clear()
@@ -129,7 +127,7 @@ class Dispatcher:
                 task.cancel()
 
     def _hand_out(self) -> float | None:
-        """Hand out what is ready, as far as there is somebody. Returns: seconds after which to look again without a change."""
+        """Send ready batches to free replicas. Returns the seconds after which to look again; None to wait for a change."""
         while True:
             for shape in list(self._queues):
                 self._drop_cancelled(shape)
@@ -154,13 +152,15 @@ class Dispatcher:
             del self._queues[shape]
 
     def _ready_at(self, shape: Shape) -> float:
-        """When the batch of a shape is to go: with its last image, or a while after its first one came. In order of age either
-        way, so that no shape waits for ever for one that is asked for more often."""
+        """Return when a shape's batch is ready: when it is full, or `wait` seconds after its first image.
+
+        Both follow the age of the first image, so that frequent shapes do not starve others.
+        """
         queue = self._queues[shape]
         return queue[0].since + (0 if len(queue) >= self.batch or queue[0].lost else self._wait)
 
     def _taken(self, shape: Shape) -> list[_Waiting]:
-        """The next batch, out of the queue. What may end replicas goes alone."""
+        """Take the next batch out of the queue. An image that may kill replicas goes alone."""
         queue = self._queues[shape]
         alone = queue[0].lost == _TRIES - 1
         batch = list[_Waiting]()
@@ -180,7 +180,9 @@ class Dispatcher:
             self._again(shape, waiting, error)
             return
         except Exception as error:
-            answers = [Refusal("fault", "a replica failed", "images", str(error), "look into its log")] * len(waiting)
+            answers = [Refusal("fault", "a replica failed", "images", str(error), "read the replica's log")] * len(
+                waiting
+            )
         seconds = time.monotonic() - started
         self._seconds_per_image += 0.2 * (seconds / BATCHES_PER_REPLICA / len(waiting) - self._seconds_per_image)
         self.on_batch(len(waiting), seconds)
@@ -189,7 +191,7 @@ class Dispatcher:
                 one.answer.set_result(answer)
 
     def _again(self, shape: Shape, waiting: list[_Waiting], error: ReplicaLost) -> None:
-        """Back to where they were, but for those that seem to end every replica."""
+        """Put images back at the front of the queue, and refuse those that have lost every replica."""
         for one in waiting:
             one.lost += 1
         for one in [one for one in waiting if one.lost == _TRIES and not one.answer.done()]:
@@ -197,9 +199,9 @@ class Dispatcher:
                 Refusal(
                     "machine",
                     "every replica that drew this image was lost",
-                    "a replica that stays",
-                    f"{_TRIES} that went: {error}",
-                    "look into the log of the server, and ask again later",
+                    "a replica that survives the image",
+                    f"{_TRIES} lost replicas: {error}",
+                    "read the server's log, and send the request again later",
                 )
             )
         queue = self._queues.setdefault(shape, deque())

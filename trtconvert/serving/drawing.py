@@ -1,4 +1,4 @@
-"""Images of a loaded bundle, batch by batch."""
+"""Draws batches of images with a loaded bundle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trtconvert.runtime.batches import AnyBatch
 from trtconvert.serving.jobs import Answer, Batch, Drawn, ImageFormat, Offer, Order, Range, Refusal, Shape, refusal
 
 _MOST_AT_ONCE = 64
-"""Images of a batch where the model's own sampler decides: it goes through any number, and memory grows with it."""
+"""Largest batch for a model's own sampler, which takes any number of images and needs memory for all of them."""
 
 
 class Drawer:
@@ -30,11 +30,11 @@ class Drawer:
         folder: the bundle; device: see `trtconvert.runtime.load`.
 
     Attributes:
-        offer: what it draws.
+        offer: sizes and conditions of the images.
 
     Raises:
-        UserError: no bundle, or one that lacks what it needs to draw, see `trtconvert.models.load_sampler`.
-        BackendUnavailable: it does not run here.
+        UserError: the folder is not a bundle, or its sampler cannot be loaded, see `trtconvert.models.load_sampler`.
+        BackendUnavailable: the bundle cannot run on this machine.
     """
 
     def __init__(self, folder: Path, device: str | None = None) -> None:
@@ -46,10 +46,10 @@ class Drawer:
         else:
             self._draw = _Sampler(self._bundle)
         self.offer = self._draw.offer
-        self._own: tuple[int, int] | None = None  # height and width that were drawn, of a model that does not say them
+        self._own: tuple[int, int] | None = None  # drawn height and width of a model without known sizes
 
     def __call__(self, batch: Batch) -> list[Answer]:
-        """An answer for each order, in their order. What one order is refused for does not keep the others from being drawn."""
+        """Return an answer for each order. A refused order does not keep the others from being drawn."""
         answers: dict[int, Answer] = {}
         left = list[int]()
         for place, order in enumerate(batch.orders):
@@ -63,7 +63,7 @@ class Drawer:
         return [answers[place] for place in range(len(batch.orders))]
 
     def close(self) -> None:
-        """Let go of the engines."""
+        """Free the engines."""
         self._bundle.close()
 
     def _answers(self, shape: Shape, orders: Sequence[Order]) -> list[Answer]:
@@ -77,28 +77,25 @@ class Drawer:
         except (torch.OutOfMemoryError, MemoryError) as error:
             why = Refusal(
                 "machine",
-                "the memory ran out",
-                "room for a batch of images",
+                "out of memory",
+                "memory for a batch of images",
                 first_line(error),
                 "try again, or serve with a smaller --max-batch",
             )
         except Exception as error:
             logging.getLogger("ray.serve").exception("drawing failed")
             why = Refusal("fault", "drawing failed", "images", kind_and_first_line(error), "report it with the log")
-        if len(orders) > 1:  # it may be the fault of one
+        if len(orders) > 1:  # one order may be the cause
             return [answer for order in orders for answer in self._answers(shape, [order])]
         return [why]
 
     def _images(self, shape: Shape, orders: Sequence[Order]) -> Tensor:
-        """
-        Raises:
-            UserError: the model draws another size.
-        """
+        """Draw the images. Raises UserError if the model draws another size."""
         told = {"height": self.offer.height is not None, "width": self.offer.width is not None}
         asked = [None if told[name] else getattr(shape, name) for name in told]
-        if self._own is not None:  # before it is drawn once more
+        if self._own is not None:  # known before drawing
             _require_size(asked, self._own, shape)
-        # Sizes outside the offer are not passed on: a pipeline would try to draw them.
+        # Sizes that the offer does not have are not passed on: a pipeline would try to draw them.
         plain = dataclasses.replace(shape, **{name: None for name in told if not told[name]})
         images = self._draw(self._denoiser, plain, orders)
         if not all(told.values()):
@@ -108,24 +105,19 @@ class Drawer:
 
 
 def _require_size(asked: Sequence[int | None], drawn: tuple[int, int], shape: Shape) -> None:
-    """
-    Args:
-        asked: height and width, where they matter.
-    Raises:
-        UserError: others are drawn.
-    """
+    """Raise UserError if the asked height and width, each None for any, differ from the drawn ones."""
     if any(size is not None and size != own for size, own in zip(asked, drawn, strict=True)):
         height, width = drawn
         raise UserError(
             "the model does not draw this size",
-            expected=f"{width}x{height}, which it draws, or auto",
+            expected=f"{width}x{height} or auto",
             got=f"{shape.width}x{shape.height}",
             remedy="ask for the expected size, or leave the size out",
         )
 
 
 class _Sampler:
-    """Draws with the sampler of a model that is no pipeline: the shipped one, or that of an entry point."""
+    """Draws with the sampler of a shipped model or of an entry point."""
 
     def __init__(self, bundle: runtime.LoadedBundle) -> None:
         self._sample, self._condition = models.load_conditional_sampler(bundle)
@@ -133,7 +125,7 @@ class _Sampler:
         self.offer = Offer(shows, None, None, _MOST_AT_ONCE, bundle.backend)
 
     def refused(self, order: Order) -> Refusal | None:
-        """Why the caption is none."""
+        """Return why the model refuses the caption; None if it does not."""
         if order.prompt is None or self._condition is None:
             return None
         try:
@@ -141,10 +133,10 @@ class _Sampler:
         except ValueError as error:
             return Refusal(
                 "client",
-                "the model does not draw such a prompt",
+                "the model does not take this prompt",
                 first_line(error),
                 repr(order.prompt),
-                "correct the prompt, or leave it out: the seed then decides",
+                "correct the prompt, or leave it out to draw by the seed",
             )
         except TrtconvertError as error:
             return refusal(error)
@@ -180,7 +172,7 @@ class _Pipeline:
         self.offer = Offer(shows, sizes("height"), sizes("width"), sampler.batch, bundle.backend)
 
     def refused(self, order: Order) -> Refusal | None:
-        """Prompts are any text; what is wrong with a label the call says."""
+        """Return None: prompts are any text, and the call itself refuses wrong labels."""
         return None
 
     def __call__(self, denoiser: AnyBatch, shape: Shape, orders: Sequence[Order]) -> Tensor:
@@ -200,7 +192,7 @@ class _Pipeline:
         ):
             raise UserError(
                 "the model does not draw this size",
-                expected=f"sizes as it draws them, as {drawn['width']}x{drawn['height']}",
+                expected=f"a size of the model, such as {drawn['width']}x{drawn['height']}",
                 got=f"{shape.width}x{shape.height}",
                 remedy="ask for the expected size, or leave the size out",
             )
@@ -208,22 +200,19 @@ class _Pipeline:
 
 
 def _label(text: str) -> int:
-    """
-    Raises:
-        UserError: it is no number of a class.
-    """
+    """Parse the number of a class. Raises UserError for other texts."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise UserError(
-            "the prompt is no class of the model",
+            "the prompt is not a class of the model",
             expected="the number of a class",
             got=repr(text),
-            remedy="correct the prompt, or leave it out: the seed then decides",
+            remedy="correct the prompt, or leave it out to draw by the seed",
         )
     return int(text)
 
 
 def encoded(image: Tensor, kind: ImageFormat) -> bytes:
-    """The file of an image [C, H, W] in [0, 1], C 1 or 3."""
+    """Encode an image [C, H, W] in [0, 1], C 1 or 3, as a file."""
     file = io.BytesIO()
     picture(image).save(file, kind.upper())
     return file.getvalue()

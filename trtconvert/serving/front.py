@@ -1,4 +1,4 @@
-"""The HTTP side: the images API, health and metrics, in front of a queue."""
+"""The HTTP front of the queue: the images API, health and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trtconvert.serving.dispatch import Dispatcher, Pool, QueueFull
 from trtconvert.serving.jobs import Answer, Offer, Refusal
 
 _BODY_SECONDS = 10.0
-"""In which a body has to come. A client that sends it byte by byte holds a connection no longer."""
+"""Time limit of a request's body, against clients that send it byte by byte."""
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -31,30 +31,29 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class _Metrics:
-    """What Prometheus reads of one server."""
+    """Prometheus metrics of one server."""
 
     def __init__(self, dispatcher: Dispatcher, pool: Pool, ready: Callable[[], bool]) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "trtconvert_requests", "Requests for images, by the status of the answer.", ["status"], registry=registry
-        )
+        self.requests = Counter("trtconvert_requests", "Requests for images, by status.", ["status"], registry=registry)
         self.seconds = Histogram(
-            "trtconvert_request_seconds", "From a request to its images.", buckets=_SECONDS, registry=registry
+            "trtconvert_request_seconds", "Time from a request to its images.", buckets=_SECONDS, registry=registry
         )
-        self.images = Counter("trtconvert_images", "Images that were drawn and answered.", registry=registry)
-        self.batches = Histogram(
-            "trtconvert_batch_images", "Images that were drawn together.", buckets=_SIZES, registry=registry
-        )
+        self.images = Counter("trtconvert_images", "Answered images.", registry=registry)
+        self.batches = Histogram("trtconvert_batch_images", "Images of a batch.", buckets=_SIZES, registry=registry)
         self.batch_seconds = Histogram(
-            "trtconvert_batch_seconds", "From the queue to a replica and back.", buckets=_SECONDS, registry=registry
+            "trtconvert_batch_seconds",
+            "Time of a batch from the queue to a replica and back.",
+            buckets=_SECONDS,
+            registry=registry,
         )
-        lost = Counter("trtconvert_lost_batches", "Batches whose replica went while it drew them.", registry=registry)
+        lost = Counter("trtconvert_lost_batches", "Batches whose replica was lost.", registry=registry)
         dispatcher.on_lost = lost.inc
         dispatcher.on_batch = self._batch
         for name, text, read in (
-            ("trtconvert_pending_images", "Images that are asked for and not answered.", lambda: dispatcher.pending),
-            ("trtconvert_replicas", "Replicas that run.", lambda: pool.running),
-            ("trtconvert_ready", "Whether requests are taken.", lambda: float(ready())),
+            ("trtconvert_pending_images", "Unanswered images.", lambda: dispatcher.pending),
+            ("trtconvert_replicas", "Running replicas.", lambda: pool.running),
+            ("trtconvert_ready", "1 if requests are accepted.", lambda: float(ready())),
         ):
             Gauge(name, text, registry=registry).set_function(read)
 
@@ -68,13 +67,13 @@ class Front:
 
     Args:
         pool: the replicas; dispatcher: their queue.
-        limits: of requests; seconds: that a request may take.
+        limits: limits of requests; seconds: longest time of a request.
 
     Attributes:
-        app: for an ASGI server.
-        offer: what the bundle draws; None until a replica has loaded it, and requests are asked to come again.
-        draining: no more requests are taken.
-        active: requests that were taken and are not answered; cut: once it is set they are answered that nothing comes.
+        app: the ASGI application.
+        offer: the bundle's offer; None until a replica has loaded the bundle, and requests get status 503.
+        draining: new requests are refused.
+        active: number of unanswered requests; cut: event that ends them with status 503.
     """
 
     def __init__(self, pool: Pool, dispatcher: Dispatcher, limits: Limits, *, seconds: float) -> None:
@@ -121,7 +120,7 @@ class Front:
             status = error.status
             raise
         except ClientDisconnect:
-            status = 499  # as nginx calls it; nobody reads the answer
+            status = 499  # nginx's status for a client that disconnected
             return Response(status_code=status)
         finally:
             self.active -= 1
@@ -131,10 +130,12 @@ class Front:
 
     async def _images(self, request: Request) -> Response:
         if self.draining:
-            raise _later("the server is about to stop", "a server that takes requests", "one that finishes what it has")
+            raise _later(
+                "the server is stopping", "a server that accepts requests", "a server that finishes its last ones"
+            )
         body = await _body(request)
         if self.offer is None:
-            raise _later("the model is being loaded", "a replica that has loaded it", "none yet")
+            raise _later("the model is being loaded", "a replica with the model", "none yet")
         generation = read_generation(body, self.offer, self._limits)
         try:
             async with asyncio.timeout(self._seconds):
@@ -143,9 +144,9 @@ class Front:
             raise ApiError(
                 429,
                 "too many images are waiting",
-                expected="room in the queue for those of this request",
-                got=f"{self._dispatcher.pending} that wait or are being drawn",
-                remedy="ask again after the seconds of Retry-After",
+                expected="room in the queue for the images of this request",
+                got=f"{self._dispatcher.pending} unanswered images",
+                remedy="send the request again after the seconds of Retry-After",
                 code="rate_limit_exceeded",
                 retry=min(600, max(1, math.ceil(error.seconds))),
             ) from error
@@ -155,7 +156,7 @@ class Front:
                 "the images were not drawn in time",
                 expected=f"at most {self._seconds:g} s",
                 got="more",
-                remedy="ask for fewer images or steps, or later; the server's --request-seconds sets the limit",
+                remedy="request fewer images or steps, or try later; the server's --request-seconds sets the limit",
                 code="timeout",
                 retry=5,
             ) from error
@@ -168,7 +169,7 @@ class Front:
         return JSONResponse(generation_body(images, generation.orders, int(time.time()), generation.shape))
 
     async def _drawn_for(self, request: Request, *work: Any) -> list[Answer]:
-        """The answers, unless the client leaves: what nobody waits for is not drawn. Or the server."""
+        """Return the answers, and drop waiting images if the client disconnects or the server stops."""
         drawing = asyncio.create_task(self._dispatcher.draw(*work))
         left, cut = asyncio.create_task(_left(request)), asyncio.create_task(self.cut.wait())
         try:
@@ -177,7 +178,7 @@ class Front:
                 return drawing.result()
             if left.done():
                 raise ClientDisconnect
-            raise _later("the server stops", "that it finishes what it took", "more than it may take for it")
+            raise _later("the server stops", "an answer before the server stops", "a longer request")
         finally:
             for task in (drawing, left, cut):
                 task.cancel()
@@ -191,10 +192,10 @@ class Front:
         if name != self._limits.model:
             raise ApiError(
                 404,
-                "there is no such model here",
+                "the server does not have this model",
                 expected=self._limits.model,
                 got=name,
-                remedy="take the expected name",
+                remedy="use the expected name",
                 param="model",
                 code="model_not_found",
             )
@@ -216,7 +217,7 @@ class Front:
         }
 
     async def _health(self, _request: Request) -> Response:
-        """Liveness: the process answers, whatever its replicas do."""
+        """Answer liveness, independent of replicas."""
         return JSONResponse(self._state())
 
     async def _readiness(self, _request: Request) -> Response:
@@ -227,15 +228,12 @@ class Front:
 
 
 async def _body(request: Request) -> bytes:
-    """
-    Raises:
-        ApiError: it is of another kind, too large, or does not come.
-    """
+    """Read a request's body. Raises ApiError for another content type, a large body, or a timeout."""
     kind = request.headers.get("content-type", "none")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(
             415,
-            "the body is of another kind",
+            "the body has the wrong content type",
             expected="the header Content-Type: application/json",
             got=kind,
             remedy="add the header",
@@ -254,10 +252,10 @@ async def _body(request: Request) -> bytes:
     except TimeoutError as error:
         raise ApiError(
             408,
-            "the body does not come",
-            expected=f"all of it in {_BODY_SECONDS:g} s",
+            "the body did not arrive in time",
+            expected=f"the whole body within {_BODY_SECONDS:g} s",
             got=f"{len(body)} bytes",
-            remedy="send it again",
+            remedy="send the request again",
         ) from error
     raise ApiError(
         413,
@@ -269,29 +267,29 @@ async def _body(request: Request) -> bytes:
 
 
 async def _left(request: Request) -> None:
-    """Until the client has gone."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _later(problem: str, expected: str, got: str) -> ApiError:
-    return ApiError(503, problem, expected=expected, got=got, remedy="ask again later", code="unavailable", retry=5)
+    return ApiError(503, problem, expected=expected, got=got, remedy="try again later", code="unavailable", retry=5)
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     headers = {} if error.retry is None else {"Retry-After": str(error.retry)}
     if error.status in (408, 413):
-        headers["Connection"] = "close"  # what is left of the body is not read
+        headers["Connection"] = "close"  # the rest of the body is not read
     return JSONResponse(error.body, error.status, headers)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Of the router: no such path, or another method."""
+    """Answer unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     wrong = ApiError(
         error.status_code,
-        "there is nothing at this path" if error.status_code == 404 else "the path takes another method",
+        "the path does not exist" if error.status_code == 404 else "the path has another method",
         expected="POST /v1/images/generations, GET /v1/models, /health, /health/ready or /metrics",
         got=f"{request.method} {request.url.path}",
         remedy="correct the path or the method",
@@ -305,6 +303,6 @@ async def _answer_fault(_request: Request, error: Exception) -> Response:
         "the server failed",
         expected="an answer",
         got=type(error).__name__,
-        remedy="report it with the server's log",
+        remedy="report the error with the server's log",
     )
     return JSONResponse(fault.body, 500)

@@ -1,4 +1,4 @@
-"""What is asked of a bundle and what comes back, as it travels between processes. Free of torch and of Ray."""
+"""Orders and answers, as they travel between processes. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMATS: tuple[ImageFormat, ...] = ("png", "jpeg", "webp")
 
 @dataclass(frozen=True)
 class Range:
-    """Sizes in pixels that a bundle takes: from `low` to `high`, `opt` where none is asked for."""
+    """Sizes in pixels that a bundle takes, `low` to `high`, and the default `opt`."""
 
     low: int
     opt: int
@@ -25,15 +25,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a bundle draws.
+    """The images that a bundle can draw.
 
     Attributes:
-        shows: what decides on an image beside its seed: a "prompt"; a "caption", which the model's own function reads; the
-            "label" of a class; or nothing, "seed". Only the first has to be given.
-        height, width: of images; None where the model draws one size, which it does not say beforehand: a replica takes requests
-            of any, and refuses those of others.
-        batch: images drawn at once, at most.
-        backend: what runs it, in words.
+        shows: the condition of an image beside its seed: a "prompt", which is required; a "caption" for the model's own function;
+            the "label" of a class; or "seed" for none.
+        height, width: sizes of images; None for a model of one unknown size, whose replica refuses other sizes after drawing one.
+        batch: largest number of images of a batch.
+        backend: description of the backend.
     """
 
     shows: Literal["prompt", "caption", "label", "seed"]
@@ -45,12 +44,12 @@ class Offer:
 
 @dataclass(frozen=True)
 class Shape:
-    """What images that are drawn together have in common.
+    """The common properties of images in a batch.
 
     Attributes:
-        height, width: in pixels; None for those of the bundle.
-        steps: of denoising.
-        shown: whether prompts, captions or labels are given; and the label, one for the whole batch.
+        height, width: in pixels; None for the bundle's.
+        steps: denoising steps.
+        shown: True if prompts or captions are given; or the label of the whole batch.
     """
 
     height: int | None
@@ -61,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Order:
-    """One image: its seed, what it shows, and the file that it becomes."""
+    """One image: its seed, its prompt, caption or label, and its file format."""
 
     seed: int
     prompt: str | None
@@ -83,10 +82,10 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is no image.
+    """The reason why there is no image.
 
     Attributes:
-        whose: "client" for what another request would mend, "machine" for what passes, "fault" for what should not be.
+        whose: "client" if another request helps, "machine" for a temporary condition, "fault" for a bug.
     """
 
     whose: Literal["client", "machine", "fault"]
@@ -100,7 +99,7 @@ Answer = Drawn | Refusal
 
 
 def refusal(error: TrtconvertError) -> Refusal:
-    """An error as what is answered."""
+    """Convert an error to a refusal."""
     whose = (
         "client" if isinstance(error, UserError) else "machine" if isinstance(error, BackendUnavailable) else "fault"
     )

@@ -1,4 +1,4 @@
-"""`trtconvert serve`: a front, a queue and replicas, from the first message to the last."""
+"""`trtconvert serve`: runs the HTTP front, the queue and the replicas until a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = ("ray", "starlette", "uvicorn", "prometheus_client")
 _BACKLOG = 1024
 _LOOK_SECONDS = 0.1
 _CUT_SECONDS = 5.0
-"""In which requests that are not finished are answered so."""
+"""Time to answer unfinished requests with an error."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Options:
     """See `trtconvert serve --help`. All seconds are limits.
 
     Attributes:
-        batch: images drawn at once, fewer where the bundle takes fewer.
-        wait: seconds that an image waits for others.
-        queue: images that are asked for and not answered.
+        batch: largest number of images of a batch; the bundle may take fewer.
+        wait: longest wait of an image for others in seconds.
+        queue: largest number of unanswered images.
     """
 
     host: str
@@ -49,11 +49,11 @@ class Options:
 
 
 def serve(bundle: Path, options: Options, placement: Placement, say: Callable[[str], None]) -> int:
-    """Serve a bundle until a signal comes. Returns: the exit code, 1 where requests were left unanswered.
+    """Serve a bundle until a signal. Returns the exit code, 1 if requests were cut short.
 
     Raises:
-        UserError: no bundle, or the address is taken.
-        BackendUnavailable: no replica comes up.
+        UserError: the folder is not a bundle, or the address is taken.
+        BackendUnavailable: no replica starts.
     """
     require_packages()
     read_unchanged(bundle, lambda manifest: check_files(bundle, manifest))
@@ -66,17 +66,14 @@ def serve(bundle: Path, options: Options, placement: Placement, say: Callable[[s
         finally:
             cluster.stop()
     if unfinished:
-        say(f"ended; {unfinished} requests were answered that their images are not drawn (503)")
+        say(f"ended; {unfinished} requests were cut short with status 503")
         return 1
     say("ended; every request was answered")
     return 0
 
 
 def require_packages() -> None:
-    """
-    Raises:
-        UserError: what serving needs is not installed.
-    """
+    """Raise UserError if a package for serving is not installed."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -89,10 +86,10 @@ def require_packages() -> None:
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens; requests wait there until they are answered.
+    """Yield a listening socket.
 
     Raises:
-        UserError: the address is none of this machine, or taken.
+        UserError: the address is not one of this machine, or is taken.
     """
     try:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -111,15 +108,15 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 def _no_address(host: str, port: int, error: Exception) -> UserError:
     return UserError(
-        f"nothing can listen at {host}, port {port}",
-        expected="an address of this machine, and a port that is free",
+        f"the server cannot listen at {host}, port {port}",
+        expected="an address of this machine, and a free port",
         got=getattr(error, "strerror", None) or first_line(error),
-        remedy="give another --host or --port; --port 0 takes a free one",
+        remedy="give another --host or --port; --port 0 takes a free port",
     )
 
 
 async def _served(cluster: Cluster, listener: socket.socket, options: Options, say: Callable[[str], None]) -> int:
-    """Answer requests until a signal comes. Returns: requests that were cut short."""
+    """Answer requests until a signal. Returns the number of requests that were cut short."""
     import uvicorn
 
     from trtconvert.serving.dispatch import Dispatcher
@@ -141,7 +138,7 @@ async def _served(cluster: Cluster, listener: socket.socket, options: Options, s
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # signals are ours
+            yield  # we handle signals
 
     server = Server(config)
     signals = list[signal.Signals]()
@@ -152,7 +149,7 @@ async def _served(cluster: Cluster, listener: socket.socket, options: Options, s
     try:
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        say(f"listening at {address}; the model is being loaded")
+        say(f"listening at {address}; loading the model")
         cluster.start()
         while not signals:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -161,7 +158,7 @@ async def _served(cluster: Cluster, listener: socket.socket, options: Options, s
             if serving.done():
                 serving.result()
                 raise TrtconvertError(
-                    "the HTTP server ended", expected="to go on", got="an end", remedy="start it again"
+                    "the HTTP server ended", expected="a running server", got="an end", remedy="start the server again"
                 )
             if front.offer is None and cluster.offer is not None and cluster.running:
                 dispatcher.batch = min(options.batch, cluster.offer.batch)
@@ -175,19 +172,19 @@ async def _served(cluster: Cluster, listener: socket.socket, options: Options, s
 
 
 async def _drained(front: Front, seconds: float, signals: list[signal.Signals], say: Callable[[str], None]) -> int:
-    """Take no more requests, and finish what there is. Returns: requests that were cut short."""
+    """Refuse new requests and finish running ones. Returns the number of requests that were cut short."""
     front.draining = True
     if front.active:
         say(
-            f"{signals[0].name}: no more requests are taken; {front.active} are finished, in at most {seconds:g} s; "
-            "a second signal ends at once"
+            f"{signals[0].name}: new requests are refused; finishing {front.active} within {seconds:g} s; a second signal ends "
+            "the server at once"
         )
     until = time.monotonic() + seconds
     while front.active and time.monotonic() < until and len(signals) < 2:
         await asyncio.sleep(_LOOK_SECONDS / 2)
     if unfinished := front.active:
         front.cut.set()
-        with contextlib.suppress(TimeoutError):  # of a body that still comes
+        with contextlib.suppress(TimeoutError):  # a request's body may still be arriving
             async with asyncio.timeout(_CUT_SECONDS):
                 while front.active:
                     await asyncio.sleep(_LOOK_SECONDS / 2)

@@ -1,8 +1,8 @@
-"""`trtconvert export-triton`: a bundle as models of a repository for NVIDIA Triton Inference Server.
+"""`trtconvert export-triton`: writes a bundle into a model repository of NVIDIA Triton Inference Server.
 
-    REPOSITORY/NAME/            the whole: prompts, captions or seeds to images, on the Python backend (`triton_model.py`)
+    REPOSITORY/NAME/            the whole model: prompts, captions or seeds to images, on the Python backend (`triton_model.py`)
         config.pbtxt  1/model.py  1/bundle/
-    REPOSITORY/NAME-denoiser/   each component by itself, tensors to tensors, for those who sample elsewhere
+    REPOSITORY/NAME-denoiser/   each component alone, tensors to tensors, for samplers elsewhere
         config.pbtxt  1/*.plan  1/libtrtconvert.so, or 1/*.onnx
 
 Source: Triton's documentation of model repositories and configurations; the fields are those of `model_config.proto`.
@@ -58,24 +58,24 @@ _INPUTS = {
     "FORMAT": "TYPE_STRING",
 }
 _OUTPUTS = {"IMAGE": "TYPE_STRING", "SEED": "TYPE_INT64"}
-"""Of the whole; see `triton_model.py`."""
+"""Inputs and outputs of the whole model; see `triton_model.py`."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A value of an enumeration, which stands without quotes."""
+    """A value of an enumeration, written without quotes."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the whole model.
+    """Settings of the whole model.
 
     Attributes:
-        name: in the repository.
-        batch: images that Triton hands over together; wait: microseconds that it waits for more; queue: images that wait.
-        steps: where a request names none; most_steps: at most.
+        name: name in the repository.
+        batch: Triton's largest batch; wait: longest wait for a batch in microseconds; queue: most waiting images.
+        steps: default number of steps; most_steps: most steps.
     """
 
     name: str
@@ -87,27 +87,27 @@ class Settings:
 
 
 def export_triton(bundle: Path, repository: Path, settings: Settings, *, force: bool) -> list[str]:
-    """Write the models of a bundle into a repository, whole or not at all each.
+    """Write the models of a bundle into a repository, each completely or not at all.
 
     Args:
-        force: replace models of these names.
+        force: replace existing models of these names.
     Returns:
-        What to know, in lines.
+        Notes for the user, in lines.
     Raises:
-        UserError: no bundle, a name that Triton does not take, models that are there, a place that cannot be written, or a bundle
-            that cannot be served so.
+        UserError: the folder is not a bundle, Triton does not take the name or the bundle, models exist already, or the
+            repository cannot be written.
     """
     if not _NAME.fullmatch(settings.name):
         raise UserError(
-            f"a model is not called {settings.name!r} in a repository",
+            f"{settings.name!r} is not a name of a model in a repository",
             expected="up to 100 letters, digits, and .-_ after the first",
             got=settings.name,
-            remedy="give another with --name",
+            remedy="give another name with --name",
         )
     if repository.resolve().is_relative_to(bundle.resolve()):
         raise UserError(
             f"{repository} lies in the bundle",
-            expected="a place of its own for the repository",
+            expected="a repository outside the bundle",
             got=str(repository.resolve()),
             remedy=_INSTEAD,
         )
@@ -120,12 +120,12 @@ def export_triton(bundle: Path, repository: Path, settings: Settings, *, force: 
                 f"{repository} has a model '{there[0]}' already",
                 expected="a repository without models of these names",
                 got=", ".join(there),
-                remedy="give another --name, or replace them with --force",
+                remedy="give another --name, or replace the models with --force",
             )
         components = {
             name: _component(f"{settings.name}-{name}", record) for name, record in manifest.components.items()
         }
-        with ExitStack() as writing:  # none is put into its place before all are written
+        with ExitStack() as writing:  # all are written before the first is put into its place
             for folder, name in folders.items():
                 place = writing.enter_context(whole_folder(repository / folder, _INSTEAD))
                 if name:
@@ -138,7 +138,7 @@ def export_triton(bundle: Path, repository: Path, settings: Settings, *, force: 
 
 
 def plans(record: ComponentRecord) -> list[EngineRecord]:
-    """A component's TensorRT engines, one for each architecture: of several that were built on different GPUs the first."""
+    """Return a component's first TensorRT engine for each architecture."""
     found: dict[str, EngineRecord] = {}
     for engine in record.engines:
         if engine.backend == "tensorrt":
@@ -186,18 +186,18 @@ def _write_component(place: Path, bundle: Path, record: ComponentRecord, config:
         shutil.copyfile(library, version / library.name)
     if not engines:
         onnx = bundle / record.onnx
-        # Its weights lie beside it where they are too large for one file.
+        # With the external weights of large models.
         link_files([path.name for path in onnx.parent.glob(f"{glob.escape(onnx.name)}*")], onnx.parent, version)
 
 
 def _component(name: str, record: ComponentRecord) -> dict[str, Any]:
-    """The configuration of a component by itself. Batches are a dimension as any other: not every input has it first."""
+    """Return the configuration of a component. The batch is an ordinary dimension, because not every input has it first."""
     if record.caches:
         raise UserError(
-            f"{name} keeps caches from step to step, which Triton's clients would mix",
-            expected="a bundle whose layers compute every step by itself",
-            got="layers that quantise deltas (layers.modiff in the recipe)",
-            remedy="build the bundle with layers.modiff: false; or serve it by `trtconvert serve`, which draws whole images",
+            f"{name} keeps caches from step to step, which Triton's clients would mix up",
+            expected="a bundle without caches",
+            got="MoDiff layers (layers.modiff in the recipe)",
+            remedy="build the bundle with layers.modiff: false, or use `trtconvert serve`, which draws whole images",
         )
     engines = plans(record)
     files: dict[str, Any] = {"default_model_filename": PurePosixPath(record.onnx).name}
@@ -237,7 +237,7 @@ def _tensor(spec: TensorRecord) -> dict[str, Any]:
 
 
 def text_format(message: Mapping[str, Any], indent: str = "") -> str:
-    """A message in protobuf's text format: mappings are messages, lists are repeated fields."""
+    """Format a message in protobuf's text format: mappings are messages, lists are repeated fields."""
     return "".join(_field(name, value, indent) for name, value in message.items())
 
 
@@ -255,24 +255,24 @@ def _scalar(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, Name):
         return value.text
-    # JSON's escapes of ASCII are C's, as the format wants them, and names of tensors are ASCII or \u, which it knows too.
+    # JSON's escapes are valid in protobuf's text format.
     return json.dumps(value)
 
 
 def _notes(manifest: Manifest, repository: Path, name: str) -> Iterator[str]:
     parts = ", ".join(f"{name}-{component}" for component in manifest.components)
-    yield f"{repository}: {name} draws images on Triton's Python backend; {parts} by themselves"
+    yield f"{repository}: {name} draws images on Triton's Python backend; single components: {parts}"
     engines = [engine for record in manifest.components.values() for engine in plans(record)]
     extra = " --backend-config=tensorrt,version-compatible=true" if any(engine.plugin for engine in engines) else ""
     yield f"tritonserver --model-repository={repository}{extra}"
     if extra:
-        yield "  the option lets TensorRT load the plugin library that the plans carry"
+        yield "  the option lets TensorRT load the plugin library inside the plans"
     if not engines:
-        yield "there are no TensorRT plans in the bundle: it runs on ONNX Runtime, on the CPU. `trtconvert compile` adds plans"
+        yield "the bundle has no TensorRT plans and runs on ONNX Runtime, on the CPU; `trtconvert compile` adds plans"
     else:
         needs = sorted({f"{engine.target} with TensorRT {engine.library}" for engine in engines})
-        yield f"plans are for {', '.join(needs)}: take a Triton that has it"
-    yield "the Python backend needs this trtconvert installed in the Python that it runs"
+        yield f"the plans are for {', '.join(needs)}: use a Triton with this TensorRT"
+    yield "the Python backend's Python needs this trtconvert"
     section = manifest.recipe.model
     if not manifest.pipeline and section.weights is not None and ":" in section.source:
-        yield f"{section.source} and {section.weights} have to be found from the folder in which tritonserver runs"
+        yield f"run tritonserver in a folder from which {section.source} and {section.weights} can be found"

@@ -1,7 +1,7 @@
-"""A bundle as a model of Triton Inference Server's Python backend. `trtconvert export-triton` copies this file to `model.py`.
+"""A model of Triton Inference Server's Python backend that draws with a bundle. `trtconvert export-triton` copies this file to
+`model.py`.
 
-Each request holds as many images as its first dimension says. Those of all requests that Triton hands over together are drawn in
-batches by shape.
+The first dimension of a request is its number of images. Images of all requests in Triton's batch are drawn in batches by shape.
 
 Source: the Python backend's documentation, `TritonPythonModel`.
 """
@@ -21,7 +21,7 @@ from trtconvert.serving.drawing import Drawer
 from trtconvert.serving.jobs import Answer, Batch, Drawn, Order, Refusal, Shape
 
 FIELDS = {"PROMPT": "prompt", "SEED": "seed", "SIZE": "size", "STEPS": "steps", "FORMAT": "output_format"}
-"""Inputs, and what the images API calls them."""
+"""Inputs, with their names in the images API."""
 
 IMAGE, SEED = "IMAGE", "SEED"
 
@@ -30,7 +30,7 @@ class TritonPythonModel:
     """See the module. One instance draws one batch at a time."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the bundle, onto the instance's GPU where it has one."""
+        """Load the bundle, onto the instance's GPU if it has one."""
         config = json.loads(args["model_config"])
         given = {name: int(value["string_value"]) for name, value in config.get("parameters", {}).items()}
         on_gpu = args["model_instance_kind"] == "GPU"
@@ -40,7 +40,7 @@ class TritonPythonModel:
         self._limits = Limits(args["model_name"], 1, given["steps"], given["max_steps"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """A response for each request, in their order."""
+        """Return a response for each request."""
         found: list[list[tuple[Shape, Order]] | ApiError] = []
         for request in requests:
             try:
@@ -58,15 +58,11 @@ class TritonPythonModel:
         return responses
 
     def finalize(self) -> None:
-        """Let go of the engines."""
+        """Free the engines."""
         self._drawer.close()
 
     def _orders(self, request: Any) -> list[tuple[Shape, Order]]:
-        """What a request asks for, image by image.
-
-        Raises:
-            ApiError: it cannot be drawn.
-        """
+        """Return the shape and order of each image of a request. Raises ApiError if one cannot be drawn."""
         rows: list[dict[str, Any]] = []
         for name, field in FIELDS.items():
             tensor = pb_utils.get_input_tensor_by_name(request, name)
@@ -79,7 +75,7 @@ class TritonPythonModel:
         if not rows:
             raise ApiError(
                 400,
-                "the request has no inputs, and so no number of images",
+                "the request has no inputs, and so an unknown number of images",
                 expected=f"one of {', '.join(FIELDS)}, of shape [images, 1]",
                 got="none",
                 remedy="add SEED or PROMPT",
@@ -91,7 +87,7 @@ class TritonPythonModel:
         return orders
 
     def _drawn(self, asked: Sequence[tuple[Shape, Order]]) -> list[Answer]:
-        """An answer for each order."""
+        """Return an answer for each order."""
         of_shape: dict[Shape, list[int]] = {}
         for place, (shape, _) in enumerate(asked):
             of_shape.setdefault(shape, []).append(place)
@@ -109,7 +105,7 @@ def _text(name: str, value: bytes) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(
-            400, f"{name} is no text", expected="UTF-8", got=repr(value), remedy=f"correct {name}", param=name
+            400, f"{name} is not text", expected="UTF-8", got=repr(value), remedy=f"correct {name}", param=name
         ) from error
 
 

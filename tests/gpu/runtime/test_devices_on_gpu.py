@@ -69,7 +69,7 @@ def test_recordings_are_refused(together):
     together(*inputs)
     torch.cuda.synchronize()
     with (
-        pytest.raises(UserError, match="cannot be recorded into a CUDA graph"),
+        pytest.raises(UserError, match="cannot be captured into a CUDA graph"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         together(*inputs)

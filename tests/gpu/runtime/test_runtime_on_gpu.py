@@ -168,7 +168,7 @@ def test_the_callers_own_graph_outlives_other_shapes_and_streams(folder, graphs)
             denoiser(*inputs)
             denoiser(*make_inputs(1))  # of the same profile
             graph = torch.cuda.CUDAGraph()
-            with pytest.raises(UserError, match="not ready to be recorded"), torch.cuda.graph(graph, stream=stream):
+            with pytest.raises(UserError, match="not ready to be captured"), torch.cuda.graph(graph, stream=stream):
                 denoiser(*inputs)
             denoiser(*inputs)
             graph = torch.cuda.CUDAGraph()

@@ -300,7 +300,7 @@ def test_a_plan_that_tensorrt_does_not_read_is_refused(folder, tmp_path):
 
 
 def test_a_weight_budget_is_for_engines_that_stream(folder):
-    with pytest.raises(UserError, match=r"(?s)keeps all its weights.*weight_streaming"):
+    with pytest.raises(UserError, match=r"(?s)cannot stream its weights.*weight_streaming"):
         runtime.load(folder, backend="tensorrt", weight_budget=2**20)
 
 
