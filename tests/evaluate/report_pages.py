@@ -8,7 +8,7 @@ from pathlib import Path
 from browser import Page
 from PIL import Image
 
-from trtconvert.evaluate.evaluation import Evaluation, PairedQuality, SetQuality
+from trtconvert.evaluate.records import Evaluation, PairedQuality, SetQuality
 
 HOSTILE = '<script>alert("1")</script>&\'"'
 VOID = {"meta", "link", "img", "br", "hr", "wbr"}

@@ -12,7 +12,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.attention.sites import SiteCall
 from trtconvert.evaluate.clipping import Clipping, shares
-from trtconvert.evaluate.evaluation import read_evaluation
+from trtconvert.evaluate.records import read_evaluation
 from trtconvert.evaluate.table import paired_rows
 
 

@@ -19,9 +19,10 @@ from trtconvert import models, runtime
 from trtconvert.attention.sites import attention_hooks
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
+from trtconvert.errors import UserError
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
-from trtconvert.evaluate.evaluation import Request, read_evaluation
 from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.records import Request, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.table import watch_line
@@ -448,7 +449,7 @@ def test_bad_reference_images_are_named(reference, tmp_path, content, part):
         Image.new("L", (5, 6)).save(path)
     else:
         path.write_text("not an image")
-    with pytest.raises(evaluation.UserError, match=r"one\.png") as error:
+    with pytest.raises(UserError, match=r"one\.png") as error:
         load_reference(str(tmp_path), TINY_SHAPE).read(range(1))
     assert part in str(error.value)
 
@@ -457,7 +458,7 @@ def test_bad_reference_images_are_named(reference, tmp_path, content, part):
 def test_files_that_are_no_evaluation(tmp_path, content):
     path = tmp_path / "evaluation.json"
     path.write_text(content)
-    with pytest.raises(evaluation.UserError, match="is not an evaluation"):
+    with pytest.raises(UserError, match="is not an evaluation"):
         read_evaluation(path)
 
 

@@ -23,10 +23,10 @@ from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
-from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
 from trtconvert.evaluate.gates import error_limit, worst_prediction
 from trtconvert.evaluate.pages import template
 from trtconvert.evaluate.parts import LeftGroup, dense_groups, layer_counts, left_by_plan, left_groups, weight_bytes
+from trtconvert.evaluate.records import Evaluation, read_evaluation
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 from trtconvert.files import whole_file
 from trtconvert.linear.reference import LEVELS

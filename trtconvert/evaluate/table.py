@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from trtconvert.evaluate.evaluation import Evaluation, SetQuality
+from trtconvert.evaluate.records import Evaluation, SetQuality
 
 FIGURES = (
     ("fid", "FID ↓", ".3f"),

@@ -218,9 +218,10 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
 
         Goes on where it was when it was killed.
         """
-        from trtconvert.evaluate.evaluation import asks_for_classes, judges
+        from trtconvert.evaluate.evaluation import judges
         from trtconvert.evaluate.features import load_extractor
         from trtconvert.evaluate.reference_set import load_reference
+        from trtconvert.evaluate.sample_sets import asks_for_classes
         from trtconvert.files import require_writable, whole_file
         from trtconvert.modiff import study as studies
 

@@ -25,9 +25,11 @@ from trtconvert.calib.distributed import Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.evaluate import metrics
-from trtconvert.evaluate.evaluation import SHARD, feature_set, features_of, quality
+from trtconvert.evaluate.drawing import features_of
+from trtconvert.evaluate.evaluation import SHARD
 from trtconvert.evaluate.features import Extractor
 from trtconvert.evaluate.reference_set import ReferenceSet
+from trtconvert.evaluate.sample_sets import feature_set, quality
 from trtconvert.evaluate.shards import ShardSet
 from trtconvert.files import sha256
 from trtconvert.models.denoiser import on_device
