@@ -16,7 +16,7 @@ from tiny_layers import LEFT
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import TRANSPOSED, LayerRecord, NativeSite, TensorRecord, read_manifest
-from trtconvert.engine import engine_timer, tensorrt
+from trtconvert.engine import engine_timer, lowered_model, tensorrt
 from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choose, one_node_model
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.export import lowering
@@ -60,9 +60,10 @@ def builds(monkeypatch, digits_build):
 
     found.build = build
     monkeypatch.setattr(tensorrt, "load", lambda: SimpleNamespace(__version__="10.6.0"))
-    monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
+    for module in (tensorrt, lowered_model):
+        monkeypatch.setattr(module, "device_architecture", lambda: "sm90")
     monkeypatch.setattr(tensorrt, "device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: ("80", "90a"))
+    monkeypatch.setattr(lowered_model, "compiled_architectures", lambda: ("80", "90a"))
     monkeypatch.setattr(tensorrt, "build_lowered", build_lowered)
     monkeypatch.setattr(tensorrt, "choose_alone", lambda *_: Choice(found.alone, []))
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", time_engine)
@@ -122,8 +123,9 @@ def test_one_attention_for_all_sites_is_built_without_timing(builds, attention, 
 def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention(
     builds, monkeypatch, compiled, gpu, fields, said
 ):
-    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: compiled)
-    monkeypatch.setattr(tensorrt, "device_architecture", lambda: gpu)
+    monkeypatch.setattr(lowered_model, "compiled_architectures", lambda: compiled)
+    for module in (tensorrt, lowered_model):
+        monkeypatch.setattr(module, "device_architecture", lambda: gpu)
     built = builds.build(**fields)
     assert (built.plan, built.record.attention, builds.timed) == (b"", "native", [])
     assert len(builds.watch.notices) == 1 and said in builds.watch.notices[0]
@@ -151,7 +153,7 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
 )
 def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, norms, fields, said):
     """And an engine of TensorRT's own attention is known by the plugin library where it has some."""
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: kernel)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
 
     def fuse_group_norms(model):
@@ -193,7 +195,9 @@ def test_deltas_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(bui
     record = builds.build(int8_layers=True, caches=[CACHE], layers="auto").record
     assert (record.layers, record.layers_us) == (kept, {"plugin": 80.0, "native": native_us})
     for fields in ({"hardware_compatible": True}, {"layers": "native"}):
-        monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "none" if options.hardware_compatible else "")
+        monkeypatch.setattr(
+            lowered_model, "against_plugins", lambda options: "none" if options.hardware_compatible else ""
+        )
         times = iter([80.0, 85.0])
         record = builds.build(int8_layers=True, caches=[CACHE], **{"layers": "auto"} | fields).record
         assert (record.layers, record.layers_us) == ("native", {})
@@ -202,7 +206,7 @@ def test_deltas_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(bui
 def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkeypatch):
     monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     built = []
 
     def build_lowered(trt, model, path, inputs, profiles, options, watch):
@@ -223,7 +227,8 @@ def test_engines_go_on_without_layers_by_plugins_that_cannot_be_built(builds, mo
     """Deltas by Q/DQ, other layers in 16 bits; the attention stays."""
     monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: not changes)
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    for module in (tensorrt, lowered_model):
+        monkeypatch.setattr(module, "has_linear_kernel", lambda: True)
     build_lowered = tensorrt.build_lowered
 
     def lacking(*arguments):
@@ -254,7 +259,7 @@ def test_layers_that_were_asked_for_by_name_have_no_others_instead(builds, monke
 @pytest.mark.parametrize("lacking", ["", "kernels for sm_80"])
 def test_plugins_that_do_not_quantise_deltas_are_told(builds, monkeypatch, lacking):
     monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: bool(lacking))
-    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: lacking)
+    monkeypatch.setattr(lowered_model, "against_plugins", lambda options: lacking)
     builds.build("native", int8_layers=True, caches=[CACHE], layers="plugin")
     (told,) = [notice for notice in builds.watch.notices if "deltas are quantised by Q/DQ" in notice]
     assert (lacking or "FP16 caches") in told
@@ -286,7 +291,7 @@ def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
     monkeypatch.setattr(tensorrt, "unquantised_file", lambda onnx: kept)
     monkeypatch.setattr(lowering, "refittable_layers", lambda model, sizes: set() if lacking == "sizes" else {"a"})
     if lacking == "kernels":
-        monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "kernels for sm_80")
+        monkeypatch.setattr(lowered_model, "against_plugins", lambda options: "kernels for sm_80")
     times = iter([80.0, 85.0, 80.0, 90.0])
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
     record = builds.build(int8_layers=True, layers="auto", refittable=True).record
@@ -303,7 +308,7 @@ def test_what_cannot_be_refitted_is_refused_before_it_is_calibrated():
 
 @pytest.mark.parametrize("plain_us", [79.9, 80.0])
 def test_auto_keeps_no_plugin_where_the_whole_engine_is_faster_without_any(builds, monkeypatch, plain_us):
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
     builds.times = {ALL: 80.0, b"": 85.0, b"plain": plain_us}
     plan, record = (built := builds.build()).plan, built.record
@@ -368,7 +373,7 @@ def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):
 
 @pytest.mark.parametrize("layers", ["plugin", "native"])
 def test_layers_beside_those_that_quantise_deltas_are_int8_whoever_computes_these(monkeypatch, layers):
-    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
+    monkeypatch.setattr(lowered_model, "against_plugins", lambda options: "")
     made = delta_model(unchanged=["mlp.0", "mlp.2", "tied", "tied#2", "skip", "attended", "conv"])
     options = EngineSection(attention="native", layers=layers)
     graph = tensorrt.lowered(made.graph(torch.float16), [], options, [made.model.dims]).graph

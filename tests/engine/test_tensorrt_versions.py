@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -45,13 +46,13 @@ class Driver:
             100,
             None,
             "no NVIDIA GPU",
-            "run `trtconvert compile BUNDLE` on the machine that it is for; bundles are built without one",
+            "run `trtconvert compile BUNDLE` on a machine with a GPU",
         ),
         (100, "", "no NVIDIA GPU, with CUDA_VISIBLE_DEVICES=''", "unset it"),
     ],
 )
 def test_why_the_driver_gives_no_gpu_is_said(monkeypatch, failure, visible, detail, remedy):
-    monkeypatch.setattr(tensorrt.ctypes, "CDLL", lambda name: Driver(failure))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(failure))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -430,7 +430,7 @@ def test_a_reference_of_a_few_images(tiny, reference, tmp_path):
     for path in sorted(reference.rglob("*.png"))[:3]:
         shutil.copy(path, tmp_path / "few")
     outcome = run(*tiny, "--reference", tmp_path / "few", "--work", tmp_path / "work", "-o", tmp_path / "out.json")
-    refusal(outcome, "few has too few images", "got: 3", "correct --reference")
+    refusal(outcome, "few has too few images", "got: 3", "give a folder with more images")
 
 
 def test_a_reference_that_does_not_fit_is_noticed_before_samples_are_drawn(tiny, reference, tmp_path):

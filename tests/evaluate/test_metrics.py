@@ -258,7 +258,7 @@ def test_extractors_that_do_not_exist(name, message):
 
 @pytest.mark.parametrize("function", ["a_list", "too_few", "a_map"])
 def test_functions_that_return_something_else(function):
-    with pytest.raises(UserError, match=r"returns something else|do not fit") as error:
+    with pytest.raises(UserError, match=r"returns the wrong type or size|do not fit") as error:
         load_extractor(f"tiny_features:{function}")(torch.rand(3, 1, 4, 4))
     assert error.value.expected and error.value.remedy
 

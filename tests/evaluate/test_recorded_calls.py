@@ -106,7 +106,7 @@ def test_a_prediction_beyond_the_limit_is_told_with_its_bin_and_what_the_type_lo
         check_predictions("engine.plan", errors, VerifySection(), [0.002, 0.004])
     assert f"timestep bin {index}" in caught.value.problem
     assert caught.value.expected == "<= 0.03"
-    assert f"16-bit type makes {[0.002, 0.004][index]:g}" in caught.value.got
+    assert f"16-bit type alone gives {[0.002, 0.004][index]:g}" in caught.value.got
 
 
 def test_relative_error():

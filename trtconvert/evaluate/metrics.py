@@ -36,7 +36,7 @@ _ROUNDING = 1e-12
 """Squared distances below this share of the squared length are 0: FP32 features of one image differ by less."""
 
 SSIM_SIGMA, SSIM_SIGMA_SMALL = 1.5, 0.5
-"""Standard deviation in pixels of SSIM's window: the paper's (11 pixels wide), and a smaller one (5 wide) for images under 16 pixels."""
+"""Standard deviations in pixels of SSIM's window: the paper's (11 pixels wide), and one for images under 16 pixels (5 wide)."""
 
 SSIM_SMALLEST = 5
 """Pixels of the smaller window: smaller images have no SSIM."""
@@ -89,7 +89,7 @@ def merged(moments: Iterable[Moments]) -> Moments:
 
 
 def frechet_distance(one: Moments, other: Moments) -> float:
-    """Returns the Fréchet distance: FID of pooled Inception features, sFID of spatial ones (Heusel et al. 2017, arXiv 1706.08500, equation 6)."""
+    """Returns FID of pooled features, or sFID of spatial ones (Heusel et al. 2017, arXiv 1706.08500, equation 6)."""
     fid = _fidelity("metric_fid")
     statistics = [{"mu": m.mean.numpy(), "sigma": m.covariance().numpy()} for m in (one, other)]
     return fid.fid_statistics_to_metric(*statistics, verbose=False)[fid.KEY_METRIC_FID]
@@ -110,7 +110,7 @@ def kernel_distance(one: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def inception_score(logits: Tensor) -> tuple[float, float]:
-    """Returns IS (Salimans et al. 2016, arXiv 1606.03498, section 4) over ten splits of the shuffled set, each of 100 samples or more.
+    """Returns IS (Salimans et al. 2016, arXiv 1606.03498, section 4) over at most ten splits of 100 samples or more.
 
     Args:
         logits: [N, classes] of any classifier.

@@ -15,7 +15,7 @@ from tiny_unets import UNETS, unet
 from tolerances import PIXELS_AS_TOKENS
 from torch import Tensor
 
-from trtconvert.engine import tensorrt
+from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
@@ -116,8 +116,8 @@ def test_weights_in_files(tmp_path: Path):
     ids=str,
 )
 def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: dict, count: int, native: bool):
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: False)
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: False)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: kernel)
     sites = list(attention_nodes(unet()))
     lowered = tensorrt.lowered(unet(), sites if native else [], EngineSection(**options), [{}])
     assert len(attention_nodes(lowered)) == (0 if native else len(sites))
@@ -128,7 +128,7 @@ def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: di
 
 def test_a_model_without_sites_keeps_its_norms(monkeypatch):
     """As a VAE, whose images are larger than what the kernel is made for."""
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     model = unet()
     lower_to_native(model, list(attention_nodes(model)))
     assert has_group_norms(model) and not has_own_nodes(tensorrt.lowered(model, [], EngineSection(), [{}]))

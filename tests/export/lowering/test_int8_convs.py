@@ -17,7 +17,7 @@ from support import Quiet
 from tiny_convs import CHANNELS, WIDE, Odd, traced
 from torch.nn import functional as F
 
-from trtconvert.engine import tensorrt
+from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import expand_layers, fuse_group_norms, lower_to_native, quantise_products
 from trtconvert.export.lowering.group_norms import GROUP_NORM
@@ -168,18 +168,18 @@ def test_nothing_is_left_for_tensorrts_own(everywhere):
     ids=str,
 )
 def test_engines_have_them_where_they_can(everywhere, monkeypatch, options, taken):
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: True)
     graph = traced([3]).graph
     model = tensorrt.lowered(graph, list(attention_nodes(graph)), EngineSection(**options), [{}])
     assert len(named(model, INT8_CONV)) == taken and len(named(model, GROUP_NORM)) in (0, 4)
 
 
 def lowered_for_engines(monkeypatch, graph, **options):
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: True)
     sections = EngineSection(layers="plugin", **options)
-    left = tensorrt._convs_in_16_bits(graph, sections, [{}])
+    left = lowered_model.convs_in_16_bits(graph, sections, [{}])
     return tensorrt.lowered(graph, list(attention_nodes(graph)), sections, [{}]), left
 
 

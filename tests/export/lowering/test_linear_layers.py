@@ -16,7 +16,7 @@ from test_residual_norms import as_operators as norms_as_operators
 from tiny_models import traced_blocks
 from torch import Tensor, nn
 
-from trtconvert.engine import tensorrt
+from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_plugin
 from trtconvert.export.lowering.linear_layers import LINEAR, fuse_linear_layers
@@ -202,7 +202,7 @@ def test_layers_that_others_read_are_left():
     ids=str,
 )
 def test_engines_have_them_where_the_gpu_has_a_kernel(monkeypatch, kernel: bool, options: dict, count: int):
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: kernel)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: kernel)
     lowered = tensorrt.lowered(blocks(), [], EngineSection(**options), [{"batch": (1, 2048, 4096)}])
     assert len(taken(lowered)) == count
 
