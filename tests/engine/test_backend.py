@@ -275,9 +275,9 @@ def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):
 @pytest.mark.parametrize(
     ("lacking", "said"),
     [
-        ("file", "does not keep what they were quantised from"),
+        ("file", "does not keep their unquantised weights"),
         ("kernels", "the plugin library has kernels for sm_80"),
-        ("sizes", "none is of a type, and of a size"),
+        ("sizes", "not faster for any layer"),
         ("", ""),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_plan_holds_the_plugin_library_where_a_node_needs_it(monkeypatch, tmp_
 
 def test_an_operator_that_the_parser_does_not_know_is_named_with_its_node():
     odd = helper.make_node("Nothing", ["x"], ["y"], name="blocks.3.odd", domain="other")
-    refused("blocks.3.odd", "(Nothing)", "remedy: write the model without Nothing", model=model_of(odd))
+    refused("blocks.3.odd", "(Nothing)", "remedy: change the model to avoid Nothing", model=model_of(odd))
 
 
 def test_a_node_that_cannot_be_parsed_is_named():

@@ -81,12 +81,12 @@ class Registry:
     [
         (tensorrt._PLUGINS, (), 0, None),
         ((), tensorrt._PLUGINS, 1, None),
-        ((), tensorrt._PLUGINS[:1], 1, f"{', '.join(tensorrt._PLUGINS[1:])} not there"),
+        ((), tensorrt._PLUGINS[:1], 1, f"without {', '.join(tensorrt._PLUGINS[1:])}"),
         (
             ("Int8Attention",),
             tuple(name for name in tensorrt._PLUGINS if name != "ResidualNorm"),
             1,
-            "ResidualNorm not there",
+            "without ResidualNorm",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_without_its_package_tensorrt_says_what_to_install(monkeypatch):
         ("", "has no attribute '__version__'"),
         ("raise RuntimeError('no such driver')", "cannot be loaded: no such driver"),
         ("__version__ = '99.1.2'", "libnvinfer.so.99"),
-        ("__version__ = 'unknown'", "none that TensorRT's library can be found by"),
+        ("__version__ = 'unknown'", "library cannot be found by the package"),
     ],
 )
 def test_a_package_that_is_no_whole_tensorrt_is_told(monkeypatch, tmp_path, text, said):
@@ -167,7 +167,7 @@ STATUS = "s = tensorrt.status(); print(s.available, s.detail, s.remedy, sep='; '
 def test_bindings_and_a_library_of_another_version_are_refused():
     found = with_tensorrt(STATUS, "10.6", "10.15")
     assert found.startswith(
-        "False; the Python bindings are of TensorRT 10.6.0, the library that they load is 10.15.1; "
+        "False; the Python bindings are of TensorRT 10.6.0, their library is 10.15.1; "
     )
     assert "LD_LIBRARY_PATH" in found
 

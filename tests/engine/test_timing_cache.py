@@ -33,7 +33,7 @@ def test_a_damaged_timing_cache_is_dropped_with_a_notice(tmp_path, damage):
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
     build(model_of(*LINEAR), watch=watch, timing_cache=path)
-    assert any("is damaged: it is dropped" in notice and str(path) in notice for notice in watch.notices)
+    assert any("is damaged: it is not used" in notice and str(path) in notice for notice in watch.notices)
     assert path.read_bytes() == whole
 
 

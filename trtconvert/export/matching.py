@@ -25,6 +25,13 @@ def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and node.op_type == op_type and not node.domain else None
 
 
+def producer_behind_reshapes(value: ir.Value | None) -> ir.Node | None:
+    """Returns the producer of a value before reshapes."""
+    while (reshape := producer_of(value, "Reshape")) is not None:
+        value = reshape.inputs[0]
+    return value.producer() if value is not None else None
+
+
 def is_read_once(value: ir.Value) -> bool:
     """Return whether a value has exactly one use."""
     return len(value.uses()) == 1 and not value.is_graph_output()

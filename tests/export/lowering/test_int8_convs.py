@@ -201,8 +201,8 @@ def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
         "raw": "behind no group norm that would give its input in INT8",
         "padded": "behind no group norm that would give its input in INT8",
         "video": "over 3 dimensions, our kernel has the two of images",
-        "one": "of what others read too",
-        "other": "of what others read too",
+        "one": "whose input other nodes read too",
+        "other": "whose input other nodes read too",
     }
     assert len(named(model, INT8_CONV)) == 4  # plain, shared twice, zeros
     shared = [node.inputs[2] for node in named(model, INT8_CONV) if "shared" in str(node.inputs[2].name)]
@@ -237,7 +237,7 @@ def test_convolutions_that_stay_are_products_of_their_own_inputs(monkeypatch):
     ("options", "reason"),
     [
         ({"channels_last": False}, "in an engine whose group norms are TensorRT's own"),
-        ({"hardware_compatible": True}, "without group norms that give INT8: not every GPU that engine.hardware_compatible asks "
+        ({"hardware_compatible": True}, "without INT8 group norms: not every GPU that engine.hardware_compatible asks "
          "for has a kernel for them"),
     ],
     ids=["channels_last", "hardware_compatible"],
