@@ -166,9 +166,7 @@ STATUS = "s = tensorrt.status(); print(s.available, s.detail, s.remedy, sep='; '
 
 def test_bindings_and_a_library_of_another_version_are_refused():
     found = with_tensorrt(STATUS, "10.6", "10.15")
-    assert found.startswith(
-        "False; the Python bindings are of TensorRT 10.6.0, their library is 10.15.1; "
-    )
+    assert found.startswith("False; the Python bindings are of TensorRT 10.6.0, their library is 10.15.1; ")
     assert "LD_LIBRARY_PATH" in found
 
 

@@ -197,9 +197,9 @@ def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
     model, in_16_bits = lowered_for_engines(monkeypatch, graph)
     assert in_16_bits == {
         "wide": "with padding as wide as the window",
-        "pixels": "of single pixels, which is a product",
-        "raw": "behind no group norm that would give its input in INT8",
-        "padded": "behind no group norm that would give its input in INT8",
+        "pixels": "of single pixels, which are products",
+        "raw": "without a group norm in front that writes INT8",
+        "padded": "without a group norm in front that writes INT8",
         "video": "over 3 dimensions, our kernel has the two of images",
         "one": "whose input other nodes read too",
         "other": "whose input other nodes read too",
