@@ -1,4 +1,4 @@
-"""Builds of the backend `tensorrt`: what becomes of attention, group norms and weights, and what the record says."""
+"""Builds of the backend `tensorrt`: attention, group norms and weights in the engine, and its record."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trtconvert.recipe import EngineSection
 
 @pytest.fixture
 def builds(monkeypatch, digits_build):
-    """`build_engine` of the shipped model on a GPU that is not there: plans are the names of the sites with the plugin.
+    """Runs `build_engine` of the shipped model without a GPU: plans are the names of the sites with the plugin.
 
-    Returns the times that engines take, by plan, what was timed, and a function that builds.
+    Returns the times of engines by plan, the timed plans, and a function that builds.
     """
     found = SimpleNamespace(times={}, timed=[], alone=[], watch=Watch())
 
@@ -95,7 +95,7 @@ def test_auto_keeps_the_plugin_where_the_whole_engine_is_no_slower_with_it(build
     assert (plan, record.attention) == ((mixed, "plugin") if faster else (b"", "native"))
     assert bool(record.plugin) == faster and record.native_sites == builds.alone
     assert (record.plugin_us, record.native_us) == (80.0, 90.0 if faster else 70.0)
-    # Beside engines of other GPUs of the same architecture.
+    # The bundle may have engines of other GPUs of the architecture.
     assert (record.gpu, record.file) == ("NVIDIA H200", "engines/denoiser-tensorrt-sm90-nvidia-h200.plan")
 
 
@@ -143,7 +143,7 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
         ("plugin", False, True, {}, "the plugin library has no kernel for them on this GPU"),
         ("plugin", True, True, {"refittable": True}, "engine.refittable"),
         ("plugin", True, True, {"hardware_compatible": True}, "engine.hardware_compatible"),
-        ("plugin", False, False, {}, None),  # nothing to tell of a model without any
+        ("plugin", False, False, {}, None),  # no notice without group norms
         ("plugin", False, True, {"channels_last": False}, None),  # as asked for
         ("native", True, True, {}, None),
         ("native", False, True, {}, "the plugin library has no kernel for them on this GPU"),
@@ -152,7 +152,7 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
     ],
 )
 def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, norms, fields, said):
-    """And an engine of TensorRT's own attention is known by the plugin library where it has some."""
+    """The record of an engine with native attention names the plugin library if it has plugins."""
     monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: kernel)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
 
@@ -176,7 +176,7 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
 
 @pytest.mark.parametrize(("exact_us", "kept"), [(70.0, "exact"), (90.0, "native")])
 def test_auto_computes_layers_in_16_bits_where_the_whole_engine_is_faster_so(builds, monkeypatch, exact_us, kept):
-    """The same attention, once more with other layers: plans of this test are named after the sites, so time tells them apart."""
+    """The engine with other layers has the same attention. Only its time differs: plans are the names of sites."""
     times = iter([80.0, 85.0, 80.0, exact_us])
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
     record = builds.build(int8_layers=True, layers="auto").record
@@ -224,7 +224,7 @@ def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkey
 @pytest.mark.parametrize("attention", ["auto", "plugin", "native"])
 @pytest.mark.parametrize("changes", [True, False])
 def test_engines_go_on_without_layers_by_plugins_that_cannot_be_built(builds, monkeypatch, attention, changes):
-    """Deltas by Q/DQ, other layers in 16 bits; the attention stays."""
+    """Deltas fall back to Q/DQ, other layers to 16 bits; the attention stays."""
     monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: not changes)
     for module in (tensorrt, lowered_model):
@@ -284,7 +284,7 @@ def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):
 def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
     builds, monkeypatch, tmp_path, lacking, said
 ):
-    """Compared with 16-bit ones, as everywhere; of what they lack, the build tells."""
+    """They are compared with 16-bit layers, and the build tells what is missing."""
     kept = tmp_path / "unquantised"
     if lacking != "file":
         kept.touch()
@@ -322,7 +322,7 @@ def test_auto_keeps_no_plugin_where_the_whole_engine_is_faster_without_any(build
 
 
 def test_a_refittable_engine_keeps_the_names_of_its_weights():
-    """Of three projections of one tensor, which are one product otherwise."""
+    """Three projections of one tensor, which other engines compute as one product."""
     model = one_node_model(case(64, 64, "BNHD"))
     (node,) = attention_nodes(model).values()
     x = ir.val("x", ir.DataType.FLOAT16, (2, 64, 256))
@@ -382,5 +382,5 @@ def test_layers_beside_those_that_quantise_deltas_are_int8_whoever_computes_thes
     assert of_plugins == ((3, 1) if layers == "plugin" else (0, 0))  # q, k and v
     products = [node for node in graph if node.op_type in ("MatMul", "Gemm", "Conv")]
     in_16_bits = [node for node in products if producer_of(node.inputs[0], "DequantizeLinear") is None]
-    # Attention's two; a convolution without group norms that give INT8.
+    # Two of the attention; one convolution without INT8 group norms.
     assert len(in_16_bits) == len(LEFT) + 2 + (layers == "plugin")

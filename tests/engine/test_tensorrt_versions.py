@@ -1,4 +1,4 @@
-"""TensorRT and its libraries as they are installed: which are taken, and what is said of those that cannot be."""
+"""Installed versions of TensorRT and its libraries: the choice, and the reasons of refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_without_a_gpu_tensorrt_says_so():
 
 
 class Driver:
-    """The CUDA driver, whose cuInit fails."""
+    """A CUDA driver whose cuInit fails."""
 
     def __init__(self, failure):
         self.failure = failure
@@ -62,7 +62,7 @@ def test_why_the_driver_gives_no_gpu_is_said(monkeypatch, failure, visible, deta
 
 
 class Registry:
-    """TensorRT's, that has some creators, and more after it has loaded a library."""
+    """A plugin registry with some creators, and more after loading a library."""
 
     def __init__(self, first, loaded):
         self.names, self.loaded, self.loads = first, loaded, 0
@@ -144,7 +144,7 @@ VERSIONS = ("10.6", "10.15", "11.2")
 
 
 def with_tensorrt(code, bindings, library=None, first=""):
-    """What a process with real TensorRT libraries and a GPU that is not there prints."""
+    """Returns the output of a process with real TensorRT libraries and a stand-in for the GPU."""
     folder, library = REPOSITORY / "third_party" / "tensorrt", library or bindings
     if not (folder / bindings).exists() or not (folder / library).exists():
         pytest.skip("TensorRT is not here; 'make tensorrt' fetches it")
@@ -185,7 +185,7 @@ def test_without_the_plugin_library_tensorrt_says_so(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_gpu_that_cuda_cannot_use_is_refused_with_its_reason(version):
-    """As with a driver that is older than CUDA: TensorRT's Runtime ends the process there."""
+    """Such as a driver older than CUDA, for which TensorRT's Runtime would end the process."""
     code = "tensorrt.library_path = lambda: 'there'\ntensorrt.cuda_problem = problem\n" + STATUS
     keep = "problem = tensorrt.cuda_problem\n"
     found = with_tensorrt(code, version, first=keep)
@@ -193,7 +193,7 @@ def test_a_gpu_that_cuda_cannot_use_is_refused_with_its_reason(version):
 
 
 def test_a_builder_that_tensorrt_does_not_make_says_why(monkeypatch):
-    """The bindings' word for a null pointer, with the reason in the log."""
+    """The bindings raise TypeError for a null pointer; the log has the reason."""
 
     def none_made(log):
         log.log(trt.ILogger.ERROR, "CUDA initialization failure with error: 35")

@@ -1,4 +1,4 @@
-"""The timing cache: kept by GPU and version, and never the reason why a build ends."""
+"""The timing cache: kept by GPU and version; its failures do not end a build."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_damaged_timing_cache_is_dropped_with_a_notice(tmp_path, damage):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_builds_that_end_at_the_same_time_lose_no_timings(tmp_path):
-    """What the file has got since this build read it is kept."""
+    """Timings that were added after this build read the file are kept."""
 
     class Timings:
         def __init__(self, content=b""):

@@ -1,4 +1,4 @@
-"""Denoiser calls that engines are compared with, and the gate on their predictions."""
+"""Recorded denoiser calls, and the gate on the predictions of engines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_guidance_inside_a_denoiser_is_held_to_the_rows_of_the_model(recorded):
     guided = GuidedDenoiser(model.denoiser, model.timestep_input, form.guidance)
     guided.guidance = FusedGuidance(form.guidance, form.output.shape)
     assert all(error is not None and error < 1e-5 for error in calls.errors(guided))
-    # A wrong scale or a wrong condition shows.
+    # Wrong scales and conditions are found.
     twice = _Changed(guided, guidance_scale=lambda x: 2 * x)
     assert all(error > 0.01 for error in calls.errors(twice))
     others = _Changed(guided, label=lambda x: x.roll(1))
@@ -58,7 +58,7 @@ def test_guidance_inside_a_denoiser_is_held_to_the_rows_of_the_model(recorded):
 
 
 class _Changed:
-    """A denoiser with guidance inside that is given other inputs."""
+    """A denoiser with fused guidance and changed inputs."""
 
     def __init__(self, denoiser, **changes):
         self._denoiser, self._changes, self.guidance = denoiser, changes, denoiser.guidance

@@ -35,7 +35,7 @@ def script(module, *arguments):
 
 
 def rows_of(outcome):
-    """Of the result, the one line of JSON that is no event."""
+    """Returns the rows of the result in JSON lines."""
     assert outcome.exit_code == 0, outcome.output
     found = [json.loads(line) for line in outcome.output.splitlines()]
     return next(line["rows"] for line in found if "rows" in line)
@@ -43,7 +43,7 @@ def rows_of(outcome):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """What the commands of this module share, as commands of a user do."""
+    """The shared work folder of this module's commands."""
     return tmp_path_factory.mktemp("modiff")
 
 
@@ -62,7 +62,7 @@ def test_a_table_of_variants_and_going_on_with_it(work, tmp_path):
     outcome = script(modiff_study, *arguments, "-o", tmp_path / "first.md")
     rows = {row["variant"]["method"]: row for row in rows_of(outcome)}
     assert rows["full"]["psnr"] is None and rows["full"]["fid_full"] is None
-    # The caches make up for 4 bits: that is what modulation is for.
+    # Modulation compensates 4 bits.
     assert rows["qdiff-modiff"]["psnr"] > rows["qdiff"]["psnr"] + 2
     kept = {path: path.stat().st_mtime_ns for path in work.rglob("*.safetensors")}
     assert script(modiff_study, *arguments, "-o", tmp_path / "second.md").exit_code == 0
@@ -90,7 +90,7 @@ def test_times_of_a_step(work):
     what = [row["what"] for row in rows_of(outcome)]
     assert any("FP32" in name for name in what) and any("MoDiff" in name for name in what)
     assert any("simulated" in name for name in what)
-    # A trajectory of one step has none that follows another: more are taken.
+    # With one step, the script adds more: only later steps are timed.
     one = script(
         modiff_speed, "digits-dit", *FEW, "--steps", "1", "--batch", "2", "--work", work, "--runs", "1", "--json"
     )
@@ -124,7 +124,7 @@ def test_places_that_cannot_be_written_are_told_before_anything_else(tmp_path):
     for outcome in outcomes:
         refusal(outcome, f"cannot write {file}", "with --work")
     refusal(run("modiff", "sample", "digits-dit", *FEW, "-o", file), f"cannot write {file}", "with -o")
-    # Whose name is taken, but in which nobody can make a file.
+    # An existing folder in which no file can be made.
     refusal(run("modiff", "sample", "digits-dit", *FEW, "-o", "/proc"), "cannot write /proc", "with -o")
 
 
@@ -154,7 +154,7 @@ def test_recipes_of_models_that_ship_have_their_judges(work, tmp_path):
     arguments = [*FEW, "--work", work, "-n", "10", "--method", "full", "--json", "-o", tmp_path / "a.md"]
     (row,) = rows_of(script(modiff_study, recipe, *arguments, "--dtype", "bfloat16"))
     assert row["accuracy"] is not None and row["variant"]["weight_bits"] == 16
-    # Classes of another classifier are not those that the model was asked for.
+    # The classes of another classifier are not those of the model.
     other = tmp_path / "features.py"
     other.write_text(
         "from trtconvert.evaluate.features import Features\n"
@@ -198,7 +198,7 @@ def test_one_sample_calibrates_and_a_damaged_calibration_is_made_anew(workspace)
 
 
 def test_samples_do_not_depend_on_what_was_drawn_before(workspace):
-    """Caches begin anew with each batch, also the last, which is smaller."""
+    """Each batch resets the caches, also the smaller last one."""
     draw = workspace.drawing(workspace.prepared(Variant("lcq-modiff", 8, 4)))
     together = draw(range(6))
     assert torch.equal(together[4:], draw(range(4, 6)))

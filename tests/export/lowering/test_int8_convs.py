@@ -1,4 +1,4 @@
-"""INT8 convolutions as plugins: the lowered graph computes what the layers specify, by an evaluator that knows the plugins."""
+"""INT8 convolutions as plugins: the lowered graph, in an evaluator of the plugins, equals the specification."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trtconvert.recipe import EngineSection
 
 
 def lowered(modes, equalised: bool = True):
-    """A U-Net's graph with INT8 convolutions as plugins, and how many; inputs, and what the layers specify at timesteps."""
+    """A U-Net's graph with plugins, their number, inputs, and the specified outputs at timesteps."""
     graph, inputs, expected, _ = traced(modes, equalised)
     expand_layers(graph, offsets=True)
     assert fuse_group_norms(graph) == 4
@@ -42,7 +42,7 @@ def lowered(modes, equalised: bool = True):
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Convolutions of any size are taken."""
+    """Fuses convolutions of any size."""
     tiny_convs.take_any_size(monkeypatch)
 
 
@@ -129,7 +129,7 @@ def test_plugins_compute_what_the_layers_specify(everywhere, modes, equalised):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_image_that_is_not_finite_stays_so(everywhere, value):
-    """INT8 has no NaN: marks go from each norm to its convolution."""
+    """INT8 has no NaN: each norm passes marks to its convolution."""
     graph, _, inputs, _ = lowered([3])
     assert [node.inputs[1] for node in named(graph, INT8_CONV)] == [x.outputs[1] for x in named(graph, INT8_GROUP_NORM)]
     timestep = torch.tensor([100.0, 900.0])
@@ -224,7 +224,7 @@ def test_the_finder_knows_which_convolutions_lie_behind_group_norms():
 
 
 def test_convolutions_that_stay_are_products_of_their_own_inputs(monkeypatch):
-    """Too small all of them: no factor is left in front of one, which would be a kernel more."""
+    """All are too small: no factor remains in front of them, which would cost a kernel."""
     graph = traced([3]).graph
     model, in_16_bits = lowered_for_engines(monkeypatch, graph)
     assert set(in_16_bits.values()) == {"of too few pixels to be faster in INT8"} and len(in_16_bits) == 4
