@@ -145,7 +145,7 @@ def test_inputs_of_two_parts_have_scales_of_their_own():
 def test_other_layers_and_parts_are_refused():
     reflected, same = nn.Conv2d(8, 8, 3, padding_mode="reflect"), nn.Conv2d(8, 8, 3, padding="same")
     for layer in (nn.Conv2d(8, 8, 3, groups=2), reflected, same, nn.Conv1d(8, 8, 3)):
-        with pytest.raises(UserError, match="cannot be quantised"):
+        with pytest.raises(UserError, match="cannot be modulated"):
             ModulatedConv2d.of(layer)
     with pytest.raises(UserError, match="whose sum is 64"):
         ModulatedLinear.of(linear(), DYNAMIC, widths=(60, 5))

@@ -203,7 +203,7 @@ def test_what_cannot_be_calibrated_is_said():
         calibrate(tiny(), [trajectory()], dataclasses.replace(SETTINGS, include=("embed",)))
     spoilt = trajectory()
     spoilt[3].args[0][0, 0, 0, 0] = torch.nan
-    with pytest.raises(UserError, match="not finite"):
+    with pytest.raises(UserError, match="reads NaN or Inf"):
         calibrate(tiny(), [spoilt], SETTINGS, rounding=NEAREST)
 
 
