@@ -147,3 +147,20 @@ def factors_of(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
     for a, b in itertools.permutations(product.inputs if product is not None else (), 2):
         if a is not None and b is not None:
             yield a, b
+
+
+def geglu_behind(joined: ir.Value) -> tuple[ir.Node, ir.Node, ir.Node] | None:
+    """Returns Split, Gelu and Mul of a GEGLU whose halves a value [..., 2 N] holds."""
+    split = only_reader(joined, "Split")
+    if split is None or len(split.outputs) != 2:
+        return None
+    value, gate = split.outputs
+    gelu, product = only_reader(gate, "Gelu"), only_reader(value, "Mul")
+    if gelu is None or product is None or gelu.attributes.get_string("approximate", "none") != "none":
+        return None
+    whole, half = joined.shape, product.outputs[0].shape
+    if only_reader(gelu.outputs[0], "Mul") is not product or whole is None or half is None:
+        return None
+    if split.attributes.get_int("axis", 0) % len(whole) != len(whole) - 1 or whole[-1] != 2 * half[-1]:
+        return None
+    return split, gelu, product

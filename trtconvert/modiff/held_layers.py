@@ -25,6 +25,20 @@ class Step:
         self.makes = False
 
 
+def require_unmodulated(model: nn.Module, remedy: str) -> None:
+    """
+    Raises:
+        UserError: the model has modulated layers.
+    """
+    if any(isinstance(module, HeldLayer) for module in model.modules()):
+        raise UserError(
+            "the model has been modulated already",
+            expected="a model in full precision",
+            got="modulated layers in it",
+            remedy=remedy,
+        )
+
+
 class HeldLayer(nn.Module):
     """A modulated layer with caches for each of its calls in a step.
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError, several
-from trtconvert.modiff.held_layers import HeldLayer, Step, kind_of
+from trtconvert.modiff.held_layers import HeldLayer, Step, kind_of, require_unmodulated
 from trtconvert.modiff.layers import ModulatedConv2d, ModulatedLayer, ModulatedLinear, dynamic_table, obstacle
 from trtconvert.modiff.settings import Settings
 from trtconvert.weights.finite import is_finite
@@ -306,13 +306,9 @@ def modulate(
         UserError: the model has no layers to replace, was modulated before, or is not the calibrated one; a pattern matches no
             layer; a weight is NaN or Inf.
     """
-    if any(isinstance(module, HeldLayer) for module in model.modules()):
-        raise UserError(
-            "the model has been modulated already",
-            expected="a model in full precision",
-            got="modulated layers in it",
-            remedy="load the model again, or use the result of modulate() with set_quant_state() and reset_cache()",
-        )
+    require_unmodulated(
+        model, "load the model again, or use the result of modulate() with set_quant_state() and reset_cache()"
+    )
     if calibration is not None:
         settings = calibration.require_fitting(model, settings)
     settings = settings or Settings(scales="dynamic")

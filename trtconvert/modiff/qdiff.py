@@ -26,7 +26,7 @@ from trtconvert.errors import UserError
 from trtconvert.files import whole_file
 from trtconvert.interception import first_tensor
 from trtconvert.modiff.calibration import Calibration, LayerCalibration, digest
-from trtconvert.modiff.held_layers import HeldLayer
+from trtconvert.modiff.held_layers import require_unmodulated
 from trtconvert.modiff.layers import first_bits
 from trtconvert.modiff.modulated import batch_and_timestep, candidates, find_timestep_input
 from trtconvert.modiff.rounding import AdaRound, Example, adaround
@@ -109,10 +109,8 @@ def calibrate(
         UserError: there is no trajectory; the model has no layers to calibrate, or gives NaN or Inf; the folder belongs to
             another calibration.
     """
-    settings, rounding = (
-        replace(settings or Settings(), scales="calibrated", granularity="tensor"),
-        rounding or AdaRound(),
-    )
+    settings = replace(settings or Settings(), scales="calibrated", granularity="tensor")
+    rounding = rounding or AdaRound()
     paths = [list(path) for path in trajectories]
     every = [call for path in paths for call in path]
     if not every:
@@ -122,13 +120,7 @@ def calibrate(
             got="no call of the denoiser",
             remedy="record one: trtconvert.modiff.record(model, lambda denoiser: sampler(denoiser, …))",
         )
-    if any(isinstance(module, HeldLayer) for module in model.modules()):
-        raise UserError(
-            "the model has been modulated already",
-            expected="a model in full precision",
-            got="modulated layers in it",
-            remedy="load the model again, and calibrate it before modulate()",
-        )
+    require_unmodulated(model, "load the model again, and calibrate it before modulate()")
     chosen, _ = candidates(model, settings)
     names = list(inspect.signature(model.forward).parameters)
     timestep = find_timestep_input(model, names, timestep_input, settings)
@@ -142,10 +134,9 @@ def calibrate(
         )
     layers = {name: chosen[name] for name in order}
     said = on_progress or (lambda what, done, of: None)
-    found = (
-        widths if widths is not None else find_widths(model, layers, lambda: model(*every[0].args, **every[0].kwargs))
-    )
-    parts = {name: tuple(found.get(name, (module.weight.shape[1],))) for name, module in layers.items()}
+    if widths is None:
+        widths = find_widths(model, layers, lambda: model(*every[0].args, **every[0].kwargs))
+    parts = {name: tuple(widths.get(name, (module.weight.shape[1],))) for name, module in layers.items()}
     kept = _Work(
         Path(work) if work is not None else None, _identity(model, settings, rounding, paths, parts, calls, seed)
     )

@@ -200,7 +200,7 @@ def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
         "pixels": "of single pixels, which are products",
         "raw": "without a group norm in front that writes INT8",
         "padded": "without a group norm in front that writes INT8",
-        "video": "over 3 dimensions, our kernel has the two of images",
+        "video": "over 3 dimensions, our kernel supports two",
         "one": "whose input other nodes read too",
         "other": "whose input other nodes read too",
     }

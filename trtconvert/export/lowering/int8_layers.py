@@ -24,7 +24,7 @@ from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8
 from trtconvert.export.lowering.layers import REFIT_METADATA, bias_name, expand_layers
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.matching import constant_of, only_reader, producer_behind_reshapes, producer_of
+from trtconvert.export.matching import constant_of, geglu_behind, only_reader, producer_behind_reshapes, producer_of
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.linear.modes import LayerMode
@@ -110,11 +110,11 @@ def fuse_mixed_layers(model: ir.Model) -> int:
     return _fuse(model, lambda layer: layer.weight.activation.is_mixed)
 
 
-def _fuse(model: ir.Model, takes: Callable[[_Layer], bool]) -> int:
+def _fuse(model: ir.Model, fits: Callable[[_Layer], bool]) -> int:
     rows: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
     count = 0
     for geglu in (True, False):  # layers may read GEGLU
-        layers = [layer for node in model.graph if (layer := _layer(node)) is not None and takes(layer)]
+        layers = [layer for node in model.graph if (layer := _layer(node)) is not None and fits(layer)]
         found = [layer for layer in layers if layer.geglu == geglu]
         for layer in found:
             if layer.rows_of not in rows:
@@ -126,9 +126,8 @@ def _fuse(model: ir.Model, takes: Callable[[_Layer], bool]) -> int:
         for node in model.graph:
             of_rows = node.domain == DOMAIN and node.op_type in (RESIDUAL_NORM, INT8_RESIDUAL_NORM, QUANTISE_ROWS)
             if of_rows and any(map(_is_int8_linear, node.inputs[:2])):
-                node.attributes["starts_early"] = ir.AttrInt64(
-                    "starts_early", 1
-                )  # the layer's kernel leaves little room
+                # The layer's kernel leaves little room.
+                node.attributes["starts_early"] = ir.AttrInt64("starts_early", 1)
     return count
 
 
@@ -270,23 +269,6 @@ def _as_geglu(layer: _Layer) -> _Layer | None:
     return replace(layer, nodes=(*layer.nodes, *geglu), geglu=True) if geglu is not None else None
 
 
-def geglu_behind(joined: ir.Value) -> tuple[ir.Node, ir.Node, ir.Node] | None:
-    """Returns Split, Gelu and Mul of a GEGLU whose halves a value [..., 2 N] holds."""
-    split = only_reader(joined, "Split")
-    if split is None or len(split.outputs) != 2:
-        return None
-    value, gate = split.outputs
-    gelu, product = only_reader(gate, "Gelu"), only_reader(value, "Mul")
-    if gelu is None or product is None or gelu.attributes.get_string("approximate", "none") != "none":
-        return None
-    whole, half = joined.shape, product.outputs[0].shape
-    if only_reader(gelu.outputs[0], "Mul") is not product or whole is None or half is None:
-        return None
-    if split.attributes.get_int("axis", 0) % len(whole) != len(whole) - 1 or whole[-1] != 2 * half[-1]:
-        return None
-    return split, gelu, product
-
-
 def _is_border(value: ir.Value) -> bool:
     """Return whether a plugin or a layer norm computes rows."""
     producer = producer_behind_reshapes(value)
@@ -420,10 +402,9 @@ def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[s
     """Returns the inputs and attributes that all plugins with quantised rows share."""
     activation, input_group = layer.weight.activation, layer.weight.activation.input_group
     modes = _modes(activation)
-    mode_set = sum(1 << mode for mode in sorted(set(modes)))
     timed = len(set(modes)) > 1
     attributes: dict[str, Any] = {
-        "mode_set": mode_set,
+        "mode_set": _mode_set(activation),
         "timestep_max": float(activation.timestep_max),
         "factor": int(layer.factor is not None),
         "offset": int(layer.offset is not None),
@@ -444,6 +425,10 @@ def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[s
 def _modes(activation: Activation) -> tuple[int, ...]:
     """Returns the plugins' mode of each bin: static becomes dynamic."""
     return tuple(int(LayerMode.DYNAMIC if mode == LayerMode.STATIC else mode) for mode in activation.modes)
+
+
+def _mode_set(activation: Activation) -> int:
+    return sum(1 << mode for mode in set(_modes(activation)))
 
 
 def _type_rows(payload: ir.Value, row_scale: ir.Value, layer: _Layer) -> None:
@@ -470,9 +455,8 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
     ]
     if bias is not None:
         inputs.append(named_constant(graph, f"{name}: bias of {last.name or old.name}", bias.reshape(in_two)))
-    mode_set = sum(1 << mode for mode in sorted(set(_modes(weight.activation))))
     attributes = {
-        "mode_set": mode_set,
+        "mode_set": _mode_set(weight.activation),
         "activation": _GEGLU if layer.geglu else 0,
         "bias": int(bias is not None),
         "residual": 0,

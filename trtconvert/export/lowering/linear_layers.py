@@ -16,11 +16,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.initializers import changed_initializer
-from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS, geglu_behind
+from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS
 from trtconvert.export.lowering.int8_weights import int8_weight_of
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.matching import only_reader, producer_behind_reshapes
+from trtconvert.export.matching import geglu_behind, only_reader, producer_behind_reshapes
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 

@@ -14,7 +14,7 @@ import onnx
 import onnx.parser
 
 from trtconvert.attention.reference import BLOCK, FP8_EXPONENT, LOG2_E, MIN_TOKEN_SCALE, TILE, TINY_SCALE
-from trtconvert.export.nodes.common import DOMAIN, OPSET
+from trtconvert.export.nodes.common import DOMAIN, OPSET, TIMESTEP_BIN
 
 OP = "Int8Attention"
 INPUTS = ("q", "k", "v", "timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
@@ -183,22 +183,11 @@ _REACHED_IN_BLOCKS = """
         channels_of_values = MatMul(computed, v_marked)
 """
 
-_TABLES = """
-        bins_i = Shape(modes)
-        bins = Cast<to = 1>(bins_i)
-        t = Cast<to = 1>(timestep)
-        t_bins = Mul(t, bins)
-        t_over = Div(t_bins, last_timestep)
-        t_floor = Floor(t_over)
-        last_bin = Sub(bins, one)
-        t_nan = IsNaN(t)
-        t_low = Max(t_floor, zero)
-        t_clamped = Min(t_low, last_bin)
-        t_known = Where(t_nan, zero, t_clamped)
-        bin = Cast<to = 7>(t_known)
+_TABLES = f"""
+        {TIMESTEP_BIN}
         mode_rows = Gather<axis = 0>(modes, bin)
         mode_float = Cast<to = 1>(mode_rows)
-        per_batch = Constant<value = int64[5] {-1, 1, 1, 1, 1}>()
+        per_batch = Constant<value = int64[5] {{-1, 1, 1, 1, 1}}>()
         mode = Reshape(mode_float, per_batch)
         is_int8 = Greater(mode, zero)
         scaled_values = GreaterOrEqual(mode, two)

@@ -16,6 +16,25 @@ SITE_METADATA = "trtconvert.site"
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """16-bit types of kernels."""
 
+TIMESTEP_BIN = """
+        bins_i = Shape(modes)
+        bins = Cast<to = 1>(bins_i)
+        t = Cast<to = 1>(timestep)
+        t_bins = Mul(t, bins)
+        t_over = Div(t_bins, last_timestep)
+        t_floor = Floor(t_over)
+        last_bin = Sub(bins, one)
+        t_nan = IsNaN(t)
+        t_low = Max(t_floor, zero)
+        t_clamped = Min(t_low, last_bin)
+        t_known = Where(t_nan, zero, t_clamped)
+        bin = Cast<to = 7>(t_known)
+"""
+"""Lines of a body that compute `bin` [B], the timestep bins, and `t_nan`. NaN counts as 0.
+
+The body must define `zero`, `one` and `last_timestep`.
+"""
+
 
 def has_own_nodes(model: ir.Model) -> bool:
     """Return whether the graph has a node of our domain."""

@@ -25,7 +25,7 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 
-from trtconvert.export.nodes.common import DOMAIN, OPSET, marked_windows
+from trtconvert.export.nodes.common import DOMAIN, OPSET, TIMESTEP_BIN, marked_windows
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, TINY_SCALE, LayerTables
 
@@ -150,20 +150,9 @@ _CONSTANTS = f"""
         x_float = Cast<to = 1>(x)
 """
 
-_TIMED = """
+_TIMED = f"""
         last_timestep = Constant<value_float: float = @timestep_max>()
-        bins_i = Shape(modes)
-        bins = Cast<to = 1>(bins_i)
-        t = Cast<to = 1>(timestep)
-        t_bins = Mul(t, bins)
-        t_over = Div(t_bins, last_timestep)
-        t_floor = Floor(t_over)
-        last_bin = Sub(bins, one)
-        t_nan = IsNaN(t)
-        t_low = Max(t_floor, zero)
-        t_clamped = Min(t_low, last_bin)
-        t_known = Where(t_nan, zero, t_clamped)
-        bin = Cast<to = 7>(t_known)
+        {TIMESTEP_BIN}
         batch = Shape(bin)
 """
 
