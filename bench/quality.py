@@ -27,7 +27,7 @@ from machine import processor
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.frontier import read_frontier
-from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
+from trtconvert.evaluate.records import Evaluation, read_evaluation
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 
 ROOT = Path(__file__).parents[1]

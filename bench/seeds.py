@@ -22,7 +22,7 @@ from attention import REPEATS, ROTATION, ROUNDS, Shape, exact, inputs_of, joules
 from torch import Tensor
 
 from trtconvert.attention.modes import Mode
-from trtconvert.evaluate.evaluation import read_evaluation
+from trtconvert.evaluate.records import read_evaluation
 
 BATCH, HEADS, DIM, TOKENS = 16, 32, 128, 4096  # the report's setup
 FLASH = "FlashAttention-2"

@@ -7,7 +7,7 @@
 
 `classifier` and `dit` write emoji-classifier.safetensors and emoji-dit.safetensors (FP16). `unet` writes emoji-unet.safetensors,
 in the layout of the CIFAR-10 DDPM and at 32 × 32, which does not ship, and a folder of the held-out emoji at that size, which
-`trtconvert modiff evaluate --reference` takes. `dit` and `unet` draw samples, which the classifier of the
+`bench/modiff_study.py --reference` takes. `dit` and `unet` draw samples, which the classifier of the
 same folder judges. Both write a checkpoint every two minutes: `--minutes 25` stops in time for a lease, and the same command goes
 on later. On several GPUs of one machine start it by `torchrun --nproc-per-node N`; the batch is shared out. Seeded; bit-equal
 weights also need the same hardware, torch, and pieces.

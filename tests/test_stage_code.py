@@ -120,7 +120,7 @@ ALL = {"components", "calibrate", "search", "plan", "steps", "reference", "error
     [
         ("serving/front.py", set()),
         ("evaluate/report.py", set()),
-        ("modiff/study.py", set()),
+        ("modiff/workspace.py", set()),
         ("calib/command.py", set()),
         ("cli.py", set()),
         ("pipeline.py", set()),

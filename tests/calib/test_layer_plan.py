@@ -351,7 +351,7 @@ def test_a_build_searches_one_plan_for_attention_and_layers(tmp_path):
     assert [layer.name for layer in component.layers if layer.in_int8] == [name for name in CHOSEN if name != "conv"]
     (conv,) = (layer for layer in component.layers if layer.name == "conv")
     assert conv.reason == (
-        "it is a convolution behind no group norm that would give its input in INT8, and layers.modes: auto leaves it in 16 bits"
+        "it is a convolution without a group norm in front that writes INT8, and layers.modes: auto leaves it in 16 bits"
     )
     outcome = planned(tmp_path, point="balanced everywhere")
     component = read_manifest(tmp_path / "bundle").components["denoiser"]

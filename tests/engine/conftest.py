@@ -1,4 +1,4 @@
-"""Fixtures that several tests of engines share."""
+"""Shared fixtures of the engine tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def at_ctrl_c():
-    """Sets what Ctrl-C does; a process in the background ignores it."""
+    """Sets the handler of Ctrl-C: background processes ignore it."""
     before = signal.getsignal(signal.SIGINT)
     yield functools.partial(signal.signal, signal.SIGINT)
     signal.signal(signal.SIGINT, before)

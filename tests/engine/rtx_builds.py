@@ -1,4 +1,4 @@
-"""Small networks that TensorRT-RTX builds engines of on any machine."""
+"""Small networks for builds by TensorRT-RTX, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ trt = pytest.importorskip("tensorrt_rtx_bindings", reason="needs the extra 'rtx'
 
 
 class Watch:
-    """Keeps what it is told."""
+    """Collects shares and notices."""
 
     def __init__(self):
         self.shares, self.details, self.notices = [], [], []
@@ -29,7 +29,7 @@ class Watch:
 
 
 def model_of(*nodes, size=64, opset=20):
-    """x [batch, size] to y through some nodes."""
+    """Makes a model x [batch, size] → y of nodes."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size]) for name in "xy")
     weight = helper.make_tensor("weight", TensorProto.FLOAT, [size, size], [0.01] * size**2)
     graph = helper.make_graph(nodes, "g", [x], [y], [weight])

@@ -1,4 +1,4 @@
-"""Which attention each site gets, and how both are timed alone."""
+"""The choice of attention for each site, and the timing of both forms alone."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_each_site_keeps_the_faster_attention_over_its_profiles_and_bins():
     }
     choice = choose(sites, time_case)
     kept = {site.name: site for site in choice.native}
-    assert set(kept) == {"cross", "first"}  # in `both` the profile of long sequences outweighs
-    # By the lengths of the first profile, those that gain most first: 130 against 200 µs, 164 against 221.
+    assert set(kept) == {"cross", "first"}  # `both`: the profile of long sequences outweighs
+    # Grouped by the lengths of the first profile, the largest gain first: 130 against 200 µs, 164 against 221.
     assert [[site.name for site in group] for group in choice.plugin] == [["self"], ["both"]]
     cross = kept["cross"]
     assert (cross.query_tokens, cross.key_tokens, cross.native_us) == (4096, 77, 21.0)
@@ -107,7 +107,7 @@ def test_each_site_keeps_the_faster_attention_over_its_profiles_and_bins():
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_node_that_is_timed_computes_in_the_mode_of_its_timestep(layout, mode):
-    """And tells the modes apart: any other is further away than rounding."""
+    """The timestep selects the mode: other modes differ by more than rounding."""
     import onnxruntime
 
     timed = AttentionCase((2, 4, 40, 64), (2, 2, 150, 64), "BHND", ir.DataType.FLOAT, "calibrated", True)
@@ -161,7 +161,7 @@ def test_attention_is_timed_with_inputs_of_the_shapes_that_its_engine_has(monkey
             runs.append({name: feed[name].data_ptr() for name in "qkv" for feed in feeds[:1]})
             return float(len(runs))
 
-    def build(model):  # the shapes stand for the plan
+    def build(model):  # the shapes identify the plan
         return {str(x.name): tuple(x.shape.numpy()) for x in model.graph.inputs}
 
     monkeypatch.setattr(attention_timer, "EngineRunner", Runner)
@@ -169,7 +169,7 @@ def test_attention_is_timed_with_inputs_of_the_shapes_that_its_engine_has(monkey
     with OnCpu():
         times = timer(case(100, 77, layout), [Mode.PRECISION, Mode.BALANCED])
     assert times == CaseTimes(3.0, {Mode.PRECISION: 1.0, Mode.BALANCED: 2.0})
-    assert runs[0] == runs[1] == runs[2]  # the same memory, whichever order it is read in
+    assert runs[0] == runs[1] == runs[2]  # the same memory in another layout
 
 
 @pytest.mark.parametrize("how", ["not built", "no room"])

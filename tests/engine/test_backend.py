@@ -1,4 +1,4 @@
-"""Builds of the backend `tensorrt`: what becomes of attention, group norms and weights, and what the record says."""
+"""Builds of the backend `tensorrt`: attention, group norms and weights in the engine, and its record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny_layers import LEFT
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import TRANSPOSED, LayerRecord, NativeSite, TensorRecord, read_manifest
-from trtconvert.engine import engine_timer, tensorrt
+from trtconvert.engine import engine_timer, lowered_model, tensorrt
 from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choose, one_node_model
 from trtconvert.errors import BackendUnavailable, TrtconvertError
 from trtconvert.export import lowering
@@ -29,9 +29,9 @@ from trtconvert.recipe import EngineSection
 
 @pytest.fixture
 def builds(monkeypatch, digits_build):
-    """`build_engine` of the shipped model on a GPU that is not there: plans are the names of the sites with the plugin.
+    """Runs `build_engine` of the shipped model without a GPU: plans are the names of the sites with the plugin.
 
-    Returns the times that engines take, by plan, what was timed, and a function that builds.
+    Returns the times of engines by plan, the timed plans, and a function that builds.
     """
     found = SimpleNamespace(times={}, timed=[], alone=[], watch=Watch())
 
@@ -60,9 +60,10 @@ def builds(monkeypatch, digits_build):
 
     found.build = build
     monkeypatch.setattr(tensorrt, "load", lambda: SimpleNamespace(__version__="10.6.0"))
-    monkeypatch.setattr(tensorrt, "device_architecture", lambda: "sm90")
+    for module in (tensorrt, lowered_model):
+        monkeypatch.setattr(module, "device_architecture", lambda: "sm90")
     monkeypatch.setattr(tensorrt, "device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: ("80", "90a"))
+    monkeypatch.setattr(lowered_model, "compiled_architectures", lambda: ("80", "90a"))
     monkeypatch.setattr(tensorrt, "build_lowered", build_lowered)
     monkeypatch.setattr(tensorrt, "choose_alone", lambda *_: Choice(found.alone, []))
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", time_engine)
@@ -94,7 +95,7 @@ def test_auto_keeps_the_plugin_where_the_whole_engine_is_no_slower_with_it(build
     assert (plan, record.attention) == ((mixed, "plugin") if faster else (b"", "native"))
     assert bool(record.plugin) == faster and record.native_sites == builds.alone
     assert (record.plugin_us, record.native_us) == (80.0, 90.0 if faster else 70.0)
-    # Beside engines of other GPUs of the same architecture.
+    # The bundle may have engines of other GPUs of the architecture.
     assert (record.gpu, record.file) == ("NVIDIA H200", "engines/denoiser-tensorrt-sm90-nvidia-h200.plan")
 
 
@@ -122,8 +123,9 @@ def test_one_attention_for_all_sites_is_built_without_timing(builds, attention, 
 def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention(
     builds, monkeypatch, compiled, gpu, fields, said
 ):
-    monkeypatch.setattr(tensorrt, "compiled_architectures", lambda: compiled)
-    monkeypatch.setattr(tensorrt, "device_architecture", lambda: gpu)
+    monkeypatch.setattr(lowered_model, "compiled_architectures", lambda: compiled)
+    for module in (tensorrt, lowered_model):
+        monkeypatch.setattr(module, "device_architecture", lambda: gpu)
     built = builds.build(**fields)
     assert (built.plan, built.record.attention, builds.timed) == (b"", "native", [])
     assert len(builds.watch.notices) == 1 and said in builds.watch.notices[0]
@@ -141,7 +143,7 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
         ("plugin", False, True, {}, "the plugin library has no kernel for them on this GPU"),
         ("plugin", True, True, {"refittable": True}, "engine.refittable"),
         ("plugin", True, True, {"hardware_compatible": True}, "engine.hardware_compatible"),
-        ("plugin", False, False, {}, None),  # nothing to tell of a model without any
+        ("plugin", False, False, {}, None),  # no notice without group norms
         ("plugin", False, True, {"channels_last": False}, None),  # as asked for
         ("native", True, True, {}, None),
         ("native", False, True, {}, "the plugin library has no kernel for them on this GPU"),
@@ -150,8 +152,8 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
     ],
 )
 def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, norms, fields, said):
-    """And an engine of TensorRT's own attention is known by the plugin library where it has some."""
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
+    """The record of an engine with native attention names the plugin library if it has plugins."""
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: kernel)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
 
     def fuse_group_norms(model):
@@ -174,7 +176,7 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
 
 @pytest.mark.parametrize(("exact_us", "kept"), [(70.0, "exact"), (90.0, "native")])
 def test_auto_computes_layers_in_16_bits_where_the_whole_engine_is_faster_so(builds, monkeypatch, exact_us, kept):
-    """The same attention, once more with other layers: plans of this test are named after the sites, so time tells them apart."""
+    """The engine with other layers has the same attention. Only its time differs: plans are the names of sites."""
     times = iter([80.0, 85.0, 80.0, exact_us])
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
     record = builds.build(int8_layers=True, layers="auto").record
@@ -193,7 +195,9 @@ def test_deltas_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(bui
     record = builds.build(int8_layers=True, caches=[CACHE], layers="auto").record
     assert (record.layers, record.layers_us) == (kept, {"plugin": 80.0, "native": native_us})
     for fields in ({"hardware_compatible": True}, {"layers": "native"}):
-        monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "none" if options.hardware_compatible else "")
+        monkeypatch.setattr(
+            lowered_model, "against_plugins", lambda options: "none" if options.hardware_compatible else ""
+        )
         times = iter([80.0, 85.0])
         record = builds.build(int8_layers=True, caches=[CACHE], **{"layers": "auto"} | fields).record
         assert (record.layers, record.layers_us) == ("native", {})
@@ -202,7 +206,7 @@ def test_deltas_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(bui
 def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkeypatch):
     monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     built = []
 
     def build_lowered(trt, model, path, inputs, profiles, options, watch):
@@ -220,10 +224,11 @@ def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkey
 @pytest.mark.parametrize("attention", ["auto", "plugin", "native"])
 @pytest.mark.parametrize("changes", [True, False])
 def test_engines_go_on_without_layers_by_plugins_that_cannot_be_built(builds, monkeypatch, attention, changes):
-    """Deltas by Q/DQ, other layers in 16 bits; the attention stays."""
+    """Deltas fall back to Q/DQ, other layers to 16 bits; the attention stays."""
     monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: not changes)
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    for module in (tensorrt, lowered_model):
+        monkeypatch.setattr(module, "has_linear_kernel", lambda: True)
     build_lowered = tensorrt.build_lowered
 
     def lacking(*arguments):
@@ -254,7 +259,7 @@ def test_layers_that_were_asked_for_by_name_have_no_others_instead(builds, monke
 @pytest.mark.parametrize("lacking", ["", "kernels for sm_80"])
 def test_plugins_that_do_not_quantise_deltas_are_told(builds, monkeypatch, lacking):
     monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: bool(lacking))
-    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: lacking)
+    monkeypatch.setattr(lowered_model, "against_plugins", lambda options: lacking)
     builds.build("native", int8_layers=True, caches=[CACHE], layers="plugin")
     (told,) = [notice for notice in builds.watch.notices if "deltas are quantised by Q/DQ" in notice]
     assert (lacking or "FP16 caches") in told
@@ -270,23 +275,23 @@ def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):
 @pytest.mark.parametrize(
     ("lacking", "said"),
     [
-        ("file", "does not keep what they were quantised from"),
+        ("file", "does not keep their unquantised weights"),
         ("kernels", "the plugin library has kernels for sm_80"),
-        ("sizes", "none is of a type, and of a size"),
+        ("sizes", "not faster for any layer"),
         ("", ""),
     ],
 )
 def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
     builds, monkeypatch, tmp_path, lacking, said
 ):
-    """Compared with 16-bit ones, as everywhere; of what they lack, the build tells."""
+    """They are compared with 16-bit layers, and the build tells what is missing."""
     kept = tmp_path / "unquantised"
     if lacking != "file":
         kept.touch()
     monkeypatch.setattr(tensorrt, "unquantised_file", lambda onnx: kept)
     monkeypatch.setattr(lowering, "refittable_layers", lambda model, sizes: set() if lacking == "sizes" else {"a"})
     if lacking == "kernels":
-        monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "kernels for sm_80")
+        monkeypatch.setattr(lowered_model, "against_plugins", lambda options: "kernels for sm_80")
     times = iter([80.0, 85.0, 80.0, 90.0])
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
     record = builds.build(int8_layers=True, layers="auto", refittable=True).record
@@ -303,7 +308,7 @@ def test_what_cannot_be_refitted_is_refused_before_it_is_calibrated():
 
 @pytest.mark.parametrize("plain_us", [79.9, 80.0])
 def test_auto_keeps_no_plugin_where_the_whole_engine_is_faster_without_any(builds, monkeypatch, plain_us):
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
     builds.times = {ALL: 80.0, b"": 85.0, b"plain": plain_us}
     plan, record = (built := builds.build()).plan, built.record
@@ -317,7 +322,7 @@ def test_auto_keeps_no_plugin_where_the_whole_engine_is_faster_without_any(build
 
 
 def test_a_refittable_engine_keeps_the_names_of_its_weights():
-    """Of three projections of one tensor, which are one product otherwise."""
+    """Three projections of one tensor, which other engines compute as one product."""
     model = one_node_model(case(64, 64, "BNHD"))
     (node,) = attention_nodes(model).values()
     x = ir.val("x", ir.DataType.FLOAT16, (2, 64, 256))
@@ -368,7 +373,7 @@ def test_an_engine_that_was_not_compared_has_no_times(builds, monkeypatch):
 
 @pytest.mark.parametrize("layers", ["plugin", "native"])
 def test_layers_beside_those_that_quantise_deltas_are_int8_whoever_computes_these(monkeypatch, layers):
-    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
+    monkeypatch.setattr(lowered_model, "against_plugins", lambda options: "")
     made = delta_model(unchanged=["mlp.0", "mlp.2", "tied", "tied#2", "skip", "attended", "conv"])
     options = EngineSection(attention="native", layers=layers)
     graph = tensorrt.lowered(made.graph(torch.float16), [], options, [made.model.dims]).graph
@@ -377,5 +382,5 @@ def test_layers_beside_those_that_quantise_deltas_are_int8_whoever_computes_thes
     assert of_plugins == ((3, 1) if layers == "plugin" else (0, 0))  # q, k and v
     products = [node for node in graph if node.op_type in ("MatMul", "Gemm", "Conv")]
     in_16_bits = [node for node in products if producer_of(node.inputs[0], "DequantizeLinear") is None]
-    # Attention's two; a convolution without group norms that give INT8.
+    # Two of the attention; one convolution without INT8 group norms.
     assert len(in_16_bits) == len(LEFT) + 2 + (layers == "plugin")

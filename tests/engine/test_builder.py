@@ -1,4 +1,4 @@
-"""What the builder makes of a model, with TensorRT-RTX on a machine without a GPU, and what it refuses."""
+"""Builds by TensorRT-RTX on a machine without a GPU, and refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DOUBLED = np.random.default_rng(0).standard_normal((64, 128), np.float32)
 
 @pytest.fixture
 def joining(tmp_path, monkeypatch):
-    """A model whose weight is in a file, and another weight [64, 128] that is computed when it is written."""
+    """A model with an external weight, and a lazy weight [64, 128]."""
     monkeypatch.setattr(storage, "INLINE_LIMIT", 1000)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -89,7 +89,7 @@ def test_the_parser_reads_what_was_joined(joining):
 @pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX")  # timing caches, which it ignores
 @pytest.mark.parametrize("stop", [None, KeyboardInterrupt, TrtconvertError])
 def test_joined_weights_are_built_and_nothing_is_left(joining, tmp_path, monkeypatch, stop):
-    """TensorRT-RTX in TensorRT's place."""
+    """TensorRT-RTX stands in for TensorRT."""
     seen = []
 
     def for_ada(_, config, __):
@@ -135,14 +135,14 @@ def test_options_of_the_recipe_reach_the_builder():
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_hardware_compatible_engines_are_for_ampere_and_later(wanted):
-    """TensorRT-RTX has the name and keeps no level."""
+    """TensorRT-RTX has the attribute, but ignores it."""
     config = SimpleNamespace(hardware_compatibility_level=None, set_flag=None)
     tensorrt.apply_options(trt, config, EngineSection(hardware_compatible=wanted))
     assert config.hardware_compatibility_level == (trt.HardwareCompatibilityLevel.AMPERE_PLUS if wanted else None)
 
 
 def lower_beside_a_group_norm(model: ir.Model) -> None:
-    """To an engine of TensorRT's own attention."""
+    """For an engine with native attention."""
     lower_to_native(model)
     image = ir.val("image", ir.DataType.FLOAT16, (2, 64, 8, 8))
     model.graph.inputs.append(image)
@@ -169,7 +169,7 @@ def test_a_plan_holds_the_plugin_library_where_a_node_needs_it(monkeypatch, tmp_
 
 def test_an_operator_that_the_parser_does_not_know_is_named_with_its_node():
     odd = helper.make_node("Nothing", ["x"], ["y"], name="blocks.3.odd", domain="other")
-    refused("blocks.3.odd", "(Nothing)", "remedy: write the model without Nothing", model=model_of(odd))
+    refused("blocks.3.odd", "(Nothing)", "remedy: change the model to avoid Nothing", model=model_of(odd))
 
 
 def test_a_node_that_cannot_be_parsed_is_named():
@@ -201,7 +201,7 @@ def test_a_lack_of_memory_is_told_from_other_failures():
     assert "memory ran out" in str(builder._builder_refusal(log, "here"))
     log.errors.pop(0)
     assert "memory" not in str(builder._builder_refusal(log, "here"))
-    # TensorRT only warns of kernels that it leaves out.
+    # TensorRT only warns of skipped kernels.
     log.logger.log(
         trt.ILogger.WARNING,
         "Tactic Device request: 9385MB Available: 7649MB. Device memory is insufficient to use tactic.",

@@ -1,4 +1,4 @@
-"""Which of the whole engines is kept."""
+"""The choice among whole engines."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def mix(times, choice=CHOICE, build=None, build_plain=None):
 @pytest.mark.parametrize(
     ("times", "kept", "timed"),
     [
-        # In the whole network the plugin costs more than alone at some sites, and then at none, at all, and at all but some.
+        # In the whole network the plugin is slower at some sites, at none, at all, and at all but some.
         ({"abc": 90.0, "": 100.0, "abcd": 85.0, "ab": 80.004}, "ab", ["abc", "", "abcd", "ab"]),
         ({"abc": 90.0, "": 100.0, "abcd": 90.0, "ab": 90.0}, "abc", ["abc", "", "abcd", "ab"]),
         ({"abc": 110.0, "": 100.0, "abcd": 103.0, "ab": 105.0, "c": 101.0}, "", ["abc", "", "abcd", "ab", "c"]),
         ({"abc": 110.0, "": 100.0, "abcd": 120.0, "ab": 99.0}, "ab", ["abc", "", "abcd", "ab"]),
-        # Plugins at all sites may share their borders.
+        # Plugins at all sites may save time between them.
         ({"abc": 90.0, "": 100.0, "abcd": 80.0, "ab": 85.0}, "abcd", ["abc", "", "abcd", "ab"]),
     ],
 )
@@ -84,7 +84,7 @@ def test_the_fastest_of_the_whole_engines_is_kept(times, kept, timed):
     assert chosen.times == EngineTimes(round(min(t for plan, t in times.items() if plan), 2), times[""])
     native = {"ab": ["d", "c"], "abc": ["d"], "abcd": [], "": ["d"]}[
         kept
-    ]  # all are native in the last one, for another reason
+    ]  # the last engine is native for another reason
     assert [site.name for site in chosen.native_sites] == native
     assert any("with the plugin at 64 × 64 tokens only" in line for line in watch.details)
     told = "TensorRT's own attention, which stays at every site"
@@ -94,7 +94,7 @@ def test_the_fastest_of_the_whole_engines_is_kept(times, kept, timed):
 @pytest.mark.parametrize(
     ("times", "kept", "timed"),
     [
-        # Each length is tried, also past one that costs time; all of them are the first engine.
+        # Each length is tried, also after one that is slower; all lengths together are the first engine.
         ({"b": 98.0, "ab": 97.0, "abc": 96.0}, "abc", ["b", "ab", "abc"]),
         ({"b": 98.0, "ab": 97.0, "abc": 99.0, "abd": 96.5}, "abd", ["b", "ab", "abc", "abd"]),
         ({"b": 98.0, "ab": 98.0, "bc": 99.0, "bd": 98.5}, "b", ["b", "ab", "bc", "bd"]),
@@ -137,7 +137,7 @@ def test_where_the_plugins_engine_cannot_be_built_tensorrts_own_attention_stays(
 
 
 def plain():
-    """An engine without any plugin, where those of all mixes have some for group norms."""
+    """The engine without plugins, if all mixes have plugins of group norms."""
     return b"plain"
 
 
@@ -154,7 +154,7 @@ NOWHERE = Choice([timed_site(name, native_us=3.0, plugin_us=4.0) for name in "ab
         (EVERYWHERE, {"abcd": 90.0, "": 95.0, "plain": 89.9}, "plain", ["abcd", "", "plain"]),
         (EVERYWHERE, {"abcd": 95.0, "": 90.0, "plain": 92.0}, "", ["abcd", "", "plain"]),
         (EVERYWHERE, {"abcd": 95.0, "": 90.0, "plain": 89.9}, "plain", ["abcd", "", "plain"]),
-        # Engines of no attention of ours have not been timed before.
+        # Engines with native attention have no time yet.
         (NOWHERE, {"": 90.0, "plain": 92.0}, "", ["", "plain"]),
         (NOWHERE, {"": 90.0, "plain": 89.9}, "plain", ["", "plain"]),
     ],

@@ -1,4 +1,4 @@
-"""Times of whole engines, on a device that is not there."""
+"""Timing of whole engines, with a stand-in for the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
     """Stands in for TensorRT's module and one engine: two inputs and an index, at 1 µs per element of x and unit of timestep.
 
     Attributes:
-        calls: profile, batch and timestep of each call, read where the engine was told that its inputs lie.
+        calls: profile, batch and timestep of each call, read from the addresses of the inputs.
         x: the first numbers of x in each call.
     """
 
@@ -87,7 +87,7 @@ class Device:
         return True
 
     def microseconds(self, calls):
-        """In place of `device_microseconds`."""
+        """Replaces `device_microseconds`."""
         before = len(self.calls)
         for call in calls:
             call()
@@ -128,7 +128,7 @@ def test_inputs_take_turns_and_are_spread_like_noise(device):
 
 
 def test_layers_that_quantise_deltas_are_timed_at_a_step_that_goes_on(device, monkeypatch):
-    """Whichever way timesteps go. One that is reset reads no caches, or all the same, and takes another time."""
+    """For falling and rising timesteps. A reset step reads other memory, and takes another time."""
     device.NAMES, device.num_io_tensors = (*Device.NAMES[:3], LAST, "out"), 5
     execute, seen = device.execute_async_v3, []
 
@@ -145,7 +145,7 @@ def test_layers_that_quantise_deltas_are_timed_at_a_step_that_goes_on(device, mo
 
 
 def test_caches_are_one_set(device, monkeypatch):
-    """They may take gigabytes, and calls of a trajectory read the same memory over and over too."""
+    """Caches may take gigabytes, and a trajectory rereads the same memory too."""
     cache = TensorRecord(name=f"{CACHE}a.a_hat", dtype="float32", shape=["batch", 8])
     device.NAMES, device.num_io_tensors = (*Device.NAMES[:3], cache.name, "out"), 5
     execute, seen = device.execute_async_v3, set()
@@ -167,7 +167,7 @@ def timing_refusal(device, *parts):
 
 
 def test_an_engine_is_handed_out_when_the_gpu_is_done_with_loading_it(device, monkeypatch):
-    """TensorRT returns before: dropped meanwhile, it breaks the process."""
+    """TensorRT returns before the device is done: dropping the engine then breaks the process."""
     order = []
     monkeypatch.setattr(device, "deserialize_cuda_engine", lambda plan: order.append("loading") or device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("done"))

@@ -1,4 +1,4 @@
-"""What interrupts a build, and what it leaves as it was."""
+"""Interrupted builds, and the signal handlers afterwards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_handler_that_raises_nothing_ends_a_build_all_the_same(at_ctrl_c):
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, None])
 def test_signals_without_a_handler_in_python_are_left_alone(monkeypatch, handler):
-    """None is one in C, which Python could not put back."""
+    """None is a C handler, which Python could not restore."""
     taken = []
     monkeypatch.setattr(signal, "getsignal", lambda number: handler)
     monkeypatch.setattr(signal, "signal", lambda *arguments: taken.append(arguments))
@@ -90,7 +90,7 @@ def test_a_watcher_that_fails_ends_the_build_with_its_own_error():
 
 
 def test_engines_are_built_in_other_threads_as_well():
-    """Where Python lets nobody handle signals."""
+    """Other threads may not set handlers."""
     plans = []
     thread = threading.Thread(target=lambda: plans.append(build(model_of(*LINEAR))))
     thread.start()

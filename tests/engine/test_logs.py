@@ -1,4 +1,4 @@
-"""The process's logger, and what each of its users hears."""
+"""The process's logger, and the logs of its users."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtconvert.engine.logs import make_log
 
 @pytest.fixture
 def library():
-    """A library of which no other test has a log."""
+    """A library without logs of other tests."""
 
     class ILogger:
         ERROR, INTERNAL_ERROR, WARNING = "ERROR", "INTERNAL_ERROR", "WARNING"
@@ -36,7 +36,7 @@ def test_all_have_one_logger_which_outlives_them():
 
 
 def test_a_user_may_go_before_one_that_came_later():
-    """The library keeps the logger of the first, and the registry of plugins calls it: the process ended there."""
+    """The library keeps the first logger, and the plugin registry calls it later."""
     code = """
         import gc
         import tensorrt_rtx_bindings as trt
@@ -67,7 +67,7 @@ def test_a_call_is_heard_by_its_log_alone(library):
 
 
 def test_what_other_threads_log_is_heard_by_all(library):
-    """The builder has threads of its own."""
+    """The builder logs from its own threads."""
     logs = [make_log(library) for _ in range(2)]
     with logs[0]:
         thread = threading.Thread(target=logs[0].logger.log, args=("ERROR", "of a thread"))

@@ -1,4 +1,4 @@
-"""INT8 layers in engines of TensorRT-RTX, built on any machine: what its compiler has chosen, as a plan's own text says."""
+"""INT8 layers in engines of TensorRT-RTX: the compiler's choice, read from the text of a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRODUCT = re.compile(r'(?:fully_connected|corrltn)=\{ name="([^"]+)" output=\{[^
 
 
 def plan_of(graph: ir.Model) -> bytes:
-    """For sm89, x of FP16."""
+    """Builds for sm89 with x in FP16."""
     inputs = [
         TensorRecord(
             name=x.name,
@@ -46,7 +46,7 @@ def plan_of(graph: ir.Model) -> bytes:
 
 
 def products_of(plan: bytes) -> dict[str, list[str]]:
-    """Product: the types of its two tensors. The text is not documented; without any product it is another one."""
+    """Returns the types of the operands of each product, from the undocumented text of a plan."""
     text = plan.decode("latin-1")
     types = dict(TENSOR.findall(text))
     found = {
@@ -67,7 +67,7 @@ def mlp():
 
 @pytest.fixture(scope="module")
 def plans():
-    """Of an MLP, with its layers in INT8 and with the same numbers in 16 bits."""
+    """Plans of an MLP, in INT8 and with the same weights in 16 bits."""
     model, found = mlp(), {}
     for exact in (True, False):
         graph = model.graph(torch.float16)
@@ -82,11 +82,11 @@ def test_products_of_an_mlp_are_int8_kernels(plans):
 
 
 def test_the_plan_holds_the_weights_in_int8(plans):
-    assert len(plans[True]) - len(plans[False]) > 0.8 * 2 * 512 * 2048  # a byte less for each, and other kernels
+    assert len(plans[True]) - len(plans[False]) > 0.8 * 2 * 512 * 2048  # one byte less per weight, and other kernels
 
 
 def test_what_is_done_in_front_of_a_product_is_part_of_the_kernel_before_it(plans):
-    """One kernel computes the GELU, the factors and the rounding to INT8."""
+    """One kernel computes GELU, factors and rounding to INT8."""
     names = set(re.findall(r"fqn=__myl_(\w+?)_0x", plans[False].decode("latin-1")))
     if not names:
         pytest.skip("this version of TensorRT-RTX does not tell its kernels in the plan")
@@ -94,7 +94,7 @@ def test_what_is_done_in_front_of_a_product_is_part_of_the_kernel_before_it(plan
 
 
 def test_all_layers_of_a_model_are_int8_kernels_and_projections_of_one_tensor_are_joined():
-    """Of several timestep bins; the ends and the embedding of the timestep stay."""
+    """With several timestep bins; the ends and the timestep embedding stay in 16 bits."""
     graph = int8_model(build(), (LayerMode.STATIC,) * 2).graph(torch.float16)
     expand_layers(graph)
     count = quantise_products(graph)

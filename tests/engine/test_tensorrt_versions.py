@@ -1,7 +1,8 @@
-"""TensorRT and its libraries as they are installed: which are taken, and what is said of those that cannot be."""
+"""Installed versions of TensorRT and its libraries: the choice, and the reasons of refusals."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def test_without_a_gpu_tensorrt_says_so():
 
 
 class Driver:
-    """The CUDA driver, whose cuInit fails."""
+    """A CUDA driver whose cuInit fails."""
 
     def __init__(self, failure):
         self.failure = failure
@@ -45,13 +46,13 @@ class Driver:
             100,
             None,
             "no NVIDIA GPU",
-            "run `trtconvert compile BUNDLE` on the machine that it is for; bundles are built without one",
+            "run `trtconvert compile BUNDLE` on a machine with a GPU",
         ),
         (100, "", "no NVIDIA GPU, with CUDA_VISIBLE_DEVICES=''", "unset it"),
     ],
 )
 def test_why_the_driver_gives_no_gpu_is_said(monkeypatch, failure, visible, detail, remedy):
-    monkeypatch.setattr(tensorrt.ctypes, "CDLL", lambda name: Driver(failure))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(failure))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -61,7 +62,7 @@ def test_why_the_driver_gives_no_gpu_is_said(monkeypatch, failure, visible, deta
 
 
 class Registry:
-    """TensorRT's, that has some creators, and more after it has loaded a library."""
+    """A plugin registry with some creators, and more after loading a library."""
 
     def __init__(self, first, loaded):
         self.names, self.loaded, self.loads = first, loaded, 0
@@ -80,12 +81,12 @@ class Registry:
     [
         (tensorrt._PLUGINS, (), 0, None),
         ((), tensorrt._PLUGINS, 1, None),
-        ((), tensorrt._PLUGINS[:1], 1, f"{', '.join(tensorrt._PLUGINS[1:])} not there"),
+        ((), tensorrt._PLUGINS[:1], 1, f"without {', '.join(tensorrt._PLUGINS[1:])}"),
         (
             ("Int8Attention",),
             tuple(name for name in tensorrt._PLUGINS if name != "ResidualNorm"),
             1,
-            "ResidualNorm not there",
+            "without ResidualNorm",
         ),
     ],
 )
@@ -126,7 +127,7 @@ def test_without_its_package_tensorrt_says_what_to_install(monkeypatch):
         ("", "has no attribute '__version__'"),
         ("raise RuntimeError('no such driver')", "cannot be loaded: no such driver"),
         ("__version__ = '99.1.2'", "libnvinfer.so.99"),
-        ("__version__ = 'unknown'", "none that TensorRT's library can be found by"),
+        ("__version__ = 'unknown'", "library cannot be found by the package"),
     ],
 )
 def test_a_package_that_is_no_whole_tensorrt_is_told(monkeypatch, tmp_path, text, said):
@@ -143,7 +144,7 @@ VERSIONS = ("10.6", "10.15", "11.2")
 
 
 def with_tensorrt(code, bindings, library=None, first=""):
-    """What a process with real TensorRT libraries and a GPU that is not there prints."""
+    """Returns the output of a process with real TensorRT libraries and a stand-in for the GPU."""
     folder, library = REPOSITORY / "third_party" / "tensorrt", library or bindings
     if not (folder / bindings).exists() or not (folder / library).exists():
         pytest.skip("TensorRT is not here; 'make tensorrt' fetches it")
@@ -165,9 +166,7 @@ STATUS = "s = tensorrt.status(); print(s.available, s.detail, s.remedy, sep='; '
 
 def test_bindings_and_a_library_of_another_version_are_refused():
     found = with_tensorrt(STATUS, "10.6", "10.15")
-    assert found.startswith(
-        "False; the Python bindings are of TensorRT 10.6.0, the library that they load is 10.15.1; "
-    )
+    assert found.startswith("False; the Python bindings are of TensorRT 10.6.0, their library is 10.15.1; ")
     assert "LD_LIBRARY_PATH" in found
 
 
@@ -186,7 +185,7 @@ def test_without_the_plugin_library_tensorrt_says_so(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_gpu_that_cuda_cannot_use_is_refused_with_its_reason(version):
-    """As with a driver that is older than CUDA: TensorRT's Runtime ends the process there."""
+    """Such as a driver older than CUDA, for which TensorRT's Runtime would end the process."""
     code = "tensorrt.library_path = lambda: 'there'\ntensorrt.cuda_problem = problem\n" + STATUS
     keep = "problem = tensorrt.cuda_problem\n"
     found = with_tensorrt(code, version, first=keep)
@@ -194,7 +193,7 @@ def test_a_gpu_that_cuda_cannot_use_is_refused_with_its_reason(version):
 
 
 def test_a_builder_that_tensorrt_does_not_make_says_why(monkeypatch):
-    """The bindings' word for a null pointer, with the reason in the log."""
+    """The bindings raise TypeError for a null pointer; the log has the reason."""
 
     def none_made(log):
         log.log(trt.ILogger.ERROR, "CUDA initialization failure with error: 35")

@@ -1,4 +1,4 @@
-"""The timing cache: kept by GPU and version, and never the reason why a build ends."""
+"""The timing cache: kept by GPU and version; its failures do not end a build."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_a_damaged_timing_cache_is_dropped_with_a_notice(tmp_path, damage):
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
     build(model_of(*LINEAR), watch=watch, timing_cache=path)
-    assert any("is damaged: it is dropped" in notice and str(path) in notice for notice in watch.notices)
+    assert any("is damaged: it is not used" in notice and str(path) in notice for notice in watch.notices)
     assert path.read_bytes() == whole
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_builds_that_end_at_the_same_time_lose_no_timings(tmp_path):
-    """What the file has got since this build read it is kept."""
+    """Timings that were added after this build read the file are kept."""
 
     class Timings:
         def __init__(self, content=b""):

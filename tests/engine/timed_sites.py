@@ -26,7 +26,7 @@ def refuse(*_):
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on a GPU."""
+    """Makes tensors on the CPU instead of the GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""What tests of the report share: pages as documents, what a browser shows of them, evaluations, hostile text."""
+"""Helpers for tests of the report: parsed pages, checks in a browser, evaluations, hostile text."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from browser import Page
 from PIL import Image
 
-from trtconvert.evaluate.evaluation import Evaluation, PairedQuality, SetQuality
+from trtconvert.evaluate.records import Evaluation, PairedQuality, SetQuality
 
 HOSTILE = '<script>alert("1")</script>&\'"'
 VOID = {"meta", "link", "img", "br", "hr", "wbr"}
 
 
 class Document(HTMLParser):
-    """The elements of a page with their attributes and text; refuses what is not nested as it should be."""
+    """Parses the elements of a page; refuses wrong nesting."""
 
     def __init__(self, html):
         super().__init__()
@@ -61,7 +61,7 @@ def evaluation_of(manifest, **changes):
 
 
 def assert_shown(page: Page, report: Path, picture: Path, width: int, scheme: str) -> None:
-    """A browser shows a report at a width as it should: nothing is loaded, sticks out, is too small or broken apart."""
+    """Checks a report in a browser at a width: nothing is loaded, overflows, is too small or broken."""
     page.open(report, width, scheme=scheme)
     assert page.complaints() == []
     assert [url for url in page.requests() if not url.startswith("data:")] == [report.as_uri()]
@@ -78,7 +78,7 @@ def assert_shown(page: Page, report: Path, picture: Path, width: int, scheme: st
 
 
 def assert_drawn(path: Path, width: int) -> None:
-    """The screenshot is of this width and is a page, not an empty one."""
+    """Checks that the screenshot has this width and is not empty."""
     with Image.open(path) as image:
         assert image.width == width and image.height > 2000
         assert len(image.convert("RGB").getcolors(1 << 24)) > 50

@@ -24,7 +24,7 @@ def load(weights: Path, width: int = 1):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch, request):
-    """What a bundle of a function tells of it, and the file that the function is in."""
+    """A bundle of a model function, and the file of the function."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     name = f"changing_{request.node.name}".replace("[", "_").replace("]", "_")

@@ -1,4 +1,4 @@
-"""Shares of clipped elements: what the kernels clip, and no other."""
+"""Shares of clipped elements equal those of the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.attention.sites import SiteCall
 from trtconvert.evaluate.clipping import Clipping, shares
-from trtconvert.evaluate.evaluation import read_evaluation
+from trtconvert.evaluate.records import read_evaluation
 from trtconvert.evaluate.table import paired_rows
 
 
@@ -26,7 +26,7 @@ def data(seed=0):
 
 
 def counted(mode, scaling, factor=1.0, modes=None):
-    """Shares of inputs that are some times as large as those that the scales were made of."""
+    """Clipped shares of inputs that exceed the calibrated ones by a factor."""
     q, k, v = data()
     tables = tables_from_data(q, k, v, mode)
     if modes is not None:  # two bins, alike but for the modes
@@ -65,7 +65,7 @@ def test_values_in_fp8_reach_further():
 
 
 def test_samples_count_in_the_mode_of_their_timestep():
-    """One of two samples is in 16 bits: the share is that of the other."""
+    """One of two samples is in 16 bits, and does not count."""
     alone = counted(Mode.PRECISION, "calibrated", 10.0)
     half = counted(Mode.PRECISION, "calibrated", 10.0, modes=[Mode.FP16, Mode.PRECISION])
     assert half.keys() == alone.keys() and half["q"] == pytest.approx(alone["q"], abs=0.1)

@@ -17,7 +17,7 @@ def source(module, outputs, **example):
 
 
 def record(inputs, outputs, dtype="float16"):
-    """What a manifest says of a component with such tensors."""
+    """A component's record with given tensors."""
     names = lambda given: [TensorRecord(name=name, dtype=dtype, shape=["batch", 3]) for name in given]  # noqa: E731
     return ComponentRecord(
         onnx="text_encoder.onnx", inputs=names(inputs), outputs=names(outputs), dims={}, profiles=[], engines=[]
@@ -53,7 +53,7 @@ def test_a_value_that_is_not_kept_counts_when_it_is_not_finite(monkeypatch):
 
 
 def test_no_pixel_of_an_upsampling_escapes(monkeypatch):
-    """An output that is wrong at every eighth value of its rows but the first is told."""
+    """The odd subsampling step sees an error at every eighth value."""
     monkeypatch.setattr(component_example, "MOST_KEPT", 8 * 64)
     example = ComponentExample.of(source(Sums(), ["y"], x=torch.ones(64, 64)), torch.device("cpu"))
     for place in range(8):
@@ -63,7 +63,7 @@ def test_no_pixel_of_an_upsampling_escapes(monkeypatch):
 
 
 def test_outputs_of_zeros_and_of_nothing():
-    """A model that was not trained often gives zeros."""
+    """Untrained models often give zeros."""
     example = ComponentExample.of(
         source(Sums(), "yz", x=torch.zeros(2, 3), w=torch.zeros(2, 3)),
         torch.device("cpu"),

@@ -1,4 +1,4 @@
-"""`trtconvert evaluate`: what it finds, that kills and ranks change nothing, and what it refuses."""
+"""`trtconvert evaluate`: results, kills, ranks and refusals."""
 
 import io
 import json
@@ -19,9 +19,10 @@ from trtconvert import models, runtime
 from trtconvert.attention.sites import attention_hooks
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
+from trtconvert.errors import UserError
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
-from trtconvert.evaluate.evaluation import Request, read_evaluation
 from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.records import Request, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.table import watch_line
@@ -50,7 +51,7 @@ def reference(tmp_path_factory):
 
 @pytest.fixture
 def tiny(tiny_build, reference):
-    """Arguments that evaluate the tiny model in some seconds, three shards of each set."""
+    """Arguments for a fast evaluation of the tiny model, with three shards per set."""
     return [
         "evaluate", tiny_build.bundle, "--reference", reference, "--features", "tiny_features:pixels",
         "--samples", SAMPLES, "--steps", 2,
@@ -111,7 +112,7 @@ def test_lpips_is_found_when_its_weights_are_given(digits_build, tmp_path, alexn
 
 
 def test_full_precision_computes_in_the_type_that_was_asked_for(digits_build, tmp_path):
-    """In 16 bits it is what the bundle is compared with, and differs from FP32; what INT8 draws does not."""
+    """16-bit full precision changes the comparison, but not the INT8 samples."""
     found = {}
     for dtype in ("float32", "bfloat16"):
         outcome = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--dtype", dtype))
@@ -191,7 +192,7 @@ def test_without_weights_there_is_nothing_to_pair(digits_build, tmp_path):
 
 
 def test_the_figures_are_those_of_the_samples_themselves(tiny, tiny_build, reference, tmp_path, monkeypatch):
-    """Drawn again one by one and compared as whole sets, where the evaluation had three shards of each."""
+    """Recomputes the figures from whole sets, whereas the evaluation merges three shards."""
     monkeypatch.setattr(evaluation, "SHARD", 8)
     assert run(*tiny, "--samples", 20, "--work", tmp_path, "-o", tmp_path / "out.json").exit_code == 0
     found = read_evaluation(tmp_path / "out.json")
@@ -219,7 +220,7 @@ def test_nan_and_inf_are_counted_and_kept_out_of_the_figures(tiny_build, referen
     calls = iter(range(10_000))
 
     class Poisoned:
-        """Gives a NaN to one sample of the tenth call and an Inf, which clamping would hide, to one of the twelfth."""
+        """Writes NaN into a sample of the tenth call, and Inf, which clamping would hide, into one of the twelfth."""
 
         device, signature = torch.device("cpu"), loaded["denoiser"].signature
 
@@ -265,7 +266,7 @@ def test_a_pipeline_in_torch_is_drawn_in_batches_of_its_own(tiny_build, referenc
 
 
 def test_samples_of_another_backend_are_drawn_anew(tiny_build, reference, tmp_path, monkeypatch):
-    """The same bundle runs in TensorRT on one machine and in ONNX Runtime on another, with the same home."""
+    """A bundle may run in TensorRT and in ONNX Runtime with the same work folder."""
     request = Request(samples=20, steps=2, features="tiny_features:pixels", reference=str(reference))
     evaluation.evaluate(tiny_build.bundle, request, tmp_path, ALONE, reporter())
     before = {path.name for path in tmp_path.iterdir()}
@@ -305,7 +306,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tiny, tmp_path):
     process.communicate()
     kept = {path: path.stat().st_mtime_ns for path in kept}
     assert kept and not (tmp_path / "killed.json").exists()
-    for path in kept:  # as where it is killed right after a shard has its name
+    for path in kept:  # as after a kill right behind a finished shard
         path.with_name(f".{path.name}{PARTIAL}killed_1").mkdir()
 
     again = finish(start(*tiny, "--work", work, "-o", tmp_path / "killed.json"))
@@ -326,7 +327,7 @@ def test_two_ranks_find_what_one_finds(tiny, tmp_path):
 
 @pytest.mark.soak
 def test_a_full_disk_keeps_finished_shards(tiny, tmp_path):
-    # Shards of a few images are small, whole ones are not: a limit on the size of files stands for a full disk.
+    # A limit on file sizes stands for a full disk: only whole shards exceed it.
     arguments = [*tiny, "--samples", evaluation.SHARD + 10, "--work", tmp_path / "work", "-o", tmp_path / "out.json"]
     limited = subprocess.run(
         ["bash", "-c", 'ulimit -f 14; trap "" XFSZ; exec "$0" -m trtconvert.cli "$@"', sys.executable, *map(str, arguments)],
@@ -414,7 +415,7 @@ def test_a_reference_of_another_size(tiny, tmp_path):
 
 
 def half(images):
-    """Features that overflow, as in FP16 they may."""
+    """Features may overflow, as in FP16."""
     return (images.flatten(1) * 1e5).half()
 
 
@@ -429,7 +430,7 @@ def test_a_reference_of_a_few_images(tiny, reference, tmp_path):
     for path in sorted(reference.rglob("*.png"))[:3]:
         shutil.copy(path, tmp_path / "few")
     outcome = run(*tiny, "--reference", tmp_path / "few", "--work", tmp_path / "work", "-o", tmp_path / "out.json")
-    refusal(outcome, "few has too few images", "got: 3", "correct --reference")
+    refusal(outcome, "few has too few images", "got: 3", "give a folder with more images")
 
 
 def test_a_reference_that_does_not_fit_is_noticed_before_samples_are_drawn(tiny, reference, tmp_path):
@@ -448,7 +449,7 @@ def test_bad_reference_images_are_named(reference, tmp_path, content, part):
         Image.new("L", (5, 6)).save(path)
     else:
         path.write_text("not an image")
-    with pytest.raises(evaluation.UserError, match=r"one\.png") as error:
+    with pytest.raises(UserError, match=r"one\.png") as error:
         load_reference(str(tmp_path), TINY_SHAPE).read(range(1))
     assert part in str(error.value)
 
@@ -457,7 +458,7 @@ def test_bad_reference_images_are_named(reference, tmp_path, content, part):
 def test_files_that_are_no_evaluation(tmp_path, content):
     path = tmp_path / "evaluation.json"
     path.write_text(content)
-    with pytest.raises(evaluation.UserError, match="is not an evaluation"):
+    with pytest.raises(UserError, match="is not an evaluation"):
         read_evaluation(path)
 
 

@@ -1,4 +1,4 @@
-"""Distances between sets of samples: closed forms, and libraries that compute them another way."""
+"""Metrics against closed forms and other libraries."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ def normal(*shape, seed=0):
 
 
 class Pixels(nn.Module):
-    """Takes features for images: lets libraries that insist on an extractor see the features themselves."""
+    """An extractor that returns its input, for libraries that require one."""
 
     num_features = 6
 
@@ -191,7 +191,7 @@ def test_lpips_says_which_file_it_wants(tmp_path, alexnet):
 
 
 class Code:
-    """What a hostile checkpoint carries."""
+    """An object that a hostile checkpoint would execute."""
 
     def __init__(self, path):
         self.path = path
@@ -258,7 +258,7 @@ def test_extractors_that_do_not_exist(name, message):
 
 @pytest.mark.parametrize("function", ["a_list", "too_few", "a_map"])
 def test_functions_that_return_something_else(function):
-    with pytest.raises(UserError, match=r"returns something else|do not fit") as error:
+    with pytest.raises(UserError, match=r"returns the wrong type or size|do not fit") as error:
         load_extractor(f"tiny_features:{function}")(torch.rand(3, 1, 4, 4))
     assert error.value.expected and error.value.remedy
 
@@ -280,7 +280,7 @@ a_partial = functools.partial(whole)
 
 
 def test_functions_of_one_file_see_different_things():
-    """What is on disk of the one is none of the other's."""
+    """Extractors do not share shards."""
     assert load_extractor("test_metrics:whole").identity != load_extractor("test_metrics:halved").identity
     assert load_extractor("test_metrics:whole").identity == load_extractor("test_metrics:whole").identity
 

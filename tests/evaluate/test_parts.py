@@ -1,4 +1,4 @@
-"""What became of sites and layers, in words: reasons in groups, counts by mode, sizes."""
+"""Summaries of sites and layers: grouped reasons, counts by mode, sizes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Denoiser calls that engines are compared with, and the gate on their predictions."""
+"""Recorded denoiser calls, and the gate on the predictions of engines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_guidance_inside_a_denoiser_is_held_to_the_rows_of_the_model(recorded):
     guided = GuidedDenoiser(model.denoiser, model.timestep_input, form.guidance)
     guided.guidance = FusedGuidance(form.guidance, form.output.shape)
     assert all(error is not None and error < 1e-5 for error in calls.errors(guided))
-    # A wrong scale or a wrong condition shows.
+    # Wrong scales and conditions are found.
     twice = _Changed(guided, guidance_scale=lambda x: 2 * x)
     assert all(error > 0.01 for error in calls.errors(twice))
     others = _Changed(guided, label=lambda x: x.roll(1))
@@ -58,7 +58,7 @@ def test_guidance_inside_a_denoiser_is_held_to_the_rows_of_the_model(recorded):
 
 
 class _Changed:
-    """A denoiser with guidance inside that is given other inputs."""
+    """A denoiser with fused guidance and changed inputs."""
 
     def __init__(self, denoiser, **changes):
         self._denoiser, self._changes, self.guidance = denoiser, changes, denoiser.guidance
@@ -106,7 +106,7 @@ def test_a_prediction_beyond_the_limit_is_told_with_its_bin_and_what_the_type_lo
         check_predictions("engine.plan", errors, VerifySection(), [0.002, 0.004])
     assert f"timestep bin {index}" in caught.value.problem
     assert caught.value.expected == "<= 0.03"
-    assert f"16-bit type makes {[0.002, 0.004][index]:g}" in caught.value.got
+    assert f"16-bit type alone gives {[0.002, 0.004][index]:g}" in caught.value.got
 
 
 def test_relative_error():

@@ -1,4 +1,4 @@
-"""`trtconvert report`: a whole document that loads nothing, believes nothing, and reads well in a browser."""
+"""`trtconvert report`: a self-contained, escaped document that a browser shows well."""
 
 import math
 import re
@@ -50,7 +50,7 @@ def bundle(digits_build, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(bundle, tmp_path_factory):
-    """The report with an evaluation, as the program writes it."""
+    """The program's report with an evaluation."""
     folder = tmp_path_factory.mktemp("html")
     (folder / "evaluation.json").write_text(evaluation_of(read_manifest(bundle)).model_dump_json())
     outcome = run("report", bundle, "--evaluation", folder / "evaluation.json", "-o", folder / "report.html")
@@ -281,7 +281,7 @@ def test_a_browser_shows_it(report, page, tmp_path, width, scheme):
 
 
 def test_the_browser_itself_would_complain(page, tmp_path):
-    """The checks above can fail: a page that calls out, errs and sticks out is noticed."""
+    """The browser checks find a page with requests, errors and overflow."""
     bad = tmp_path / "bad.html"
     bad.write_text(
         '<img src="missing.png"><script>console.error("x")</script><div style="width:2000px;height:9px">wide</div>'

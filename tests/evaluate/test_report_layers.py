@@ -1,4 +1,4 @@
-"""`trtconvert report` of a bundle with INT8 layers: gates, tiles and maps as for sites, few of each however many they are."""
+"""`trtconvert report` of a bundle with INT8 layers: gates, tiles and maps, also with many layers."""
 
 import math
 import re
@@ -62,7 +62,7 @@ def report(bundle, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def many(bundle, tmp_path_factory):
-    """A manifest of as many layers as SDXL has, and a folder with their calibration."""
+    """A manifest with the number of layers of SDXL, and a folder with their calibration."""
     manifest = read_manifest(bundle)
     names = [f"down_blocks.1.attentions.0.transformer_blocks.{i}.attn1.to_q" for i in range(MANY)]
     sizes = {"kind": "linear", "in_channels": 64, "out_channels": 64, "rows": 4096}

@@ -1,4 +1,4 @@
-"""A bundle's INT8 layers in the torch model that it was made from: what the bundle computes, and what they break on."""
+"""A bundle's INT8 layers in torch: equal to the bundle, and counts of NaN and Inf."""
 
 import json
 from dataclasses import replace
@@ -13,8 +13,8 @@ from tolerances import WHOLE_DENOISER
 from trtconvert import runtime
 from trtconvert.calib.calibration import Calibration
 from trtconvert.evaluate import torch_int8
-from trtconvert.evaluate.evaluation import read_evaluation
 from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.evaluate.records import read_evaluation
 from trtconvert.evaluate.table import watch_line
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.linear.modes import LayerMode
@@ -33,7 +33,7 @@ def inputs():
 
 
 def changed(bundle, modes):
-    """The manifest with other modes of some layers."""
+    """Changes the modes of layers in the manifest."""
     component = bundle.manifest.components["denoiser"]
     layers = [x.model_copy(update={"modes": modes.get(x.name, x.modes)}) for x in component.layers]
     return bundle.manifest.model_copy(
@@ -50,7 +50,7 @@ def test_it_computes_what_the_bundle_does(bundle, inputs):
 
 
 def test_layers_that_a_plan_leaves_are_the_models_own(bundle, inputs):
-    """Also the first of several that read one tensor, whose scales have its name."""
+    """Including the first layer of an input group, which names its scales."""
     model, (static, exact) = build(), ([LayerMode.STATIC] * 2, [])
     some = TorchInt8(model, bundle.folder, changed(bundle, {name: exact for name in CHOSEN if name not in "kv"}))
     some(**inputs)
@@ -84,7 +84,7 @@ def test_the_watch_names_the_layer_that_breaks(bundle, monkeypatch):
 
 
 def test_an_evaluation_counts_layers_apart_from_sites(layered_build, tmp_path, bundle):
-    """The model's own name is that of its attention, and could be that of a layer."""
+    """An attention site and a layer may have equal names."""
     reference = tmp_path / "reference"
     reference.mkdir()
     for index in range(12):
@@ -100,7 +100,7 @@ def test_an_evaluation_counts_layers_apart_from_sites(layered_build, tmp_path, b
     broken = found.paired.model_copy(update={"nonfinite_int8_layers": {"skip": 2, "q": 0}})
     line = watch_line(found.model_copy(update={"paired": broken}))
     assert line.endswith("; layers in INT8: skip 2")
-    # Evaluations of before knew no layers.
+    # Older evaluations have no layers.
     old = json.loads((tmp_path / "out.json").read_text())
     del old["paired"]["nonfinite_int8_layers"]
     (tmp_path / "old.json").write_text(json.dumps(old))

@@ -1,4 +1,4 @@
-"""The gates: what they measure, and that each of them can fail."""
+"""The measured figures of the gates, and a failure of each gate."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def sites(digits):
 
 @pytest.fixture(scope="module")
 def layers(digits):
-    """Some of the model's layers, their inputs' ranges as wide as they are seen."""
+    """Some layers of the model with ranges from one call."""
     finder, largest = LayerFinder(digits.denoiser), {}
 
     def handler(call):
@@ -72,7 +72,7 @@ def layers(digits):
 
 
 def sqnr(model, sites=None, layers=None):
-    """dB of sites and of layers."""
+    """Returns dB of sites and of layers."""
     sites = sites or Int8Sites({}, model.timestep_max, "calibrated", True)
     layers = layers or Int8Layers({}, model.timestep_max)
     return output_sqnr(model, sites, layers, BINS, seed=0, samples=16, bar=NoBar())
@@ -193,7 +193,7 @@ def test_layers_of_int8_products_have_room_for_roundings_that_fall_the_other_way
 
 
 def test_the_error_of_a_layer_is_that_of_the_layer_alone(digits, layers):
-    """Each sees exact inputs, whatever the others do."""
+    """Each site and layer sees exact inputs."""
     _, together = sqnr(digits, layers=layers)
     assert set(together) == {f"blocks.2.{name}" for name in ("attn.qkv", "attn.out", "mlp.0", "mlp.2")}
     name = "blocks.2.mlp.2"

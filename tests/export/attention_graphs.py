@@ -1,4 +1,4 @@
-"""Graphs of one `Int8Attention` node, and what ONNX Runtime makes of them."""
+"""Graphs of one `Int8Attention` node, run by ONNX Runtime."""
 
 import onnx
 import onnx_ir as ir

@@ -1,4 +1,4 @@
-"""Graphs of one `Int8Linear` or `Int8Conv` node, and what ONNX Runtime makes of them."""
+"""Graphs of one `Int8Linear` or `Int8Conv` node, run by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def layer_model(
 
 
 def run(model: ir.Model, x: Tensor, timestep: Tensor | None = None, level: str = "ORT_ENABLE_ALL") -> Tensor:
-    """What ONNX Runtime makes of a valid model at a level of graph optimisation."""
+    """Checks a model, and runs it in ONNX Runtime at a level of graph optimisation."""
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     return run_proto(proto, x, timestep, level)

@@ -1,4 +1,4 @@
-"""The op's body against the reference, and what each lowering makes of it."""
+"""The op's body and its lowerings against the reference."""
 
 import itertools
 
@@ -154,7 +154,7 @@ def test_the_plugin_gets_block_masks_and_indices_behind_the_mask():
 
 @pytest.mark.parametrize("mask", ["none", "boolean", "additive"])
 def test_the_plugin_of_an_fp32_model_gets_and_gives_fp16(mask):
-    """Run with the body in the plugin's place: what goes around it is the same."""
+    """The body runs in place of the plugin: the casts around stay."""
     feeds, expected = case(Variant(mask=mask))
     model = node_model(Variant(mask=mask), feeds)
     lower_to_plugin(model)

@@ -47,7 +47,7 @@ def tables(local):
 
 @pytest.fixture(scope="module")
 def masks():
-    """Of one site: another one in each bin but for two, which share theirs. Each row has some block."""
+    """Masks of one site: two bins share a mask, the others differ. Each row has a block."""
     drawn = torch.rand(BINS, 2, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.6
     drawn |= torch.eye(5, dtype=torch.bool)
     drawn[2] = drawn[0]
@@ -81,7 +81,7 @@ def test_the_body_computes_what_torch_does(local, tables, masks, model):
     got = run(model, as_numpy(inputs))
     assert error(got, expected) < tolerances.SAME_ARITHMETIC
     of_samples = [error(expected[i], dense[i]) for i in range(BINS)]
-    assert min(of_samples) > 10 * tolerances.SAME_ARITHMETIC  # all masks matter
+    assert min(of_samples) > 10 * tolerances.SAME_ARITHMETIC  # all masks have an effect
 
 
 def test_native_attention_keeps_the_mask(local, tables, masks, model):

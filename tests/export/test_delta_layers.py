@@ -38,7 +38,7 @@ def wide():
 
 
 def errors(graph, made, dtype=torch.float32, steps=None):
-    """Of each step of a trajectory."""
+    """Returns the errors of each step of a trajectory."""
     ours, theirs = InOnnxRuntime(graph), InTorch(made, dtype)
     return [error(ours(**inputs), theirs(**inputs)) for inputs in steps or trajectory(made, dtype)]
 
@@ -74,7 +74,7 @@ def test_a_trajectory_is_that_of_the_specification(changed):
     ("dtype", "lower"), [(torch.float32, lowered), (torch.float16, list), (torch.float16, lowered)]
 )
 def test_a_trajectory_is_as_close_to_full_precision_as_the_specification(wide, dtype, lower):
-    """FP16, and Q/DQ, round on the way, and so fall on other sides of INT8's edges."""
+    """FP16 and Q/DQ round more often, and may choose the neighbouring code."""
     graph = wide.graph(dtype)
     ours, theirs = InOnnxRuntime(graph if lower is list else lower(graph)), InTorch(wide, dtype)
     for inputs in trajectory(wide, dtype):
@@ -88,7 +88,7 @@ def test_q_is_as_many_as_tensors_that_layers_read(changed):
 
 
 def test_what_is_left_out_of_a_step_is_made_up_for_in_the_next_ones(changed):
-    """With the same inputs again and again, layers come to what they would give in full precision, but for their weights."""
+    """With constant inputs, layers converge to full precision, except for the weights' error."""
     x = changed.example()["x"]
     exact = changed.layers["conv"]
     model, ours = InOnnxRuntime(changed.graph()), []
@@ -111,7 +111,7 @@ def test_samples_begin_one_by_one_and_do_not_read_their_caches_then(changed):
         both(**inputs)
     for cache in both.caches.values():
         cache[1] = torch.nan if cache.dim() > 1 else -torch.inf
-    # The second sample begins, whatever its caches hold; the first one goes on.
+    # The second sample is reset, the first one continues.
     mixed = {"x": torch.stack([last["x"][0], steps[0]["x"][1]]), "timestep": torch.tensor([100.0, 900.0])}
     got, fresh = both(**mixed), InOnnxRuntime(changed.graph())(**steps[0])
     assert error(got[1:], fresh[1:]) < tolerances.WHOLE_DENOISER

@@ -1,4 +1,4 @@
-"""Heads of sizes that no kernel takes: filled up with zeros in the exported graph, and as they were where no kernel runs."""
+"""Heads of unsupported sizes: padded in the exported graph, and unpadded in the native lowering."""
 
 from __future__ import annotations
 

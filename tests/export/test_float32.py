@@ -1,4 +1,4 @@
-"""Models in 16 bits as FP32: the same graph, with the numbers of its weights."""
+"""16-bit models widened to FP32: the same graph and weights."""
 
 from __future__ import annotations
 

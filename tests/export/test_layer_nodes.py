@@ -1,4 +1,4 @@
-"""The bodies of `Int8Linear` and `Int8Conv` in ONNX Runtime against the reference, in all that they may be."""
+"""All variants of the bodies of `Int8Linear` and `Int8Conv` in ONNX Runtime against the reference."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ CONV_MODES = subsets([LayerMode.WEIGHT_ONLY, LayerMode.STATIC])
 
 
 def in_bins(modes):
-    """Of each mode two bins, and timesteps that select these."""
+    """Two bins per mode, and timesteps that select them."""
     timesteps = [1000 * (index + 0.5) / (2 * len(modes)) for index in range(2 * len(modes))]
     return [mode for mode in modes for _ in range(2)], [
         torch.tensor(timesteps[i : i + 2]) for i in range(0, len(timesteps), 2)
@@ -185,7 +185,7 @@ def test_tokens_of_zeros_and_extreme_scales_stay_finite():
     reason="ONNX Runtime 1.31 takes a scale for each row for one of all rows; if not, a body may be shorter",
 )
 def test_scales_that_are_multiplied_with_each_other_first():
-    """What the body would be if it were written straight on: MatMulIntegerToFloat takes its place."""
+    """The straightforward body would be fused to MatMulIntegerToFloat."""
     x = random(2, 7, 32)
     tables = tables_of(x, modes=[LayerMode.DYNAMIC])
     straight = layer_body(LayerVariant(LINEAR, (LayerMode.DYNAMIC,), False))
@@ -252,7 +252,7 @@ def test_layers_of_one_variant_share_a_body():
 
 
 def test_other_nodes_of_our_domain_are_no_layers():
-    """The linear plugin of an engine's graph may have the name, and has no tables."""
+    """An engine's plugin may have the op's name, but has no tables."""
     assert not is_layer(None)
     assert not is_layer(ir.node(LINEAR, [], domain=DOMAIN))
     assert not is_layer(ir.node(LINEAR, [], metadata_props={"trtconvert.layer": "x"}))

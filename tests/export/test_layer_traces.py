@@ -1,4 +1,4 @@
-"""Exported models with nodes of INT8 layers: whatever way a model calls them, at every size, and what cannot be exported."""
+"""Exports with nodes of INT8 layers: all kinds of calls and sizes, and refusals."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_attention_and_a_layer_of_one_module_have_tables_of_their_own(need_weigh
 
 
 def test_torchs_own_multi_head_attention_takes_any_batch():
-    """It computes with tokens first: no sample's rows lie beside each other."""
+    """It computes tokens first: the rows of a sample are not adjacent."""
     model = with_multi_head_attention(False, attention=False)
     inputs = model.example(batch=3)  # of which 16 is no multiple
     assert error(run(model.graph(), **inputs), model.torch(**inputs)) < tolerances.SAME_ARITHMETIC

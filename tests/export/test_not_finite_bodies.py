@@ -1,5 +1,4 @@
-"""NaN and ±Inf in the bodies of our nodes, which ONNX Runtime runs: they reach what they reach in the specification, and nothing
-else."""
+"""NaN and ±Inf in the bodies of our nodes in ONNX Runtime reach the same results as in the specification."""
 
 import math
 
@@ -40,7 +39,7 @@ CASES = [
 
 
 def assert_same(got, expected):
-    """NaN in the same places, and numbers that are as close as ever elsewhere."""
+    """Checks equal places of NaN, and close numbers elsewhere."""
     assert torch.equal(got.isfinite(), expected.isfinite())
     assert expected.isfinite().any() and not expected.isfinite().all()
     known = expected.isfinite()
@@ -50,7 +49,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("variant", CASES, ids=lambda v: v.overload)
 @pytest.mark.parametrize("value", VALUES)
 def test_attention(value, variant):
-    """An element of a batch in each mode, and in each of its heads another tensor that is broken."""
+    """A batch element per mode; in each head another tensor has NaN or Inf."""
     generator = torch.Generator().manual_seed(0)
     modes, heads, queries, keys, dim = len(Mode), 4, 150, 300, 40
     q, k, v = (torch.randn(modes, heads, n, dim, generator=generator) for n in (queries, keys, keys))
@@ -102,7 +101,7 @@ def test_a_convolution(value, mode, level):
 
 
 def change_of(op, inputs, outputs, sizes=0, **attributes):
-    """What ONNX Runtime makes of one node that quantises deltas, or multiplies them."""
+    """Runs one node of layers that quantise deltas in ONNX Runtime."""
     nodes = [helper.make_node(op, list(inputs), list(outputs), domain=DOMAIN, place=0, **attributes)]
     body = delta_body(op, sizes)
     nodes[0].overload = body.overload
@@ -144,7 +143,7 @@ def test_deltas_of_pixels(value):
 
 
 def test_a_model_of_deltas_stays_broken_as_the_specification_does():
-    """Of two samples the second one, from the second step on."""
+    """Breaks the second sample from the second step on."""
     made = delta_model()
     ours, theirs = InOnnxRuntime(made.graph()), InTorch(made)
     for step, inputs in enumerate(trajectory(made)):

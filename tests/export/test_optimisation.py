@@ -1,4 +1,4 @@
-"""The optimiser that all exports go through."""
+"""The optimiser of all exports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtconvert.export.optimisation import optimise
 
 
 def program(length: int) -> torch.onnx.ONNXProgram:
-    """A chain of so many operations, of whose result both halves are added."""
+    """A chain of operations whose result's halves are added."""
     chain = "\n".join(f"x{n + 1} = Sin(x{n})" for n in range(length))
     text = f"""
         <ir_version: 10, opset_import: ["": 20]>

@@ -1,4 +1,4 @@
-"""Weights in files: models that are read with them, and what a parser gets where lowerings have joined some."""
+"""External weights: loading models, and the input of parsers with joined weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stored(folder: Path, location: str = "model.onnx.data") -> Path:
 
 
 def extended(model: ir.Model, *more: Callable[[], np.ndarray]) -> ir.Model:
-    """A model of `stored` that goes on with @ JOINED + BIAS, weights that are computed when they are written.
+    """The model of `stored`, extended by @ JOINED + BIAS with lazy weights.
 
     Args:
         more: further weights [48, 99], which are added to JOINED.
@@ -223,7 +223,7 @@ def test_other_failures_to_write_are_not_called_a_full_disk(tmp_path, temporary,
 
 
 def test_files_with_a_second_name_are_read(tmp_path):
-    """`compile` gives a bundle's files one."""
+    """`compile` makes hard links of a bundle's files."""
     path = stored(tmp_path)
     os.link(storage.weights_file(path), tmp_path / "second name")
     np.testing.assert_array_equal(storage.load(path).graph.initializers["kept"].const_value.numpy(), KEPT)

@@ -1,4 +1,4 @@
-"""The traced model: sites as nodes with their tables, weights by their names, and what cannot be exported."""
+"""Traced models: nodes with tables, names of weights, and refusals."""
 
 import copy
 from dataclasses import replace
@@ -65,7 +65,7 @@ def test_the_traced_model_serves_any_batch_and_sequence(digits, traced, batch, h
 
 
 class Namesakes(nn.Module):
-    """A denoiser with weights that are called as its inputs and its output are, each used as it is and transposed."""
+    """A denoiser whose weights have the names of inputs and output, each used directly and transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_weights_that_are_called_as_an_input_have_names_to_replace_them_by():
 
 @pytest.mark.soak
 def test_a_denoiser_may_be_in_half_precision_already(digits, traced):
-    """It gives the weights of one that tracing converts, which stays in full precision itself."""
+    """The denoiser itself stays in full precision."""
     chosen, _ = traced
     half = replace(digits, denoiser=copy.deepcopy(digits.denoiser).half())
     options = SiteOptions(1000.0, "calibrated", True)
@@ -143,7 +143,7 @@ class Scaled(nn.Module):
 
 
 class Blocks(nn.Module):
-    """What is common to the denoisers below: tokens of 32 channels."""
+    """Base of the denoisers below: tokens of 32 channels."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Blocks(nn.Module):
 
 
 class NamesAlike(Blocks):
-    """Sites, and a weight, whose names differ only in what stands between their parts."""
+    """Sites and a weight whose names differ only in separators."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ class ToldSizes(Blocks):
 
 
 class WritesPositions(Blocks):
-    """Positions that are made on the way, behind some rows of zeros, as CogVideoX makes them for other sizes than its own."""
+    """Positions computed in the forward, behind rows of zeros, as in CogVideoX for other sizes."""
 
     def __init__(self):
         super().__init__()
@@ -232,7 +232,7 @@ class CountsImages(Blocks):
 
 
 def coarser_later(tables):
-    """Two timestep bins, the second with values in steps that are twenty times as large."""
+    """Two timestep bins; the second has twentyfold value scales."""
     two = AttentionTables(*(torch.cat([x, x]) for x in vars(tables).values()))
     two.v_scale[1] *= 20
     return two.with_modes(torch.tensor([Mode.BALANCED, Mode.AGGRESSIVE]))
@@ -341,7 +341,7 @@ def test_a_site_that_the_graph_does_not_hold_is_refused(traced):
 
 
 def test_large_weights_lie_beside_the_graph_and_are_shared_by_its_lowerings(digits, traced, tmp_path, monkeypatch):
-    """The limit is half a gigabyte in earnest."""
+    """The real limit is half a gigabyte."""
     monkeypatch.setattr(storage, "INLINE_LIMIT", 100_000)
     path, native = tmp_path / "model.onnx", tmp_path / "native.onnx"
     storage.save(traced[1], path)

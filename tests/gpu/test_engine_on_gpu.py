@@ -183,7 +183,7 @@ def test_an_unsupported_operator_is_named(trt):
     model.graph.outputs[0] = node.outputs[0]
     model.graph.opset_imports["other"] = 1
     lower_to_plugin(model)
-    with pytest.raises(TrtconvertError, match=r"(?s)node 'blocks\.3\.odd'.*remedy: write the model without Nothing"):
+    with pytest.raises(TrtconvertError, match=r"(?s)node 'blocks\.3\.odd'.*remedy: change the model to avoid Nothing"):
         tensorrt.build_lowered(trt, model, Path("m.onnx"), inputs_of(model), [{}], EngineSection(), Watch())
 
 

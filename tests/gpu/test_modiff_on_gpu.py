@@ -19,7 +19,7 @@ from trtconvert.modiff import Settings, modulate
 from trtconvert.modiff.graphed import Graphed
 from trtconvert.modiff.reference import Geometry
 from trtconvert.modiff.rounding import AdaRound
-from trtconvert.modiff.study import Study, Variant
+from trtconvert.modiff.workspace import Variant, Workspace
 
 pytestmark = pytest.mark.gpu
 
@@ -129,11 +129,13 @@ def test_recorded_calls_are_the_denoisers(modulated):
 
 def test_samples_drawn_compiled_are_those_drawn_eager(tmp_path):
     """Of the shipped model, in two batches of which the second is smaller; the sampler works on the GPU."""
-    study = Study(digits_model(WEIGHTS), "cuda", torch.float32, 6, "ddim", 4, 4, AdaRound(iterations=0), tmp_path)
+    workspace = Workspace(
+        digits_model(WEIGHTS), "cuda", torch.float32, 6, "ddim", 4, 4, AdaRound(iterations=0), tmp_path
+    )
     for method in ("full", "lcq-modiff"):
-        model = study.prepared(Variant(method) if method != "full" else study.full)
+        model = workspace.prepared(Variant(method) if method != "full" else workspace.full)
         eager, fast = (
-            dataclasses.replace(study, compiled=compiled).drawing(model)(range(6)) for compiled in (False, True)
+            dataclasses.replace(workspace, compiled=compiled).drawing(model)(range(6)) for compiled in (False, True)
         )
         assert eager.device.type == "cpu" and float(decibels((eager - fast).square().mean())) > 40
 

@@ -13,7 +13,7 @@ from trtconvert.modiff.reference import Geometry, Weight
 
 
 def test_a_linear_layer_computes_what_modulated_layers_do():
-    """Bit for bit in codes and â; ô to the rounding of its scales' product."""
+    """Codes and â are equal bit by bit, ô up to rounding."""
     x, a_hat, o_hat = random(3, 5, 32), random(3, 5, 32, seed=1), random(3, 5, 16, seed=2)
     tables = tables_of(x, outputs=16)
     reset, scale = torch.tensor([False, True, False]), torch.tensor([[0.01], [0.03], [0.02]])
@@ -22,7 +22,7 @@ def test_a_linear_layer_computes_what_modulated_layers_do():
 
     rows = modiff.quantiser(-scale.T * 127, scale.T * 127, 8, True, False)
     rows[..., modiff.RESET] = reset.float()
-    rows[..., modiff.SCALE] = rows[..., modiff.PRODUCT] = scale.T  # as it is, without a rounding on the way
+    rows[..., modiff.SCALE] = rows[..., modiff.PRODUCT] = scale.T  # equal, without rounding
     theirs = a_hat.reshape(15, 32).clone()
     codes = modiff.quantise_delta((x * tables.x_factor).reshape(15, 32), theirs, rows, [32])
     assert torch.equal(q.view(15, 32), codes) and torch.equal(a_new.view(15, 32), theirs)
@@ -34,7 +34,7 @@ def test_a_linear_layer_computes_what_modulated_layers_do():
 
 
 def test_caches_add_up_to_what_the_layer_gives():
-    """ô is the product of the weight and â, whatever steps there were."""
+    """ô is the product of the weight and â after any steps."""
     inputs = [random(2, 4, 32, seed=i) for i in range(5)]
     tables = tables_of(inputs[0])
     a_hat, o_hat, reset = torch.zeros(2, 4, 32), None, torch.ones(2, dtype=torch.bool)
@@ -54,7 +54,7 @@ def test_samples_begin_where_timesteps_go_back_to_more_noise(falls):
         t = torch.tensor(timestep, dtype=torch.float32)
         reset, last = steps_of(t if falls else 1000 - t, last, falls)
         found.append(reset.tolist())
-    # NaN is followed by a beginning.
+    # NaN leads to a reset.
     assert found == [[True, True, True], [False, False, True], [False, False, False], [False, True, False]]
 
 

@@ -1,4 +1,4 @@
-"""INT8 products with scales of groups: their specification, Triton's kernels in its interpreter, and what layers take of both."""
+"""INT8 products with scales per group: specification, Triton's kernels in the interpreter, and the choice of layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_nan_in_its_group_alone():
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_are_those_of_the_groups(size, granularity):
-    """Group by group in integers, as the kernels compute, in float64."""
+    """Integer products by group, in float64."""
     rows, channels, outputs = size
     q, step = groups.act_quant(tokens(rows, channels, torch.float32))
     stored, scale = weight(outputs, channels, granularity)

@@ -1,4 +1,4 @@
-"""INT8 layers in torch: against the same arithmetic in float64, against layers that are not quantised, and what is refused."""
+"""INT8 layers in torch: against float64, against unquantised layers, and invalid inputs."""
 
 import math
 
@@ -97,7 +97,7 @@ def test_a_call_has_the_most_careful_mode_of_its_samples(timesteps, mode):
 
 
 def test_bins_are_those_of_attention():
-    """The last one ends at timestep_max, and what lies beyond belongs to the nearest."""
+    """The last bin ends at timestep_max; timesteps beyond belong to the nearest bin."""
     x = random(1, 3, 16)
     tables = tables_of(x, modes=[LayerMode.STATIC] * 2)
     of_bins = [linear(x, torch.tensor([t]), tables, timestep_max=1.0) for t in (0.25, 0.75)]
@@ -135,7 +135,7 @@ def test_each_mode_is_close_to_the_exact_layer(mode, channels):
 
 
 def test_weight_only_has_the_error_of_the_weights_alone():
-    """With weights that are integers times a scale it has none."""
+    """Weights that are integers times a scale have no error."""
     x = random(4, 64)
     tables = tables_of(x, modes=[LayerMode.WEIGHT_ONLY], moved=False)
     expected = F.linear(x.double(), tables.dequantised().double(), tables.bias.double())
@@ -191,7 +191,7 @@ def test_what_lies_beyond_the_range_is_clipped(clipped):
 
 
 def of_both(modes, timestep, **changed):
-    """Whether each sample's output is NaN everywhere, nowhere, or else, of a linear layer and of a convolution."""
+    """Classifies each sample's output: NaN everywhere, nowhere, or partly; of a linear layer and a convolution."""
     found = []
     for x, kernel in ((random(2, 5, 32), ()), (random(2, 16, 4, 4), (3, 3))):
         tables = tables_of(x, kernel, modes=modes)
@@ -255,7 +255,7 @@ def test_channels_are_quantised_by_themselves():
 
 
 def scales():
-    """Of every size that activations and weights in FP16 have."""
+    """For all magnitudes of FP16."""
     return torch.logspace(-30, 15, 40_001, base=2.0)
 
 
@@ -291,7 +291,7 @@ def test_a_layer_in_other_modes_is_the_same_layer():
 @pytest.mark.parametrize("size", [30.0, 1.0, 1e-3])
 @pytest.mark.parametrize("shape", [(300, 64), (300, 4, 3, 3)], ids=["linear", "conv"])
 def test_weights_that_were_quantised_come_back_number_by_number(size, shape):
-    """As `trtconvert quantize --granularity channel` stores them, also where the largest is not 127."""
+    """Weights of `trtconvert quantize --granularity channel`, also with a largest code below 127."""
     weight = random(*shape) * size
     weight[5] = 0
     found = blocks.measure(blocks.as_matrix(weight))
@@ -319,7 +319,7 @@ def test_weights_below_the_smallest_scale_of_engines_are_rounded_to_it(size):
 
 
 def test_rows_that_begin_as_if_they_were_quantised():
-    """The scale follows from all columns, of which the first ones are looked at before the others."""
+    """The scale depends on all columns, of which some are checked first."""
     scale, integers = 0.01171875, torch.arange(-60, 60).repeat(3, 1) * 2.0  # a scale of eight bits
     integers[:, 0] = 119  # the largest, so that the next smaller scale has 127 steps for it
     whole = integers * scale

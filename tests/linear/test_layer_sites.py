@@ -1,4 +1,4 @@
-"""Layers: which calls of a model are layers, what is known of each, which are chosen, and what is refused."""
+"""Discovery of layers in models, their properties, the selection, and refusals."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def test_every_way_to_write_a_linear_layer_is_one(how):
     model = Called(LINEAR[how], **parts)
     (layer,) = layers_of(model, TOKENS)
     assert (layer.kind, layer.in_channels, layer.rows, layer.obstacle) == ("linear", 64, 6, "")
-    # The references are the very numbers that were multiplied, [N, K], and the bias where there was one.
+    # References give the multiplied weights [N, K] and biases.
     tensors = model_tensors(model)
     rows = F.linear(TOKENS.flatten(0, 1), layer.weight.of(tensors), layer.bias and layer.bias.of(tensors))
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_a_tensor_that_was_changed_in_place_is_another_source():
 
 
 def test_sources_are_told_apart_although_memory_is_used_again():
-    """A tensor that is gone leaves its address, and its id, to the next one."""
+    """A new tensor may reuse the address and the id of a freed one."""
 
     def forward(self, x):
         for layer in self.layers:
@@ -297,7 +297,7 @@ def ended():
         (["*"], [], 1, ["embedding", "middle"]),
         (["*"], [], 7, []),
         (["*", "first"], [], 2, ["first", "middle"]),
-        (["*", "embedding"], [], 2, ["embedding", "middle"]),  # what is named is taken, whatever its rows
+        (["*", "embedding"], [], 2, ["embedding", "middle"]),  # named layers are chosen for any number of rows
         (["*st"], [], 7, ["first", "last"]),
         (["middle"], [], 2, ["middle"]),
         (["m*", "last"], ["*dle"], 2, ["last"]),

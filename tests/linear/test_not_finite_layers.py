@@ -1,4 +1,4 @@
-"""NaN and ±Inf in what INT8 layers are given: which results they reach, and that all others stay as they are."""
+"""NaN and ±Inf in inputs of INT8 layers reach their results, and no others."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_scales_of_no_use(value):
 
 
 def steps_of_deltas(x_of_steps, tables, **options):
-    """The results of steps. The first step resets the sample."""
+    """Runs steps. The first step resets the sample."""
     a_hat, o_hat, results = torch.zeros_like(x_of_steps[0]), None, []
     scale = tables.x_scale.expand(len(a_hat))[:, None]
     factor = tables.x_factor.view(-1, *[1] * (a_hat.dim() - 2)) if options else tables.x_factor
@@ -104,7 +104,7 @@ def test_deltas_of_pixels_reach_their_windows(value):
 
 @pytest.mark.parametrize("value", VALUES)
 def test_groups_of_channels(value):
-    """Scales of 128 channels of a token each: what one of them holds is the token's row."""
+    """Products with group scales: NaN in one group reaches the token's row."""
     x, weight = random(5, 300), torch.randint(-127, 128, (24, 300), dtype=torch.int8)
     scale = torch.rand(24) / 100
 

@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class TinyUNet(nn.Module):
-    """Two blocks, the second of which reads what the first one gives beside what it reads, ten times as large."""
+    """Two blocks. The second reads the output of the first, concatenated with its input times ten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def tiny() -> TinyUNet:
 
 
 def trajectory(samples: int = 2, seed: int = 0, size: int = 8, steps: int = STEPS) -> list[RecordedCall]:
-    """From noise to an image of noise of another seed, which any model can be called with."""
+    """Recorded calls from noise to other noise, for any model."""
     generator = torch.Generator().manual_seed(seed)
     clean, noise = (torch.randn(samples, 3, size, size, generator=generator) for _ in range(2))
     shares = torch.linspace(0.95, 0.05, steps)
@@ -61,7 +61,7 @@ def trajectory(samples: int = 2, seed: int = 0, size: int = 8, steps: int = STEP
 
 
 def mean_error(model: nn.Module, quantised: nn.Module, calls: list[RecordedCall]) -> float:
-    """The mean relative error of a trajectory but for its first step."""
+    """The mean relative error of a trajectory without its first step."""
     errors = []
     for call in calls:
         wanted = model(*call.args)

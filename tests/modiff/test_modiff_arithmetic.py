@@ -1,4 +1,4 @@
-"""What modulated layers compute: the specification, Triton's kernels in its interpreter, and operators in compiled graphs."""
+"""The arithmetic of modulated layers: specification, Triton's kernels in the interpreter, operators in compiled graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_quantisers_reach_their_range_and_hold_zero(bits, symmetric):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_what_the_equations_say(case):
-    """In integers, patch by patch, and in float64."""
+    """Against integer products by patch, in float64."""
     x, a_hat, rows, weight, o_hat = made(case, torch.float32, "cpu")
     batch, height, width = case.image
     a_before, o_before = copied(a_hat), copied(o_hat)
@@ -122,7 +122,7 @@ def test_operators_hold_what_they_promise_to_compilers():
 
 
 def test_large_sums_are_exact():
-    """Beyond 2^24, where FP32 leaves out integers."""
+    """Beyond 2^24, where FP32 is not exact."""
     codes = torch.full((1, 1, 1, 4608), 127, dtype=torch.int8)
     weight = torch.full((1, 1, 1, 4608), 127, dtype=torch.int8)
     weight[..., 0] = 126

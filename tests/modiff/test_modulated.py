@@ -1,4 +1,4 @@
-"""Models with modulated layers: what a sampler may do with them, what is refused, and what compilers make of them."""
+"""Models with modulated layers: samplers, refusals, and compilers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_reset_begins_anew_in_any_batch():
 
 
 def test_samples_may_begin_one_by_one():
-    """As a server fills places in a batch: the others go on as if nothing had happened."""
+    """A reset of one sample does not affect the others."""
     calls, later = trajectory(2, 0), trajectory(2, 5)
     found, wanted = modulated(), modulated()
     alone = [wanted(*call.args) for call in calls]
@@ -98,7 +98,7 @@ def test_outputs_of_a_step_outlive_the_next_one():
 
 
 class Twice(nn.Module):
-    """One layer that is called twice in a step, and once more on demand; and one that writes into what a layer gives."""
+    """A layer called twice in a step, or three times on demand; and a model that writes into a layer's output."""
 
     def __init__(self, writes: bool = False) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_other_batches_without_a_reset_are_refused():
 
 def test_a_sampler_that_goes_back_in_time_is_refused():
     found, calls = modulated(), trajectory()
-    for step in (0, 2, 2, 5):  # skipped steps, and two calls of one timestep, are no matter
+    for step in (0, 2, 2, 5):  # skipped steps and repeated timesteps are allowed
         found(*calls[step].args)
     with pytest.raises(UserError, match="goes back in time"):
         found(*calls[4].args)
@@ -165,7 +165,7 @@ def test_a_sampler_that_goes_back_in_time_is_refused():
     for step in (0, 3, 1):
         free(*calls[step].args)
     found.reset_cache()
-    for step in (7, 6, 4):  # timesteps that rise while noise falls are followed too
+    for step in (7, 6, 4):  # rising timesteps are supported
         found(*calls[step].args)
     with pytest.raises(UserError, match="timesteps that rise"):
         found(*calls[5].args)

@@ -1,4 +1,4 @@
-"""Modulated layers by themselves: caches that are given and taken, beginnings, errors that do not add up, and what is refused."""
+"""Single modulated layers: caches, resets, bounded errors, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def conv() -> nn.Conv2d:
 
 
 def walk(shape: tuple[int, ...], steps: int, change: float = 0.05) -> list[Tensor]:
-    """Inputs that change little from step to step."""
+    """Inputs with small deltas between steps."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(shape, generator=generator) + 0.5
     found = [x]
@@ -53,7 +53,7 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_caches_are_the_input_and_its_product(kind, settings):
-    """ô is the product of Ŵ and â after any number of steps, and â lies within a step of a: errors do not add up."""
+    """ô is the product of Ŵ and â after any number of steps, and â is within a quantisation step of a."""
     layer = ModulatedLinear.of(linear(), settings) if kind == "linear" else ModulatedConv2d.of(conv(), settings)
     inputs = walk((3, 7, 64), 30) if kind == "linear" else walk((3, 32, 9, 8), 30)
     state, errors = None, []
@@ -81,7 +81,7 @@ def test_what_stays_is_known_exactly_after_some_steps():
 
 
 def test_samples_that_begin_at_different_times():
-    """A mask does what steps of each sample by itself do."""
+    """A mask gives the same as steps of each sample alone."""
     layer = ModulatedConv2d.of(conv(), dataclasses.replace(DYNAMIC, granularity="sample"))
     inputs = walk((2, 32, 8, 8), 5)
     alone: list[Tensor] = []
@@ -93,7 +93,7 @@ def test_samples_that_begin_at_different_times():
     for step, x in enumerate(inputs):
         spoilt = state if step != 2 or state is None else State(state.a_hat.clone(), state.o_hat.clone())
         if step == 2 and spoilt is not None:
-            spoilt.a_hat[1], spoilt.o_hat[1] = torch.nan, torch.nan  # what is not read may hold anything
+            spoilt.a_hat[1], spoilt.o_hat[1] = torch.nan, torch.nan  # unread caches may hold anything
         y, state = layer(x, spoilt, reset=torch.tensor([step == 0, step in (0, 2)]))
         assert y.isfinite().all()
         if step >= 2:
@@ -145,7 +145,7 @@ def test_inputs_of_two_parts_have_scales_of_their_own():
 def test_other_layers_and_parts_are_refused():
     reflected, same = nn.Conv2d(8, 8, 3, padding_mode="reflect"), nn.Conv2d(8, 8, 3, padding="same")
     for layer in (nn.Conv2d(8, 8, 3, groups=2), reflected, same, nn.Conv1d(8, 8, 3)):
-        with pytest.raises(UserError, match="cannot be quantised"):
+        with pytest.raises(UserError, match="cannot be modulated"):
             ModulatedConv2d.of(layer)
     with pytest.raises(UserError, match="whose sum is 64"):
         ModulatedLinear.of(linear(), DYNAMIC, widths=(60, 5))

@@ -1,4 +1,4 @@
-"""Q-Diff's calibration: what it finds, the file, going on after a kill, and what is refused."""
+"""Q-Diff's calibration: results, file, restart after a kill, and refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_skip_connections_have_scales_of_their_own(calibration: Calibration):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_scales_have_the_least_error_on_what_they_are_for(symmetric: bool):
-    """Of changes along a smooth path: by following them, step by step, with each scale."""
+    """Compares with a brute-force search along a smooth path of deltas."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(2000, generator=generator) * torch.rand(2000, generator=generator).square()
     changes = directions + 0.1 * torch.randn(8, 2000, generator=generator)
@@ -93,7 +93,7 @@ def test_adaround_is_closer_than_the_nearest(kind: str):
     unit = nn.Linear(32, 32) if kind == "layer" else Block(16, 16)
     unit.requires_grad_(False)
     layers = {"": unit} if kind == "layer" else {n: m for n, m in unit.named_modules() if hasattr(m, "weight")}
-    mixed = torch.randn(16, 16)  # channels that go together, as activations do
+    mixed = torch.randn(16, 16)  # correlated channels, like activations
     if kind == "layer":
         inputs = [torch.randn(64, 4) @ torch.randn(4, 32) for _ in range(4)]
     else:
@@ -132,7 +132,7 @@ def test_a_killed_calibration_goes_on(tmp_path: Path):
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     kept = load_file(tmp_path / "unit-0000.safetensors")
     assert set(kept) == {f"blocks.0.{name}" for name in ("conv1", "mix", "conv2")}
-    # What is done is taken as it is: a mark in it is found in the result.
+    # Finished work is reused: a mark in it is found in the result.
     kept["blocks.0.mix"][0, 0] = 5
     save_file(kept, tmp_path / "unit-0000.safetensors")
     resumed = calibrate(model, calls, settings, rounding=FAST, work=tmp_path)
@@ -203,7 +203,7 @@ def test_what_cannot_be_calibrated_is_said():
         calibrate(tiny(), [trajectory()], dataclasses.replace(SETTINGS, include=("embed",)))
     spoilt = trajectory()
     spoilt[3].args[0][0, 0, 0, 0] = torch.nan
-    with pytest.raises(UserError, match="not finite"):
+    with pytest.raises(UserError, match="reads NaN or Inf"):
         calibrate(tiny(), [spoilt], SETTINGS, rounding=NEAREST)
 
 

@@ -1,4 +1,4 @@
-"""Which tiles are measured for a size, and that what was measured is kept between processes."""
+"""Candidate tiles of a size, and measurements kept between processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from host_runtime import (
 )
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
-from trtconvert.engine import loading, tensorrt
+from trtconvert.engine import loading, lowered_model, tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import refitted_constants
 from trtconvert.runtime import graph as graphs
@@ -131,7 +131,7 @@ def load(component, monkeypatch, tmp_path):
         **vars(TRT), Refitter=HostRefitter, DataType=types, TensorLocation=places, Weights=lambda *of: of
     )
     monkeypatch.setattr(tensorrt, "bindings", lambda: trt)
-    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
+    monkeypatch.setattr(lowered_model, "against_plugins", lambda options: "")
 
     def loaded(model, *, layers="exact", of=None, **options):
         storage.save(model, tmp_path / "x.onnx")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.engine import tensorrt
+from trtconvert.engine import lowered_model
 from trtconvert.errors import UserError
 from trtconvert.export.lowering import int8_layers
 from trtconvert.linear.modes import LayerMode
@@ -130,7 +130,7 @@ def test_layers_are_those_of_a_build_with_the_loras(load, tmp_path, dtype, layer
 
 def test_nodes_stand_behind_what_they_read(monkeypatch):
     """Includes a layer whose mode follows the timestep; copies for TensorRT's parser have this order."""
-    monkeypatch.setattr(tensorrt, "_against_plugins", lambda options: "")
+    monkeypatch.setattr(lowered_model, "against_plugins", lambda options: "")
     modes = [LayerMode.DYNAMIC, LayerMode.WEIGHT_ONLY]
     made = int8_model(as_stored(tiny_layers.build(), torch.float16), modes, exclude=["conv*"])
     graph = engine_graph(made.graph(torch.float16), "plugin")

@@ -13,20 +13,20 @@ BackendName = Literal["tensorrt", "tensorrt_rtx", "onnxruntime"]
 
 
 class BuildWatcher(Protocol):
-    """Who is told how a build goes; `trtconvert.progress.Bar` is one."""
+    """Receives the progress of a build. `trtconvert.progress.Bar` implements it."""
 
     def share(self, detail: str, done: float) -> None:
-        """What the builder is at, and the share that is done, 0 to 1."""
+        """Reports the current work, and the share that is done, 0 to 1."""
         ...
 
     def notice(self, text: str) -> None:
-        """Something that the user should know and that does not end the build."""
+        """Reports something to the user that does not end the build."""
         ...
 
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """A serialized engine, and what the manifest says of it."""
+    """A serialized engine, and its record in the manifest."""
 
     plan: bytes
     record: EngineRecord
@@ -34,13 +34,13 @@ class BuiltEngine:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """Whether a backend can build here.
+    """The availability of a backend on this machine.
 
     Attributes:
-        attention: what its engines run at converted sites.
-        available: whether it can build on this machine.
-        detail: the version when it can, otherwise what is missing.
-        remedy: what would make it available.
+        attention: of its engines at converted sites.
+        available: whether it can build.
+        detail: its version, or what is missing.
+        remedy: makes it available.
     """
 
     name: BackendName
@@ -51,19 +51,19 @@ class BackendStatus:
 
 
 def backend_statuses() -> list[BackendStatus]:
-    """All backends, the best first."""
+    """Returns all backends, the best first."""
     from trtconvert.engine import tensorrt, tensorrt_rtx
 
     return [tensorrt.status(), tensorrt_rtx.status(), _onnxruntime_status()]
 
 
 def choose_backend(requested: str) -> tuple[BackendStatus, str]:
-    """The backend to build with, and why.
+    """Returns the backend to build with, and the reason.
 
     Args:
-        requested: "auto" for the first that is available, or a name.
+        requested: a name, or "auto" for the first available backend.
     Raises:
-        BackendUnavailable: the requested one, or every one, cannot build here.
+        BackendUnavailable: the requested backend, or every backend, cannot build here.
     """
     statuses = backend_statuses()
     if requested != "auto":
@@ -71,7 +71,7 @@ def choose_backend(requested: str) -> tuple[BackendStatus, str]:
         if not status.available:
             raise BackendUnavailable(
                 f"the backend {requested} cannot build on this machine",
-                expected=f"what engine.backend: {requested} asks for",
+                expected=f"the packages and the hardware of engine.backend: {requested}",
                 got=status.detail,
                 remedy=status.remedy,
             )
@@ -102,5 +102,5 @@ def _onnxruntime_status() -> BackendStatus:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Major, minor and patch; "10.6.0.post2" of the bindings is the library's 10.6.0."""
+    """Returns major, minor and patch: bindings of version "10.6.0.post2" are those of library 10.6.0."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -1,9 +1,9 @@
-"""Which attention a site gets in a TensorRT engine: our INT8 plugin or TensorRT's own, from times measured on the GPU.
+"""Chooses the INT8 plugin or TensorRT's own attention for each site, by times measured on the GPU.
 
-INT8 pays where sequences are long. At 77 text tokens, or with small heads, TensorRT's own FP16 attention is the faster, and
-quantising costs more than it saves. Where the edge lies depends on the GPU, so each distinct shape of a model is timed in
-both forms, as an engine of one node, and each site keeps the faster. The plugin is timed in the layout of the model, as it
-runs there; TensorRT's own attention with heads first, since a whole network computes its transposes in other layers.
+INT8 pays for long sequences. With 77 text tokens or small heads TensorRT's FP16 attention is faster. The limit depends on the
+GPU: each distinct shape of a model is timed in both forms as an engine of one node, and each site keeps the faster form. The
+plugin is timed in the layout of the model, TensorRT's own attention with heads first: in a whole network other layers absorb
+transposes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TABLES = INPUTS[4:]
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Everything of a node that decides its speed, at fixed sizes.
+    """The properties of a node that affect its speed, at fixed sizes.
 
     Attributes:
         q, k: shapes of queries and of keys and values, in `layout`.
-        dtype: their type.
+        dtype: of queries, keys and values.
         mask: shape and type of the mask, if there is one.
     """
 
@@ -57,12 +57,12 @@ class AttentionCase:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Of queries, and of keys and values."""
+        """Number of heads of queries, and of keys and values."""
         axis = 3 - self._tokens_axis
         return self.q[axis], self.k[axis]
 
     def heads_first(self) -> AttentionCase:
-        """The same case in layout BHND."""
+        """Returns the case in layout BHND."""
         if self.layout == "BHND":
             return self
         q, k = ((b, h, n, d) for b, n, h, d in (self.q, self.k))
@@ -71,8 +71,8 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class CaseTimes:
-    """Device time of one call in microseconds: with TensorRT's own attention, and with the plugin in each mode. Infinite where
-    that cannot be built or run."""
+    """Device time of one call in µs: with TensorRT's own attention, and with the plugin in each mode. Infinite if a form cannot
+    be built or run."""
 
     native: float
     plugin: Mapping[Mode, float]
@@ -80,17 +80,16 @@ class CaseTimes:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """A site to choose for: its case in each optimisation profile, and its mode in each timestep bin."""
+    """A site: its case in each optimisation profile, and its mode in each timestep bin."""
 
     cases: tuple[AttentionCase, ...]
     modes: tuple[Mode, ...]
 
 
 def site_plans(model: ir.Model, profiles: Sequence[Dims]) -> dict[str, SitePlan]:
-    """The model's sites with their sizes at the opt shape of each profile.
+    """Returns the model's sites with their sizes at the opt shape of each profile.
 
-    Sites whose sizes the graph does not tell, or whose time depends on a block mask or an index, are left out: they cannot be
-    timed alone.
+    Sites of unknown sizes, with a block mask or with an index are left out: they cannot be timed alone.
     """
     sizes = opt_sizes(profiles)
     found = {}
@@ -102,7 +101,7 @@ def site_plans(model: ir.Model, profiles: Sequence[Dims]) -> dict[str, SitePlan]
 
 
 def bin_modes(node: ir.Node) -> tuple[Mode, ...]:
-    """The mode of each timestep bin of an `Int8Attention` node."""
+    """Returns the mode of each timestep bin of an `Int8Attention` node."""
     modes = node.inputs[INPUTS.index("modes")]
     assert modes is not None and modes.const_value is not None  # the exporter makes tables initializers
     return tuple(Mode(int(mode)) for mode in modes.const_value.numpy())
@@ -113,7 +112,7 @@ def _case(node: ir.Node, sizes: Mapping[str, int]) -> AttentionCase | None:
     mask = mask_of(node)
     fixed_mask = _fixed(mask, sizes)
     if block_mask_of(node) is not None or key_index_of(node) is not None:
-        return None  # how long it takes depends on what these hold
+        return None  # the time depends on their contents
     if not q or not k or (mask is not None and fixed_mask is None):
         return None
     text = {name: node.attributes[name].as_string() for name in ("layout", "scaling")}
@@ -129,7 +128,7 @@ def _case(node: ir.Node, sizes: Mapping[str, int]) -> AttentionCase | None:
 
 
 def _fixed(value: ir.Value | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """A value's shape with numbers for its symbols; None where the graph does not tell."""
+    """Evaluates the shape of a value; None if it stays symbolic."""
     if value is None or value.shape is None:
         return None
     shape = value.shape.evaluate(sizes)
@@ -143,12 +142,12 @@ def _dtype(value: ir.Value | None) -> ir.DataType:
 
 @dataclass(frozen=True)
 class Choice:
-    """What each site is better off with, timed alone.
+    """The faster attention of each site, timed alone.
 
     Attributes:
-        native: the sites at which TensorRT's own attention is the faster.
-        plugin: the others, by their lengths, as they would be recorded with TensorRT's own. Those where the plugin saves most
-            time per site come first: what a plugin costs the network around it is much the same at every site.
+        native: sites with TensorRT's own attention.
+        plugin: the other sites, grouped by lengths. Groups with the largest saving per site come first: the cost of a plugin for
+            the layers around it is about the same at every site.
     """
 
     native: list[NativeSite]
@@ -156,10 +155,10 @@ class Choice:
 
 
 def choose(sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, frozenset[Mode]], CaseTimes]) -> Choice:
-    """Time every site's attention in both forms.
+    """Times the attention of every site in both forms.
 
     Args:
-        time_case: times a case, with the plugin in the modes that it is given. Called once per distinct case.
+        time_case: times a case, with the plugin in the given modes. Called once per distinct case.
     """
     needed: dict[AttentionCase, set[Mode]] = {}
     for plan in sites.values():
@@ -190,18 +189,17 @@ def choose(sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, fr
 
 
 def _recorded(us: float) -> float | None:
-    """A time as the manifest has it."""
     return round(us, 2) if math.isfinite(us) else None
 
 
 def one_node_model(case: AttentionCase) -> ir.Model:
-    """A model of one `Int8Attention` node. It has one timestep bin for each of `Mode`, in their order.
+    """Makes a model of one `Int8Attention` node with one timestep bin per `Mode`, in their order.
 
-    Inputs are q, k, v, timestep [B] and, if the case has one, mask; the output is out.
+    Inputs are q, k, v, timestep [B] and, if the case has one, mask. The output is out.
     """
     (heads, kv_heads), dim = case.heads, case.q[3]
     bins = len(Mode)
-    # Values of N(0, 1) lie within ±4.
+    # Samples of N(0, 1) lie within ±4.
     tables = {
         "q_scale": np.full((bins, heads), 4 / 127, np.float32),
         "k_scale": np.full((bins, kv_heads), 4 / 127, np.float32),
@@ -242,5 +240,5 @@ def one_node_model(case: AttentionCase) -> ir.Model:
 
 
 def timestep_of(mode: Mode) -> float:
-    """A timestep of `one_node_model` at which the node computes in a mode: the middle of its bin."""
+    """Returns the timestep in the middle of the bin of a mode of `one_node_model`."""
     return (mode + 0.5) / len(Mode) * TIMESTEP_MAX

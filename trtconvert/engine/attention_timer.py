@@ -1,4 +1,4 @@
-"""Times attention on this machine's GPU, as TensorRT engines of one node."""
+"""Times attention on this machine's GPU in TensorRT engines of one node."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class AttentionTimer:
     """Times cases with TensorRT's own attention and with the plugin.
 
     Args:
-        trt: the bindings' module; build: a plan from a lowered model; notice: told of what cannot be built or timed.
+        trt: the bindings' module. build: builds a plan from a lowered model. notice: receives failures.
     """
 
     def __init__(self, trt: Any, build: Callable[[ir.Model], bytes], notice: Callable[[str], None]) -> None:
         self._trt, self._build, self._notice = trt, build, notice
 
     def __call__(self, case: AttentionCase, modes: Collection[Mode]) -> CaseTimes:
-        """Times of both. One that cannot be built or run here takes for ever.
+        """Times both. A form that cannot be built or run has infinite time.
 
         Raises:
-            TrtconvertError: that is so of both, or memory ran out before.
+            TrtconvertError: both fail, or memory ran out.
         """
         what = f"attention of {case.query_tokens} × {case.key_tokens} tokens"
         with timing_failures(what):
@@ -71,12 +71,12 @@ class AttentionTimer:
         return times
 
     def _native(self, case: AttentionCase, feeds: list[dict[str, Tensor]]) -> float:
-        # In a whole network TensorRT folds the transposes into the layers around, alone it would copy for each: timed without.
+        # Without transposes: in a whole network TensorRT folds them into other layers, alone it would copy.
         case = case.heads_first()
         model = one_node_model(case)
         lower_to_native(model)
         runner = EngineRunner(self._trt, self._build(model))
-        # The feeds are random numbers, of which any order serves.
+        # The feeds are random: any layout will do.
         shapes = {"q": case.q, "k": case.k, "v": case.k}
         seen = [feed | {name: feed[name].view(shape) for name, shape in shapes.items()} for feed in feeds]
         return runner.microseconds(seen)

@@ -1,6 +1,6 @@
-"""Building a strongly typed plan from ONNX: what TensorRT and TensorRT-RTX have in common.
+"""Builds a strongly typed plan from ONNX, with TensorRT or TensorRT-RTX.
 
-Both are used through their Python bindings, which are alike; the module is passed as `trt`.
+Their Python bindings are alike. The module is passed as `trt`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trtconvert.engine.timing_cache import load_timings, store_timings
 from trtconvert.errors import TrtconvertError, several
 
 _NO_KERNEL = "could not find any implementation"
-"""What is logged where every kernel for a node was left out. The reason is in warnings, if it is memory."""
+"""Logged if every kernel of a node was skipped. Warnings tell whether memory was the reason."""
 
 
 def tell_mixed(component: ComponentRecord, why: str, watch: BuildWatcher) -> None:
-    """Say that layers whose modes change with the timestep, if there are any, are of 16 bits in an engine."""
+    """Notifies about layers whose modes differ between timestep bins: the engine computes them in 16 bits."""
     layers = [layer.name for layer in component.layers if layer.is_mixed]
     if layers:
-        reason = "as they are INT8 in some timestep bins only, which takes a kernel of ours"
+        reason = "as they are INT8 in some timestep bins only, which needs a kernel of ours"
         watch.notice(f"layers in 16 bits, {reason}: {several(layers, 3)}; {why}")
 
 
@@ -40,31 +40,31 @@ def build_plan(
     title: str,
     timing_cache: Path | None = None,
 ) -> bytes:
-    """Parse an ONNX model and build one serialized engine.
+    """Parses an ONNX model and builds one serialized engine.
 
     Args:
         trt: the bindings' module.
         model: serialized ModelProto.
-        path: a file in the folder where weights that the model keeps outside of itself lie.
-        profiles: sizes of the symbolic dimensions, for one optimisation profile each.
-        configure: sets what differs between the libraries on the builder's configuration.
-        title: what is being built, for messages.
-        timing_cache: file that keeps the kernels' timings from build to build.
+        path: a file in the folder of the model's external weights.
+        profiles: sizes of the symbolic dimensions, one optimisation profile each.
+        configure: applies the options of the library to the builder's configuration.
+        title: of the build, for messages.
+        timing_cache: file of kernel timings.
     Raises:
-        TrtconvertError: the parser or the builder refuses; the message carries what the library logged last.
-        KeyboardInterrupt: Ctrl-C, after the parser or the builder has let go.
+        TrtconvertError: the parser or the builder refuses; the message has the latest log.
+        KeyboardInterrupt: Ctrl-C, after the library has returned.
     """
     log = make_log(trt)
     with DeferredSignals() as signals, log:
         try:
             builder = trt.Builder(log.logger)
-        except TypeError as error:  # the bindings' word for a null pointer
+        except TypeError as error:  # the bindings' error for a null pointer
             raise _builder_refusal(log, title) from error
-        # From TensorRT 11 and in TensorRT-RTX every network is strongly typed and the flag is gone.
+        # TensorRT 11 and TensorRT-RTX have no flag: every network is strongly typed.
         flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
         network = builder.create_network(0 if flag is None else 1 << int(flag))
         parser = trt.OnnxParser(network, log.logger)
-        if not parser.parse(model, str(path)) or network.num_outputs == 0:  # nothing parses as an empty model
+        if not parser.parse(model, str(path)) or network.num_outputs == 0:  # an empty file parses as an empty model
             raise _parser_refusal(parser, log, path, title)
         config = builder.create_builder_config()
         for dims in profiles:
@@ -75,9 +75,9 @@ def build_plan(
         monitor = _monitor(trt, watch, signals)
         config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config) if signals.caught is None else None
-        if timing_cache is not None:  # also what a build had measured that was stopped or failed in the end
+        if timing_cache is not None:  # also after a failed or stopped build
             store_timings(config, timing_cache, watch.notice)
-    if signals.caught is not None:  # by a handler that raises nothing
+    if signals.caught is not None:  # the handler raised nothing
         raise KeyboardInterrupt
     if monitor.failure is not None:
         raise monitor.failure
@@ -105,7 +105,7 @@ def _parser_refusal(parser: Any, log: Log, path: Path, title: str) -> Trtconvert
     unknown = sorted({e.node_operator() for e in errors if "plugin not found" in e.desc().lower()})
     if unknown:
         remedy = (
-            f"write the model without {', '.join(unknown)}, install a later TensorRT, or build the bundle again with another "
+            f"change the model to avoid {', '.join(unknown)}, install a later TensorRT, or build the bundle again with another "
             "engine.backend in the recipe"
         )
     elif any("initializer" in e.desc() and not e.node_operator() for e in errors):
@@ -114,7 +114,7 @@ def _parser_refusal(parser: Any, log: Log, path: Path, title: str) -> Trtconvert
         remedy = "correct the model at that node, or build the bundle again with another engine.backend in the recipe"
     return TrtconvertError(
         f"{title}: the ONNX model cannot be parsed",
-        expected="operators, in types and ranks, that this version's parser knows",
+        expected="operators, types and ranks that the parser of this version supports",
         got="; ".join(found) or log.last(),
         remedy=remedy,
     )
@@ -141,15 +141,15 @@ def _builder_refusal(log: Log, title: str) -> TrtconvertError:
         f"{title}: the engine cannot be built",
         expected="a network that the library can compile for this target with the options of the recipe's engine section",
         got=log.last(),
-        remedy="leave out what the message names: a target or an option, by engine.attention=native the attention, by "
-        "engine.channels_last=false the group norms, also with `trtconvert compile --set`; or build the bundle again with "
-        "another model.dtype or engine.backend in the recipe",
+        remedy="remove the target or the option that the message names; or set engine.attention=native or "
+        "engine.channels_last=false, also with `trtconvert compile --set`; or build the bundle again with another model.dtype or "
+        "engine.backend in the recipe",
     )
 
 
 def _monitor(trt: Any, watch: BuildWatcher, signals: DeferredSignals) -> Any:
     class Monitor(trt.IProgressMonitor):
-        """Progress of the outermost phases; a false step ends the build."""
+        """Reports progress. Returning False from a step ends the build."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -157,7 +157,7 @@ def _monitor(trt: Any, watch: BuildWatcher, signals: DeferredSignals) -> Any:
             self._phases: dict[str, tuple[str | None, int, int]] = {}
 
         def _share(self, phase: str) -> tuple[float, float]:
-            """Where a phase begins in the whole build, and how much of it one of its steps is."""
+            """Returns the start of the phase's next step and the width of a step, as shares of the build."""
             parent, steps, done = self._phases[phase]
             start, width = self._share(parent) if parent in self._phases else (0.0, 1.0)
             step = width / max(steps, 1)
@@ -171,7 +171,7 @@ def _monitor(trt: Any, watch: BuildWatcher, signals: DeferredSignals) -> Any:
                 parent, steps, _ = self._phases[phase_name]
                 self._phases[phase_name] = (parent, steps, step + 1)
                 watch.share(phase_name, self._share(phase_name)[0])
-            except Exception as error:  # must not cross into the library's C++ code; raised after the build
+            except Exception as error:  # must not cross C++ code: raised after the build
                 self.failure = error
             return self.failure is None and signals.caught is None
 

@@ -1,12 +1,10 @@
-"""How much of the plugin a denoiser's engine keeps: whole engines, with it at all sites, at some and at none, by their times.
+"""Chooses the fastest whole engine of a denoiser: with the plugin at all sites, at some, or at none.
 
-The comparison of `attention_choice` is one of attentions alone. In a whole network TensorRT's own attention costs less than
-alone, since it is fused with the layers around it, and a plugin stands between layers that would be fused: each site may be
-faster with the plugin, and the step slower. And the other way round: with plugins at all sites the layers between them can be
-plugins too (`lower_to_plugin`), so that the step may be the fastest although some sites are not (H200, SDXL's U-Net, whose 70
-sites of attention to the text are slower alone: 30.6 ms with the plugin at all 140 sites, 34.3 ms without).
+`attention_choice` times attention alone. In a whole network TensorRT fuses its own attention with the layers around it, and a
+plugin prevents fusions: each site may be faster with the plugin, and the step slower. The reverse happens too: with plugins at
+all sites the layers between them become plugins (`lower_to_plugin`), so that the step is faster although some sites are slower.
 
-Group norms that are plugins are so in all of these; the fastest is compared with an engine without any plugin in the end.
+Group norms are plugins in all of these engines. The fastest one is compared with an engine without plugins at the end.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from trtconvert.errors import TrtconvertError
 from trtconvert.export.nodes.attention import block_mask_of
 
 LayerKind = Literal["native", "plugin", "exact"]
-"""How INT8 layers are computed, see `EngineSection.layers`."""
+"""The way to compute INT8 layers, see `EngineSection.layers`."""
 
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """Device time of one call in microseconds, summed over the profiles' opt shapes: of the engine with the plugin, where it is
-    the mean over the timestep bins, and of the engine with TensorRT's own attention at every site."""
+    """Device time of one call in µs, summed over the profiles' opt shapes: of the engine with the plugin (the mean over the
+    timestep bins), and of the engine with TensorRT's own attention at every site."""
 
     plugin: float
     native: float
@@ -39,8 +37,7 @@ class EngineTimes:
 
 @dataclass(frozen=True)
 class PlainTimes:
-    """Device time of one call in microseconds, as in `EngineTimes`: of the fastest engine with plugins, for attention or for
-    group norms, and of TensorRT's own without any."""
+    """Device time of one call in µs, as in `EngineTimes`: of the fastest engine with plugins, and of the one without."""
 
     with_plugins: float
     plain: float
@@ -48,15 +45,14 @@ class PlainTimes:
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """A plan, and why it is the one.
+    """The chosen plan, with the times that decided.
 
     Attributes:
-        with_plugin: some site has the plugin.
-        native_sites: the sites at which TensorRT's own attention was the faster, alone or in the whole engine.
-        times: of the whole engines; None where they were not compared.
-        plain_times: None where they were not compared.
-        is_plain: it has no plugin, of attention or another layer, since the engine without any was the faster.
-        layers: how its INT8 layers are computed, where that was compared; layer_times: microseconds of a call by that.
+        with_plugin: whether a site has the plugin.
+        native_sites: sites with TensorRT's own attention.
+        times, plain_times: of the whole engines, None without a comparison.
+        is_plain: whether the engine has no plugin at all, since that was faster.
+        layers: the kind of its INT8 layers, "" without a comparison. layer_times: µs of a call by kind.
     """
 
     plan: bytes
@@ -76,14 +72,14 @@ class BuildWithLayers(Protocol):
 
 
 TimeEngine = Callable[[bytes, Mapping[float, int]], float]
-"""Microseconds of a call of a plan: the mean over timesteps, each weighed by the bins that it stands for."""
+"""Returns µs of a call of a plan: the mean over timesteps, weighted by their numbers of bins."""
 
 
 def distinct_bins(nodes: Iterable[ir.Node]) -> dict[float, int]:
-    """The timesteps at which an engine has to be timed, and how many bins each stands for.
+    """Returns the timesteps at which an engine must be timed, with the number of bins that each stands for.
 
-    Bins in which every node computes in the same mode take the same time, unless a node's block mask follows the timestep: the
-    middle of the first of them stands for all.
+    Bins with equal modes at all nodes take the same time, unless a block mask follows the timestep. The middle of the first such
+    bin stands for all.
 
     Args:
         nodes: `Int8Attention` nodes, all with the same bins.
@@ -104,19 +100,16 @@ def fastest_engine(
     time_engine: TimeEngine,
     watch: BuildWatcher,
 ) -> ChosenEngine:
-    """The fastest of several whole engines, by measurement.
+    """Builds and times whole engines, and returns the fastest.
 
-    The one with the plugin wherever that is the faster alone, the one with TensorRT's own attention at every site, the one with
-    the plugin at every site, and between these those with the plugin at the sites of some lengths only: where it saves most, and
-    then at each more that makes the engine faster. Where engines cannot be compared the fastest so far stays, and where the
-    first one cannot be built TensorRT's own attention; the watcher is told. Of all plans the fastest so far is kept, and no
-    other: each is as large as the model. In the end it is compared with the one without any plugin, which stays where no other
-    can be built.
+    The engines have the plugin where it is faster alone, at no site, at every site, and at the sites of some lengths: first where
+    it saves most, then at each further length that makes the engine faster. The last engine has no plugins at all. Engines that
+    cannot be built or timed are skipped with a notice. Only the fastest plan is kept: each is as large as the model.
 
     Args:
         nodes: `Int8Attention` nodes by their site.
-        build: a plan with TensorRT's own attention at some sites, the plugin at the others.
-        build_plain: a plan without any plugin; None where `build` gives that for all sites, as other layers have none.
+        build: builds a plan with TensorRT's own attention at the given sites, the plugin at the others.
+        build_plain: builds a plan without plugins. None if `build` with all sites does so.
         time_engine: times a plan.
     Raises:
         TrtconvertError, KeyboardInterrupt: no engine can be built.
@@ -139,14 +132,14 @@ def fastest_engine(
 def with_layers_that_build(
     kinds: Sequence[LayerKind], make: Callable[[LayerKind], ChosenEngine], watch: BuildWatcher
 ) -> tuple[ChosenEngine, Sequence[LayerKind]]:
-    """An engine with layers of the first kind that one can be built with. The watcher is told which kinds cannot be built.
+    """Returns an engine with the first kind of layers that can be built. Notifies about kinds that cannot.
 
     Args:
-        kinds: of layers, the preferred one first; make: an engine with layers of a kind.
+        kinds: of layers, the preferred one first. make: makes an engine with a kind of layers.
     Returns:
-        The engine, and its kind with those behind it.
+        The engine, and the kinds from its own on.
     Raises:
-        TrtconvertError, KeyboardInterrupt: no engine can be built with any of the kinds.
+        TrtconvertError, KeyboardInterrupt: no engine can be built.
     """
     for place, kind in enumerate(kinds[:-1]):
         try:
@@ -167,13 +160,11 @@ def with_fastest_layers(
     time_engine: TimeEngine,
     watch: BuildWatcher,
 ) -> ChosenEngine:
-    """An engine, or one with the same attention whose INT8 layers are computed in another way, where that is the faster.
+    """Returns the engine, or a faster one with the same attention and another kind of INT8 layers.
 
     Args:
         kinds: of layers; the engine has the first.
-        build: a plan with TensorRT's own attention at some sites, and layers of a kind.
-    Raises:
-        KeyboardInterrupt.
+        build: builds a plan with TensorRT's own attention at the given sites, and a kind of layers.
     """
     timed = _timer(time_engine, nodes)
     native = _names(engine.native_sites) if engine.with_plugin else list(nodes)
@@ -205,7 +196,6 @@ def _fastest_mix(
     timed: Callable[[bytes], float],
     watch: BuildWatcher,
 ) -> ChosenEngine:
-    """Of those with plugins, where there are any for other layers than attention."""
     if len(choice.native) == len(nodes):
         return ChosenEngine(build(list(nodes)), False, choice.native, None)
     try:
@@ -232,7 +222,7 @@ def _fastest_mix(
     del all_native
 
     def try_native(sites: list[NativeSite]) -> float:
-        """Microseconds with the plugin at the other sites."""
+        """Times an engine with TensorRT's own attention at the given sites, and keeps it if it is the fastest."""
         nonlocal fastest, times
         plan = build(_names(sites))
         us = timed(plan)
@@ -251,7 +241,7 @@ def _fastest_mix(
             names = {site.name for site in (*kept, *group)}
             others = [site for site in chain.from_iterable(choice.plugin) if site.name not in names]
             if not others:
-                break  # the engine that was built first
+                break  # equals the first engine
             us, where = try_native([*choice.native, *others]), f"{group[0].query_tokens} × {group[0].key_tokens} tokens"
             also = "too" if kept else "only"
             watch.share(f"with the plugin at {where} {also}, µs: {us:.0f}, before {before:.0f}", 0.0)
@@ -272,7 +262,7 @@ def _fastest_mix(
 def _unless_plain_is_faster(
     engine: ChosenEngine, build_plain: Callable[[], bytes], timed: Callable[[bytes], float], watch: BuildWatcher
 ) -> ChosenEngine:
-    """The engine, or the one without any plugin where that is the faster. Where they cannot be compared it stays."""
+    """Returns the engine, or the one without plugins if that is faster."""
     try:
         plain = build_plain()
         kept = timed(engine.plan) if engine.times is None else min(engine.times.plugin, engine.times.native)
@@ -291,7 +281,7 @@ def _unless_plain_is_faster(
 
 
 def _timer(time_engine: TimeEngine, nodes: Mapping[str, ir.Node]) -> Callable[[bytes], float]:
-    """Microseconds of a plan as the manifest keeps them: it must show the choice that was made."""
+    """Returns a timer of plans in µs, rounded as in the manifest, so that the manifest explains the choice."""
     bins = distinct_bins(nodes.values())
     return lambda plan: round(time_engine(plan, bins), 2)
 

@@ -20,24 +20,26 @@ from trtconvert.export.delta_caches import LAST
 from trtconvert.manifest_checks import CACHE
 
 ROTATION = 4
-"""Sets of inputs that take turns, so that none is read twice in a row. Caches are one set, see `denoiser_microseconds`."""
+"""Sets of inputs used in turn, so that none is in the GPU's cache. Caches are one set, see `denoiser_microseconds`."""
 
 _REMEDY = (
-    "end other programs on the GPU, or set engine.attention to plugin or native, which needs no timing, in the recipe or by "
+    "end other programs on the GPU, or set engine.attention to plugin or native, which need no timing, in the recipe or by "
     "`trtconvert compile --set`"
 )
 
 
 @contextmanager
 def timing_failures(what: str) -> Iterator[None]:
-    """Says what could not be timed where CUDA fails inside the block.
+    """Converts CUDA errors inside the block.
 
+    Args:
+        what: is timed, in words.
     Raises:
-        TrtconvertError: memory ran out, or the device refused; `what` names what was timed.
+        TrtconvertError: memory ran out, or CUDA failed.
     """
     try:
         yield
-    except RuntimeError as error:  # torch's word for what CUDA refuses, and the class of its other errors
+    except RuntimeError as error:  # includes OutOfMemoryError
         raise TrtconvertError(
             f"{what} could not be timed",
             expected=f"room on the GPU for {ROTATION} sets of inputs, and an engine that a CUDA graph can record",
@@ -47,12 +49,12 @@ def timing_failures(what: str) -> Iterator[None]:
 
 
 class EngineRunner:
-    """A plan, loaded for as long as this lives.
+    """A loaded plan.
 
     Args:
         trt: the bindings' module.
     Raises:
-        TrtconvertError: TensorRT does not load it.
+        TrtconvertError: TensorRT does not load the plan.
     """
 
     def __init__(self, trt: Any, plan: bytes) -> None:
@@ -67,14 +69,14 @@ class EngineRunner:
         self._outputs = [name for name in names if name not in self._inputs]
 
     def microseconds(self, feeds: Sequence[Mapping[str, Tensor]], profile: int = 0) -> float:
-        """Median device time of one call in µs, over calls that take the feeds in turn.
+        """Returns the median device time of one call in µs, over calls that use the feeds in turn.
 
         Args:
-            feeds: inputs on the GPU by name, all of one shape. What the engine has no input for is left out: without the
-                plugin it may have none for the timestep.
+            feeds: inputs on the GPU by name, all of one shape. Unknown names are ignored: without the plugin an engine may
+                lack the timestep.
             profile: index of the optimisation profile that holds their shapes.
         Raises:
-            TrtconvertError: the engine does not take them, or does not run.
+            TrtconvertError: the engine refuses the shapes, or does not run.
             RuntimeError: see `timing_failures`.
         """
         context = self._context
@@ -88,7 +90,6 @@ class EngineRunner:
         return device_microseconds([partial(self._enqueue, feed) for feed in feeds])
 
     def _room(self, name: str) -> Tensor:
-        """Bytes for an output, which nobody reads."""
         size = math.prod(self._context.get_tensor_shape(name)) * self._engine.get_tensor_dtype(name).itemsize
         return torch.empty(size, dtype=torch.uint8, device="cuda")
 
@@ -101,7 +102,7 @@ class EngineRunner:
     def _refused(self, problem: str) -> TrtconvertError:
         return TrtconvertError(
             problem,
-            expected="an engine that was built just now, to run on this GPU",
+            expected="an engine that runs on the GPU that built it",
             got=self._log.last(),
             remedy=_REMEDY,
         )
@@ -115,16 +116,16 @@ def denoiser_microseconds(
     plan: bytes,
     bins: Mapping[float, int],
 ) -> float:
-    """Device time of one call of a denoiser's engine in µs: the mean over timestep bins, summed over the profiles' opt shapes.
+    """Returns the device time of one call of a denoiser's engine in µs: the mean over bins, summed over the opt shapes.
 
-    Floating-point inputs are N(0, 1), others zeros, which are valid wherever they are indices. Layers that quantise deltas go on
-    from a step before, as nearly all steps do, and read their caches: one set for all calls, as caches may take gigabytes.
+    Floating-point inputs are N(0, 1), others zeros, which are valid indices. Layers that quantise deltas read their caches, as in
+    any step but the first: one set of caches for all calls, since caches may take gigabytes.
 
     Args:
         trt: the bindings' module.
-        inputs: the signature; timestep_input: which of them is the timestep.
+        inputs: the signature. timestep_input: name of the timestep.
         profiles: the engine's, in its order.
-        bins: timesteps to time at, and of how many bins each stands for the time.
+        bins: timesteps to time, and the number of bins that each stands for.
     Raises:
         TrtconvertError: the engine cannot be loaded or run, or memory ran out.
     """
@@ -132,7 +133,7 @@ def denoiser_microseconds(
         runner = EngineRunner(trt, plan)
         total = 0.0
         for index, dims in enumerate(profiles):
-            # A trajectory reads and writes two sets of caches in turn, and the engine's outputs are the second set here.
+            # The engine's outputs are the second set of caches.
             caches = {spec.name: _draw(spec, dims) for spec in inputs if spec.name.startswith(CACHE)}
             others = [spec for spec in inputs if spec.name not in caches]
             feeds = [caches | {spec.name: _draw(spec, dims) for spec in others} for _ in range(ROTATION)]

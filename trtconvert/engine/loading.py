@@ -11,16 +11,15 @@ from trtconvert.engine.signals import DeferredSignals
 
 
 def load_engine(trt: Any, log: Log, plan: bytes) -> tuple[Any, Any | None]:
-    """Load a plan onto the current device, and wait until it is there.
+    """Loads a plan onto the current device, and waits for the device.
 
-    TensorRT returns earlier. On a GPU that other programs use as well, an engine that was dropped right after loading, since
-    a check refused it or its user closed it, made every later CUDA call of the process fail with "unspecified launch failure"
-    (TensorRT 10.6, every time with eight programs on one GPU, never after the wait).
+    TensorRT returns earlier. Dropping an engine before the device is done made later CUDA calls fail with "unspecified launch
+    failure" on a shared GPU (TensorRT 10.6).
 
     Args:
-        trt: the bindings' module; log: hears why TensorRT refuses a plan.
+        trt: the bindings' module. log: receives TensorRT's reason for a refusal.
     Returns:
-        TensorRT's runtime, which has to outlive the engine, and the engine; None where TensorRT refuses the plan.
+        TensorRT's runtime, which must outlive the engine, and the engine, None if TensorRT refuses the plan.
     """
     with DeferredSignals(), log:
         runtime = trt.Runtime(log.logger)

@@ -1,8 +1,7 @@
-"""What TensorRT logs, for the messages of errors.
+"""Collects TensorRT's log for the messages of errors.
 
-A process has one logger. TensorRT keeps a single pointer, to that of the builder, runtime or refitter which was there first, and
-does not let go of it when that one goes while others live. Loggers that come and go with their engines left it pointing to
-nothing, and what was logged next without an engine, as by a look into the plugin registry, ended the process.
+A process has one logger that lives forever. TensorRT keeps a pointer to the logger of its first builder, runtime or refitter, and
+uses the pointer after that object is gone: a shorter-lived logger would crash the process.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ _MEMORY_WORDS = (
     "out of memory", "outofmemory", "mem_alloc", "memory allocation", "memoryallocation", "insufficient memory", "bad_alloc",
     "memory is insufficient", "enough free memory", "enough memory", "scratch memory", "workspace limit",
 )  # fmt: skip
-"""How the libraries' messages name a lack of memory; there is no code for it."""
+"""Phrases of the libraries for a lack of memory. There is no error code."""
 
 _KEPT_ERRORS = 100
-"""The latest of a log: an engine that runs for weeks may see many."""
+"""Kept errors of a log: an engine may run for weeks."""
 
 _LOGGERS: dict[type, Any] = {}
-"""Of each library by its class of loggers, for as long as the process lives."""
+"""The logger of each library, by its class of loggers."""
 _LOCK = threading.RLock()
-"""Of these, and of who listens. An engine may be let go of, and log, wherever the garbage collector runs: under the lock too."""
+"""Guards the loggers and their listeners. Reentrant: the garbage collector may free an engine, which logs, under the lock."""
 
 
 def lacks_memory(text: str) -> bool:
-    """Whether what a library logged is about memory that ran out."""
+    """Return whether a logged text is about a lack of memory."""
     return any(word in text.lower() for word in _MEMORY_WORDS)
 
 
 class Log:
-    """What one user of the library, a build or an engine, is told by the process's logger.
+    """The log of one build or engine.
 
-    Within `with log:` what the thread's calls log is for this one alone. What is logged by other threads, the library's own ones
-    too, is for all.
+    Inside `with log:` this log alone receives the messages of the thread. Messages of other threads, such as the library's own,
+    go to all logs.
 
     Attributes:
-        logger: the process's, to give to TensorRT.
-        errors: the latest; skipped: the latest warning of kernels for which memory does not suffice.
+        logger: of the process, for TensorRT.
+        errors: the latest errors. skipped: the latest warning of kernels that lack memory.
     """
 
     def __init__(self, logger: Any) -> None:
@@ -55,16 +54,16 @@ class Log:
         self.logger.heard_by.logs.pop()
 
     def last(self) -> str:
-        """The latest two errors."""
+        """Returns the latest two errors."""
         return "; ".join(self.errors[-2:]) or "no reason was logged"
 
     def text(self) -> str:
-        """All errors that are kept."""
+        """Returns all kept errors."""
         return "\n".join(self.errors)
 
 
 def make_log(trt: Any) -> Log:
-    """A log of one's own.
+    """Makes a log.
 
     Args:
         trt: the bindings' module of TensorRT or TensorRT-RTX.
@@ -78,7 +77,7 @@ def make_log(trt: Any) -> Log:
 
 
 class _HeardBy(threading.local):
-    """Logs that this thread's calls are heard by, the innermost last."""
+    """Stack of the logs of this thread."""
 
     def __init__(self) -> None:
         self.logs: list[Log] = []
@@ -86,7 +85,7 @@ class _HeardBy(threading.local):
 
 def _make_logger(trt: Any) -> Any:
     class Logger(trt.ILogger):
-        """Keeps errors for the message to the user instead of printing them."""
+        """Keeps errors for messages instead of printing them."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a library runs that calls back into Python."""
+"""Defers Ctrl-C while a library runs that calls back into Python."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 
 class DeferredSignals:
-    """Ctrl-C and SIGTERM inside the block wait for its end, where they do what they would have done. Where no Python handler is
-    set nothing changes: what the process ignores, as jobs in the background ignore Ctrl-C, stays ignored.
+    """Defers Ctrl-C and SIGTERM to the end of the block. Signals without a Python handler are not touched: ignored ones stay
+    ignored.
 
-    An exception that is raised in one of the library's callbacks crosses C++ code. That ends the process, or loses the exception,
-    as in TensorRT's loggers.
+    An exception in a callback of the library would cross C++ code, which ends the process or loses the exception.
 
     Attributes:
-        caught: the number of the last signal, None for none.
+        caught: number of the last signal, or None.
     """
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -29,9 +28,9 @@ class DeferredSignals:
         self.caught = number
 
     def __enter__(self) -> DeferredSignals:
-        # Python refuses it in other threads, and sends signals to this one only.
+        # Only the main thread may set handlers, and receives signals.
         if threading.current_thread() is threading.main_thread():
-            # Others raise nothing: a default ends the process, and None is a handler in C, which could not be put back.
+            # Defaults raise nothing, and a C handler (None) could not be restored.
             heeded = [number for number in self._NUMBERS if callable(signal.getsignal(number))]
             self._before = {number: signal.signal(number, self._keep) for number in heeded}
         return self

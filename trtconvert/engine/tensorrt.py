@@ -1,4 +1,4 @@
-"""TensorRT: engines whose attention is our INT8 plugin where that is the faster, built on the GPU that they are for."""
+"""TensorRT: builds engines on their GPU, with the INT8 attention plugin where it is faster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord, opt_sizes, unquantised_file
-from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, version_numbers
+from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, lowered_model, version_numbers
 from trtconvert.engine.builder import build_plan, tell_mixed
+from trtconvert.engine.driver import cuda_problem, device_architecture, device_name, driver_problem
+from trtconvert.engine.lowered_model import lowered
 from trtconvert.engine.timing_cache import timing_cache_path
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line, several
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, several
 from trtconvert.library import (
     REINSTALL,
-    compiled_architectures,
-    has_group_norm_kernel,
     has_linear_kernel,
     library_path,
     library_version,
     load_library,
-    serves,
 )
 from trtconvert.noise_input import at_place
 from trtconvert.recipe import EngineSection
@@ -45,14 +43,14 @@ _PLUGINS = (
     "Int8Attention", "ResidualNorm", "Linear", "GroupNorm", "ChannelsLastAdd", "QuantiseRows", "Int8Linear", "Int8ResidualNorm",
     "Int8GroupNorm", "Int8Conv", "QuantiseChangedRows",
 )  # fmt: skip
-"""The names of the plugin library's creators."""
+"""Names of the plugin library's creators."""
 
 
-# What is here ---------------------------------------------------------------------------------------------------------
+# Availability ----------------------------------------------------------------------------------------------------------
 
 
 def status() -> BackendStatus:
-    """Whether the bindings, the libraries, a GPU and our plugin are here."""
+    """Checks for the bindings, the libraries, a GPU and the plugin library."""
 
     def missing(detail: str, remedy: str) -> BackendStatus:
         return BackendStatus("tensorrt", _ATTENTION, False, detail, remedy)
@@ -66,130 +64,47 @@ def status() -> BackendStatus:
         return missing(failure, f"{_REMEDY}; bindings and libraries need the same version")
     try:
         mismatch = version_mismatch(trt)
-    except (OSError, AttributeError, LookupError, ValueError) as error:  # no such library, or no TensorRT's package
-        mismatch = f"{trt.__name__} is none that TensorRT's library can be found by: {error}"
+    except (OSError, AttributeError, LookupError, ValueError) as error:  # no such library, or a foreign package
+        mismatch = f"TensorRT's library cannot be found by the package {trt.__name__}: {error}"
     if mismatch:
-        return missing(mismatch, "install both of one version, and take others out of LD_LIBRARY_PATH")
+        return missing(mismatch, "install both in one version, and remove others from LD_LIBRARY_PATH")
     if library_path() is None:
         return missing("libtrtconvert.so, the plugin library, is not installed", REINSTALL)
     if problem := cuda_problem():
         return missing(
             f"torch cannot use the GPU: {problem}",
-            "update the NVIDIA driver, or install torch and TensorRT for the CUDA version that it has",
+            "update the NVIDIA driver, or install torch and TensorRT for the CUDA version of the driver",
         )
     return BackendStatus("tensorrt", _ATTENTION, True, trt.__version__)
 
 
 def _imported() -> tuple[Any | None, str]:
-    """TensorRT's Python module, or why none of those that are installed can be loaded; empty where none is installed."""
+    """Returns TensorRT's Python module, or None and why the installed ones fail, "" if none is installed."""
     failures = []
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name is no package
+        if spec is None or spec.origin is None:  # a folder is no package
             continue
         try:
             return importlib.import_module(name), ""
-        except Exception as error:  # a broken package, or another one of that name
+        except Exception as error:  # a broken or foreign package may raise anything
             failures.append(f"{name} cannot be loaded: {error}")
     return None, "; ".join(failures)
 
 
-def cuda_problem() -> str:
-    """Why GPUs cannot be used here, as with a driver older than CUDA; empty where they can.
-
-    TensorRT must not find out: its Runtime then ends the process. Whether a certain GPU has room is for its user to find out:
-    nothing is done on one here.
-    """
-    import torch
-
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # an assertion, where torch was built without CUDA
-        return first_line(error)
-    return ""
-
-
 def version_mismatch(trt: Any) -> str:
-    """How the versions of the bindings and of the library that they loaded differ; empty where they do not."""
+    """Returns how the versions of the bindings and of their library differ, "" if they are equal."""
     bindings_version = version_numbers(trt.__version__)
     loaded = ctypes.CDLL(f"libnvinfer.so.{bindings_version[0]}").getInferLibVersion()
     library_version = (loaded // 10_000, loaded // 100 % 100, loaded % 100)
     if library_version == bindings_version:
         return ""
     versions = [".".join(map(str, version)) for version in (bindings_version, library_version)]
-    return f"the Python bindings are of TensorRT {versions[0]}, the library that they load is {versions[1]}"
-
-
-def device_architecture() -> str | None:
-    """Architecture of the first GPU, like "sm90", through the driver, without torch; None where there is no GPU."""
-    first = _first_gpu()
-    if first is None:
-        return None
-    driver, device = first
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-    for value, attribute in ((major, 75), (minor, 76)):
-        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
-            return None
-    return f"sm{major.value}{minor.value}"
-
-
-def device_name() -> str:
-    """Name of the first GPU, like "NVIDIA H200"; empty where there is none."""
-    first = _first_gpu()
-    if first is None:
-        return ""
-    driver, device = first
-    name = ctypes.create_string_buffer(256)
-    return "" if driver.cuDeviceGetName(name, len(name), device) else name.value.decode(errors="replace")
-
-
-def driver_problem() -> tuple[str, str] | None:
-    """Why the driver gives no GPU, and what can be done; None where it gives one."""
-    driver, _, failure = _asked_driver()
-    if driver is not None and failure == 0:
-        return None
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if driver is None or failure in (_NO_DEVICE, _INVALID_DEVICE):
-        if driver is not None and hidden is not None:
-            return (
-                f"no NVIDIA GPU, with CUDA_VISIBLE_DEVICES={hidden!r}",
-                "name a GPU in CUDA_VISIBLE_DEVICES, or unset it",
-            )
-        return (
-            "no NVIDIA GPU",
-            "run `trtconvert compile BUNDLE` on the machine that it is for; bundles are built without one",
-        )
-    words = ctypes.c_char_p()
-    driver.cuGetErrorString(failure, ctypes.byref(words))
-    return (
-        f"the NVIDIA driver fails with error {failure}: {(words.value or b'unknown').decode(errors='replace')}",
-        "see whether nvidia-smi works; after an update of the driver restart the machine, and in a container give it the GPU",
-    )
-
-
-_NO_DEVICE, _INVALID_DEVICE = 100, 101
-"""CUDA_ERROR_NO_DEVICE, CUDA_ERROR_INVALID_DEVICE."""
-
-
-def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
-    """The driver, and its handle of the first GPU."""
-    driver, device, failure = _asked_driver()
-    return None if driver is None or failure else (driver, device)
-
-
-def _asked_driver() -> tuple[ctypes.CDLL | None, ctypes.c_int, int]:
-    """The driver, None where there is none; its handle of the first GPU; and its error."""
-    device = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None, device, 0
-    return driver, device, driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    return f"the Python bindings are of TensorRT {versions[0]}, their library is {versions[1]}"
 
 
 def bindings() -> Any:
-    """TensorRT's Python module.
+    """Returns TensorRT's Python module.
 
     Raises:
         BackendUnavailable: see `status`.
@@ -206,14 +121,14 @@ def bindings() -> Any:
 
 
 def load() -> Any:
-    """TensorRT's Python module, with our plugin registered, for building. Plans carry the plugin library themselves.
+    """Returns TensorRT's Python module with the plugins registered for building. Plans carry the plugin library themselves.
 
     Raises:
         BackendUnavailable: see `status`.
-        TrtconvertError: the plugin library is there and cannot be registered.
+        TrtconvertError: the plugin library cannot be registered.
     """
     trt = bindings()
-    load_library()  # says what it lacks where it does not load; the registry only refuses
+    load_library()  # raises with the reason; the registry would only refuse
     registry = trt.get_plugin_registry()
 
     def lacking() -> list[str]:
@@ -223,8 +138,8 @@ def load() -> Any:
         raise TrtconvertError(
             f"the plugin library {library_path()} cannot be registered",
             expected=f"a library that TensorRT {trt.__version__} loads, with the plugins {', '.join(_PLUGINS)}",
-            got=f"a refusal by its plugin registry, or an older library: {', '.join(lacking())} not there",
-            remedy=f"{REINSTALL}; then run it anew",
+            got=f"a refusal, or an older library without {', '.join(lacking())}",
+            remedy=f"{REINSTALL}; then run the command again",
         )
     return trt
 
@@ -235,20 +150,20 @@ def load() -> Any:
 def build_engine(
     name: str, component: ComponentRecord, onnx: Path, options: EngineSection, watch: BuildWatcher
 ) -> BuiltEngine:
-    """An engine of a bundle's component for this machine's GPU.
+    """Builds the engine of a bundle's component for this machine's GPU.
 
-    Each site of a denoiser gets the plugin or TensorRT's own attention, as `options.attention` says, and its group norms become
-    plugins either way, as `options.channels_last` says, unless by `auto` an engine without any plugin is the faster. The plan
-    holds the plugin library where it has one. Other components have no sites and keep TensorRT's layers.
+    `options.attention` chooses the plugin or TensorRT's own attention for each site of a denoiser, and `options.channels_last`
+    makes its group norms plugins. With `auto` an engine without plugins may win. Plans with plugins hold the plugin library.
+    Other components keep TensorRT's layers.
 
     Args:
         name: of the component.
-        onnx: the model as it is exported, a denoiser's with `Int8Attention` nodes.
+        onnx: the exported model, a denoiser's with `Int8Attention` nodes.
     Raises:
-        BackendUnavailable: see `load`; or the plugin library has no kernels for this GPU, and the plugin was asked for.
+        BackendUnavailable: see `load`; or the recipe asks for the plugin, and the library has no kernels for this GPU.
         TrtconvertError, KeyboardInterrupt: see `load` and `build_plan`.
-        UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, or the disk of the temporary
-            folder is full; or 16-bit layers are asked for, and layers quantise deltas.
+        UserError: a denoiser has no `Int8Attention` node, a weight lies outside the model's folder, the disk of the temporary
+            folder is full, or the options ask for 16-bit layers where layers quantise deltas.
     """
     import torch
 
@@ -271,7 +186,7 @@ def build_engine(
             "layers that quantise deltas have no engine of 16-bit layers",
             expected="engine.refittable: false, and engine.layers: auto, plugin or native",
             got=asked,
-            remedy="leave that out; or build the bundle with layers.modiff: false",
+            remedy="remove that option; or build the bundle with layers.modiff: false",
         )
     profiles = component.profiles or [component.dims]
     model = storage.load(onnx)
@@ -285,9 +200,9 @@ def build_engine(
         return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watch)
 
     in_int8 = component.has_int8_layers and options.layers != "exact" and not options.refittable
-    if in_int8 and (lacking := _against_plugins(options)):
+    if in_int8 and (lacking := lowered_model.against_plugins(options)):
         tell_mixed(component, f"the plugin library has {lacking}", watch)
-    against = _against_channels_last(options)
+    against = lowered_model.against_channels_last(options)
     with_group_norms = bool(nodes) and options.channels_last and has_group_norms(model)
     if with_group_norms and against:
         watch.notice(f"group norms stay TensorRT's own, with copies around them: {against}")
@@ -326,7 +241,7 @@ def build_engine(
     native = [site.name for site in engine.native_sites] if engine.with_plugin else list(nodes)
     built = lowered(model, native, chosen, profiles)
     if chosen.layers == "plugin" and not options.refittable:
-        _tell_convs(_convs_in_16_bits(model, chosen, profiles), watch)
+        _tell_convs(lowered_model.convs_in_16_bits(model, chosen, profiles), watch)
     record = EngineRecord.of(name, "tensorrt", trt.__version__, str(device_architecture()), device_name()).model_copy(
         update={
             "attention": "plugin" if engine.with_plugin else "native",
@@ -351,22 +266,22 @@ def build_engine(
 
 
 def _with_norms_of(engine: ChosenEngine, options: EngineSection) -> EngineSection:
-    """The options, with group norms as an engine has them."""
+    """Returns the options with the group norms of the engine."""
     return options.model_copy(update={"channels_last": options.channels_last and not engine.is_plain})
 
 
 def _layer_kinds(
     component: ComponentRecord, model: ir.Model, onnx: Path, options: EngineSection, watch: BuildWatcher
 ) -> list[LayerKind]:
-    """How a component's INT8 layers may be computed here: what is built, and what it is compared with where engines are timed.
+    """Returns the ways to compute the component's INT8 layers, the preferred one first. Timed builds compare all of them.
 
-    In U-Nets nearly all layers lie beside plugins, where ours are the faster; elsewhere TensorRT's, which fuse more. Refittable
-    engines have ours, whose weights can be replaced, where the bundle keeps what they are quantised from.
+    In U-Nets nearly all layers are next to plugins, and plugin layers are faster; elsewhere TensorRT's layers fuse more.
+    Refittable engines use plugin layers if the bundle keeps the unquantised weights.
     """
     from trtconvert.export.lowering import can_fuse_deltas, has_group_norms
 
-    if component.caches:  # engines without these have other inputs
-        lacking = _against_plugins(options)
+    if component.caches:
+        lacking = lowered_model.against_plugins(options)
         ours = can_fuse_deltas(model) and not lacking
         if options.layers == "auto":
             return ["plugin", "native"] if ours else ["native"]
@@ -374,7 +289,7 @@ def _layer_kinds(
             why = (
                 f"the plugin library has {lacking}"
                 if lacking
-                else "our kernels take linear layers with FP16 caches alone"
+                else "our kernels support only linear layers with FP16 caches"
             )
             watch.notice(f"deltas are quantised by Q/DQ: {why}")
         return [options.layers]
@@ -394,23 +309,20 @@ def _layer_kinds(
 
 
 def _against_new_weights(component: ComponentRecord, model: ir.Model, onnx: Path, options: EngineSection) -> str:
-    """Why no INT8 layer of a refittable engine can be quantised anew; empty where one can."""
+    """Returns why no INT8 layer of a refittable engine can be requantised, "" if one can."""
     from trtconvert.export.lowering import refittable_layers
 
     if not unquantised_file(onnx).is_file():
-        return (
-            "the bundle does not keep what they were quantised from, for other weights to be quantised as well; build it with "
-            "engine.refittable: true"
-        )
-    if lacking := _against_plugins(options):
+        return "the bundle does not keep their unquantised weights, which new weights need; build it with engine.refittable: true"
+    if lacking := lowered_model.against_plugins(options):
         return f"the plugin library has {lacking}, not for {_gpus(options)}"
     if not refittable_layers(model, opt_sizes(component.profiles or [component.dims])):
-        return "none is of a type, and of a size that is known, for which our kernels gain"
+        return "our kernels are not faster for any layer of known size and type"
     return ""
 
 
 def _shapes_by_name(model: ir.Model) -> dict[str, list[int]]:
-    """Shapes of the weights of more than one dimension, by their names in refittable engines."""
+    """Returns the shapes of weights of two or more dimensions, by their names in refittable engines."""
     from trtconvert.export.lowering import expand_layers
 
     model = model.clone()
@@ -419,30 +331,21 @@ def _shapes_by_name(model: ir.Model) -> dict[str, list[int]]:
     return {name: list(shape.numpy()) for name, shape in weights.items() if shape is not None and len(shape) > 1}
 
 
-def _against_channels_last(options: EngineSection) -> str:
-    """Why a denoiser's engine has no plugins for group norms, whatever `channels_last` says; empty where it can have them."""
-    if options.refittable:
-        return "engine.refittable keeps weights as they are named"
-    if options.hardware_compatible:
-        return "not every GPU that engine.hardware_compatible asks for has a kernel for them"
-    return "" if has_group_norm_kernel() else "the plugin library has no kernel for them on this GPU"
-
-
 def _attention_here(options: EngineSection, watch: BuildWatcher) -> Literal["auto", "plugin", "native"]:
-    """Which attention was asked for, or TensorRT's own where the plugin library has no kernels for the engine's GPUs.
+    """Returns the requested attention, or "native" where the plugin library has no kernels for the engine's GPUs.
 
     Raises:
-        BackendUnavailable: it has none, and the plugin was asked for by name.
+        BackendUnavailable: the library has no kernels, and the recipe asks for the plugin by name.
     """
-    against = _against_plugins(options)
+    against = lowered_model.against_plugins(options)
     if options.attention == "native" or not against:
         return options.attention
     if options.attention == "plugin":
         raise BackendUnavailable(
-            "the INT8 plugin does not run where the engine shall run",
+            "the INT8 plugin does not run on the engine's GPUs",
             expected=f"a plugin library with kernels for {_gpus(options)}",
             got=against,
-            remedy="compile the library for it (TRTCONVERT_CUDA_ARCHITECTURES; sm80 is the oldest), or set engine.attention "
+            remedy="compile the library for them (TRTCONVERT_CUDA_ARCHITECTURES; sm80 is the oldest), or set engine.attention "
             "to native",
         )
     watch.notice(
@@ -452,29 +355,14 @@ def _attention_here(options: EngineSection, watch: BuildWatcher) -> Literal["aut
 
 
 def _gpus(options: EngineSection) -> str:
-    """Those that an engine shall run on."""
-    here = str(device_architecture())
-    return "sm80 and later, which engine.hardware_compatible asks for" if options.hardware_compatible else here
-
-
-def _convs_in_16_bits(model: ir.Model, options: EngineSection, profiles: Sequence[Dims]) -> dict[str, str]:
-    """The INT8 convolutions that an engine with our layers has in 16 bits, and why."""
-    from trtconvert.export.lowering import left_convs
-    from trtconvert.export.nodes.attention import attention_nodes
-    from trtconvert.export.nodes.layers import CONV, layer_nodes
-
-    names = [name for name, node in layer_nodes(model).items() if node.op_type == CONV]
-    if not names:
-        return {}
-    if not attention_nodes(model) or not options.channels_last:
-        return dict.fromkeys(names, "in an engine whose group norms are TensorRT's own")
-    if against := _against_channels_last(options) or ("" if has_linear_kernel() else "no INT8 kernel on this GPU"):
-        return dict.fromkeys(names, f"without group norms that give INT8: {against}")
-    return left_convs(model, opt_sizes(profiles))
+    """Returns the engine's GPUs in words."""
+    if options.hardware_compatible:
+        return "sm80 and later, which engine.hardware_compatible asks for"
+    return str(device_architecture())
 
 
 def _tell_convs(left: Mapping[str, str], watch: BuildWatcher) -> None:
-    """Say which INT8 convolutions an engine has in 16 bits, and why."""
+    """Notifies about INT8 convolutions that the engine computes in 16 bits, by reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in left.items():
         by_reason.setdefault(reason, []).append(name)
@@ -482,104 +370,6 @@ def _tell_convs(left: Mapping[str, str], watch: BuildWatcher) -> None:
         watch.notice(
             f"convolutions in 16 bits, with the weights that INT8 holds: {len(names)} {reason}: {several(names, 3)}"
         )
-
-
-def _against_plugins(options: EngineSection) -> str:
-    """Which kernels the plugin library has, where none serves the GPUs that an engine shall run on; else empty."""
-    compiled, here = compiled_architectures(), device_architecture()
-    wanted = "sm80" if options.hardware_compatible else here
-    if wanted is not None and serves(wanted, compiled):
-        return ""
-    return f"kernels for {', '.join(f'sm_{name}' for name in compiled)}"
-
-
-def lowered(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> ir.Model:
-    """A copy of an exported model for TensorRT on this GPU: some sites with its own attention, the others with the plugin.
-
-    Refittable engines keep their projections as they are: a weight is replaced by the name that it has in the state dict. Some of
-    their INT8 layers are plugins, see `refittable_layers`, and the others 16-bit products.
-
-    Args:
-        native: the names of the sites with TensorRT's own attention. A model without any site is no denoiser, and keeps its
-            group norms.
-    Raises:
-        UserError: the model has no site of one of the names.
-    """
-    from trtconvert.export.lowering import timesteps_kept
-
-    model = model.clone()
-    with timesteps_kept(model):
-        _lower(model, native, options, profiles)
-    # Nodes that read the timestep stand where what they replace stood, which may be before that is known.
-    model.graph.sort()
-    return model
-
-
-def _lower(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> None:
-    """See `lowered`; in place."""
-    from trtconvert.export.lowering import (
-        expand_layers,
-        fuse_deltas,
-        fuse_few_row_layers,
-        fuse_group_norms,
-        fuse_int8_convs,
-        fuse_mixed_layers,
-        fuse_refittable_layers,
-        has_deltas,
-        lower_deltas,
-        lower_to_native,
-        lower_to_plugin,
-        multiply_patches,
-        quantise_products,
-        refittable_layers,
-        split_modulations,
-        split_products,
-    )
-    from trtconvert.export.nodes.attention import attention_nodes
-    from trtconvert.export.nodes.layers import layer_nodes
-
-    of_deltas = has_deltas(model)
-    # First: rewrites look for products.
-    if options.refittable and options.layers == "plugin" and not _against_plugins(options):
-        ours = refittable_layers(model, opt_sizes(profiles))
-        others = layer_nodes(model).keys() - ours
-        in_int8 = expand_layers(model, exact=others, offsets=True, refittable=True)
-    else:
-        exact: bool | Collection[str] = options.layers == "exact" or options.refittable
-        if not exact and options.layers == "plugin":
-            exact = _convs_in_16_bits(model, options, profiles).keys()
-        in_int8 = expand_layers(model, exact=exact, offsets=options.layers == "plugin" and not of_deltas)
-    # Of group norms and of linear layers there are kernels for some GPUs only.
-    if attention_nodes(model) and options.channels_last and not _against_channels_last(options):
-        fuse_group_norms(model)
-        if options.layers == "plugin" and has_linear_kernel():
-            fuse_int8_convs(model, opt_sizes(profiles))
-    if native:
-        lower_to_native(model, native)
-    if attention_nodes(model):
-        with_linear = not options.hardware_compatible and has_linear_kernel()
-        lower_to_plugin(
-            model,
-            refittable=options.refittable,
-            linear_profiles=opt_sizes(profiles) if with_linear else (),
-            int8_layers=options.layers == "plugin",
-        )
-    if not options.refittable:
-        split_products(model)
-        split_modulations(model)
-        multiply_patches(model)
-    elif in_int8:
-        fuse_refittable_layers(model, opt_sizes(profiles))
-    if in_int8 and not options.refittable and options.layers != "exact" and not _against_plugins(options):
-        fuse_few_row_layers(model, opt_sizes(profiles))
-        fuse_mixed_layers(model)
-    if options.layers == "plugin" and not _against_plugins(options):
-        fuse_deltas(model)
-    # Beside plugins Q/DQ gains nothing: what our kernels do not take stays in 16 bits. But linear layers beside those that
-    # quantise deltas are INT8 whoever computes these.
-    if options.layers != "plugin" or of_deltas:
-        quantise_products(model)
-    lower_deltas(model)
 
 
 def build_lowered(
@@ -591,13 +381,13 @@ def build_lowered(
     options: EngineSection,
     watch: BuildWatcher,
 ) -> bytes:
-    """A serialized engine for this machine's GPU, from a model as `lowered` gives it.
+    """Builds a serialized engine for this machine's GPU from a model of `lowered`.
 
-    The plan holds the plugin library where it needs it, so that it runs where no trtconvert is installed.
+    A plan with plugins holds the plugin library, and runs without trtconvert.
 
     Args:
-        trt: what `load` gave.
-        model: weights that it holds may go to a temporary file (see `storage.for_parser`).
+        trt: TensorRT's module, see `load`.
+        model: its weights may move to a temporary file, see `storage.for_parser`.
         path: of the model, for messages.
     Raises:
         UserError: the disk of the temporary folder is full.
@@ -613,7 +403,7 @@ def build_lowered(
 
     import torch
 
-    torch.cuda.empty_cache()  # what timings have left there is room for the builder
+    torch.cuda.empty_cache()  # frees the memory of timings for the builder
     with storage.for_parser(model) as content:
         return build_plan(
             trt,
@@ -629,11 +419,11 @@ def build_lowered(
 
 
 _TIMED_RUNS = 8
-"""Of each kernel that TensorRT chooses among, averaged, as in its trtexec. Its default of one leaves more to chance."""
+"""Averaged timings of each kernel, as in trtexec. TensorRT's default is one, which is noisier."""
 
 
 def apply_options(trt: Any, config: Any, options: EngineSection) -> None:
-    """Set on a builder's configuration what the recipe's engine section asks for."""
+    """Applies the recipe's engine section to a builder's configuration."""
     if options.workspace_mb is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mb << 20)
     config.builder_optimization_level = options.optimization_level
@@ -649,22 +439,22 @@ def apply_options(trt: Any, config: Any, options: EngineSection) -> None:
         config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
 
 
-# Which attention ------------------------------------------------------------------------------------------------------
+# Choice of attention --------------------------------------------------------------------------------------------------
 
 
 def choose_alone(
     trt: Any, model: ir.Model, profiles: Sequence[Dims], options: EngineSection, watch: BuildWatcher
 ) -> Choice:
-    """Which attention is the faster at each site of an exported model, timed alone on this GPU.
+    """Finds the faster attention of each site, timed alone on this GPU.
 
     Raises:
-        TrtconvertError: an engine that is timed cannot be built, or memory ran out.
+        TrtconvertError: a timed engine cannot be built, or memory ran out.
     """
     from trtconvert.engine.attention_choice import AttentionCase, CaseTimes, choose, site_plans
     from trtconvert.engine.attention_timer import AttentionTimer
     from trtconvert.export.nodes.attention import attention_nodes
 
-    # An engine of one node has no weights to replace or to stream.
+    # An engine of one node has no weights.
     speed = options.model_copy(update={"refittable": False, "weight_streaming": False})
 
     def build_one(one: ir.Model) -> bytes:
@@ -686,13 +476,13 @@ def choose_alone(
 
     plans = site_plans(model, profiles)
     if unknown := [site for site in attention_nodes(model) if site not in plans]:
-        watch.notice(f"the graph does not tell the sizes of {', '.join(unknown)}: not timed, INT8 there")
+        watch.notice(f"the sizes of {', '.join(unknown)} are unknown: they are not timed, and get the INT8 plugin")
     return choose(plans, timed)
 
 
 @dataclass(frozen=True)
 class _NoticesOf:
-    """A watcher of builds that are steps of another one: only their notices are passed on."""
+    """A watcher of inner builds: passes only notices on."""
 
     watch: BuildWatcher
 

@@ -1,7 +1,7 @@
-"""TensorRT-RTX: engines for RTX GPUs, built ahead of time on a machine without any.
+"""TensorRT-RTX: engines for RTX GPUs, built on a machine without a GPU.
 
-It hosts no plugins, so its attention is the `native` lowering in the model's own precision, which it fuses, and INT8 layers are
-products between Q/DQ, of which it makes INT8 kernels.
+TensorRT-RTX hosts no plugins. Its attention is the `native` lowering in the model's precision, and INT8 layers are products
+between Q/DQ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTENTION = "native: the model's precision"
 
 
 def status() -> BackendStatus:
-    """Whether both wheels are installed, are of one version, and load."""
+    """Checks that both wheels are installed in one version, and load."""
 
     def missing(detail: str) -> BackendStatus:
         return BackendStatus("tensorrt_rtx", _ATTENTION, False, detail, _REMEDY)
@@ -36,7 +36,7 @@ def status() -> BackendStatus:
         version = str(importlib.import_module("tensorrt_rtx_bindings").__version__)
     except (ImportError, OSError, AttributeError) as error:
         return missing(f"tensorrt_rtx_bindings cannot be loaded: {error}")
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # packages of other names hold the modules
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # packages with other names
         libraries = importlib.metadata.version(modules["tensorrt_rtx_libs"])
         if libraries != version:
             return missing(f"the Python bindings are of TensorRT-RTX {version}, the libraries {libraries}")
@@ -46,12 +46,11 @@ def status() -> BackendStatus:
 def build_engine(
     name: str, component: ComponentRecord, onnx: Path, options: EngineSection, target: str, watch: BuildWatcher
 ) -> BuiltEngine:
-    """An engine of a bundle's component for one target.
+    """Builds an engine of a bundle's component for one target.
 
     Args:
         name: of the component.
-        onnx: the model lowered to native attention, its INT8 layers to Q/DQ. The parser ends the process when it meets a
-        plugin's node.
+        onnx: the model with native attention and Q/DQ. A plugin's node would make the parser end the process.
         target: "sm75", "sm80", "sm86", "sm89" or "sm120".
     Raises:
         TrtconvertError, KeyboardInterrupt: see `build_plan`.

@@ -1,4 +1,4 @@
-"""TensorRT's timing cache: what earlier builds measured of each kernel on this GPU, so that later builds need not."""
+"""TensorRT's timing cache: kernel timings of earlier builds on this GPU."""
 
 from __future__ import annotations
 
@@ -15,30 +15,26 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def timing_cache_path(gpu: str, version: str) -> Path | None:
-    """Where the timings of one kind of GPU and one version of TensorRT are kept; None for a user without a cache folder."""
+    """Returns the file for a GPU and a version of TensorRT, None without a cache folder."""
     return timing_path(f"{gpu} tensorrt {version}", ".cache")
 
 
 def load_timings(config: Any, path: Path, notice: Callable[[str], None]) -> None:
-    """Give a builder's configuration the timings of earlier builds. Where there are none, or none that can be used, it
-    starts without, after a notice in the second case.
-    """
+    """Loads the timings of earlier builds into a builder's configuration. Notifies about unusable timings and starts empty."""
     if not config.set_timing_cache(config.create_timing_cache(_read(path, notice)), False):
         notice(
-            f"the timing cache {path} belongs to another GPU or TensorRT: it is left out, and this build takes longer"
+            f"the timing cache {path} belongs to another GPU or TensorRT: it is not used, and this build takes longer"
         )
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
 def store_timings(config: Any, path: Path, notice: Callable[[str], None]) -> None:
-    """Add what this build has measured to the file. Builds that end at the same time lose nothing of each other; where the
-    file cannot be written there is a notice.
-    """
+    """Merges the timings of this build into the file, under a lock. Notifies if the file cannot be written."""
     cache = config.get_timing_cache()
     try:
         with one_at_a_time(path):
             if stored := _read(path, notice):
-                # False where the stored one belongs to another GPU: it is replaced.
+                # Fails for the cache of another GPU, which is replaced.
                 cache.combine(config.create_timing_cache(stored), False)
             content = bytes(cache.serialize())
             with whole_file(path) as partial:
@@ -48,7 +44,7 @@ def store_timings(config: Any, path: Path, notice: Callable[[str], None]) -> Non
 
 
 def _read(path: Path, notice: Callable[[str], None]) -> bytes:
-    """The cache in a file, empty where there is none. The library does not check what it is given, so the digest does."""
+    """Reads the cache of a file, empty if there is none. TensorRT does not check caches: the digest does."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -58,6 +54,6 @@ def _read(path: Path, notice: Callable[[str], None]) -> bytes:
         return b""
     digest, cache = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(cache).digest() != digest:
-        notice(f"the timing cache {path} is damaged: it is dropped, and this build takes longer")
+        notice(f"the timing cache {path} is damaged: it is not used, and this build takes longer")
         return b""
     return cache

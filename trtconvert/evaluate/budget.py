@@ -11,7 +11,8 @@ from trtconvert.recipe import PlanSection
 
 
 def load_budget(section: PlanSection) -> Budget:
-    """
+    """Returns the figures with their limits.
+
     Raises:
         UserError: a package is missing, or weights are missing or unfit.
     """

@@ -1,4 +1,4 @@
-"""Geometry and colours of the report's charts. The template draws them; nothing here knows of HTML."""
+"""Geometry and colours of the report's charts. The template draws them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtconvert.linear.modes import LayerMode
 
 ERROR_RAMP = ("#fff4e8", "#fddcb0", "#f8b06a", "#de7431", "#9c3d10")
 RANGE_RAMP = ("#eef5fb", "#c9def0", "#86b6dd", "#3f82bd", "#164e86")
-"""Light to dark, each with a lightness that falls evenly, so that they also read in grey and with colour blindness."""
+"""Light to dark in even steps of lightness: readable in grey and with colour blindness."""
 
 MODE_FILLS = {
     Mode.FP16: "#e3e6ea",
@@ -30,15 +30,15 @@ LAYER_FILLS = {
 }
 
 DARK_INK, LIGHT_INK = "#000000", "#ffffff"
-"""Black and white: one of them has at least 4.5 : 1 on any colour, which off-black has not."""
+"""Black or white has a contrast of at least 4.5 : 1 on any colour."""
 
 EXACT_DB = 119.9
-"""From here on a PSNR stands for equality: `verify.psnr` ends at 120 dB."""
+"""PSNR from here on means equality: `verify.psnr` ends at 120 dB."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One field of a heat map: its text, its colour and a colour that can be read on it."""
+    """One field of a heat map: text, colour, and colour of the text."""
 
     text: str
     fill: str
@@ -50,8 +50,8 @@ class HeatMap:
     """Sites or layers by timestep bins.
 
     Attributes:
-        columns: heads of the columns; rows: the name of the site or layer and its cells.
-        legend: colours with their meaning, from left to right.
+        columns: heads of the columns. rows: name of the site or layer, and cells.
+        legend: colours and their meaning, from left to right.
     """
 
     columns: Sequence[str]
@@ -68,13 +68,13 @@ def heat_map(
     log: bool = False,
     inverted: bool = False,
 ) -> HeatMap:
-    """Coloured numbers.
+    """Returns a heat map of numbers.
 
     Args:
-        values: site or layer: a number per column, None where nothing was seen.
-        ramp: colours from the smallest to the largest value; the other way round if `inverted`.
-        form: a number as text.
-        log: colours follow the logarithm; values are positive then.
+        values: by site or layer, a number per column, or None.
+        ramp: colours from the smallest to the largest value, reversed if `inverted`.
+        form: formats a number.
+        log: colours follow the logarithm of positive values.
     """
     scale = math.log if log else float
     known = [value for row in values.values() for value in row if value is not None]
@@ -96,12 +96,12 @@ def heat_map(
 
 
 def mode_map(modes: Mapping[str, Sequence[int]], columns: Sequence[str]) -> HeatMap:
-    """Which precision each site has at each time."""
+    """Returns the mode of each site by timestep bin."""
     return _named_map(modes, columns, {int(mode): (mode.name.lower(), fill) for mode, fill in MODE_FILLS.items()})
 
 
 def layer_mode_map(modes: Mapping[str, Sequence[int]], columns: Sequence[str]) -> HeatMap:
-    """How each layer computes at each time."""
+    """Returns the mode of each layer by timestep bin."""
     return _named_map(modes, columns, {int(mode): (mode_name(mode), fill) for mode, fill in LAYER_FILLS.items()})
 
 
@@ -117,7 +117,7 @@ def _named_map(
 
 
 def blend(ramp: Sequence[str], share: float) -> str:
-    """The colour at a share, 0 to 1, of the way through a ramp of #rrggbb colours."""
+    """Returns the colour at a share, 0 to 1, of a ramp of #rrggbb colours."""
     position = min(max(share, 0.0), 1.0) * (len(ramp) - 1)
     index = min(int(position), len(ramp) - 2)
     weight = position - index
@@ -126,13 +126,13 @@ def blend(ramp: Sequence[str], share: float) -> str:
 
 
 def ink_on(fill: str) -> str:
-    """Dark or light, whichever contrasts more with a colour (WCAG 2.2's relative luminance)."""
+    """Returns the ink with more contrast on a colour (WCAG 2.2)."""
     dark, light, here = (luminance(colour) for colour in (DARK_INK, LIGHT_INK, fill))
     return DARK_INK if (here + 0.05) / (dark + 0.05) >= (light + 0.05) / (here + 0.05) else LIGHT_INK
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of #rrggbb, 0 to 1 (WCAG 2.2)."""
+    """Returns the relative luminance of #rrggbb, 0 to 1 (WCAG 2.2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (x / 255 for x in _channels(colour))]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -146,11 +146,11 @@ def _channels(colour: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Frame:
-    """A chart's area in its own units, and the ticks around it.
+    """A chart's area and its ticks, in units of the SVG.
 
     Attributes:
-        width, height: of everything; left, top, right, bottom: edges of the area.
-        xticks, yticks: place along the axis, and text.
+        width, height: of the whole chart. left, top, right, bottom: edges of the area.
+        xticks, yticks: position on the axis, and text.
     """
 
     width: int
@@ -163,20 +163,21 @@ class Frame:
     yticks: Sequence[tuple[float, str]] = ()
 
     def x(self, share: float) -> float:
-        """The place at a share of the way from left to right."""
+        """Returns the position at a share of the width, from the left."""
         return self.left + (self.right - self.left) * share
 
     def y(self, share: float) -> float:
-        """The place at a share of the way from bottom to top."""
+        """Returns the position at a share of the height, from the bottom."""
         return self.bottom - (self.bottom - self.top) * share
 
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves in a frame: each a class for its colour, a name, and the points of an SVG polyline.
+    """Curves in a frame.
 
     Attributes:
-        axis: what the horizontal axis shows; description: what the chart shows, for those who do not see it.
+        axis: title of the horizontal axis. description: for screen readers.
+        lines: by curve, the class of its colour, its name, and the points of an SVG polyline.
     """
 
     title: str
@@ -189,10 +190,10 @@ class LineChart:
 def head_charts(
     ranges: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], starts: Sequence[str]
 ) -> list[LineChart]:
-    """One chart per site: a curve per tensor and head, over the timestep bins. All share one logarithmic axis.
+    """Returns one chart per site: a curve per tensor and head over timestep bins, all on one logarithmic axis.
 
     Args:
-        ranges: site: tensor ("q", "k", "v"): [T][H] positive numbers.
+        ranges: by site and tensor ("q", "k", "v"), [T][H] positive numbers.
         starts: first timestep of each bin.
     """
     everything = [x for site in ranges.values() for tensor in site.values() for row in tensor for x in row]
@@ -228,7 +229,7 @@ def head_charts(
 
 
 def _lines(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> list[tuple[str, str, str]]:
-    """`LineChart.lines` of tensor: [H] lists of points."""
+    """Returns `LineChart.lines` of [H] lists of points by tensor."""
     return [
         (tensor, f"{tensor}, head {head}", " ".join(f"{x:.1f},{y:.1f}" for x, y in points))
         for tensor, heads in curves.items()
@@ -239,14 +240,14 @@ def _lines(curves: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> lis
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 SMALLEST_SHARE = 1e-4
-"""Where the logarithmic axis of histograms ends: smaller shares lie on it."""
+"""Lower end of the logarithmic axis of histograms. Smaller shares are drawn there."""
 
 
 def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]], first_octave: int) -> list[LineChart]:
-    """One histogram per site: a curve per tensor and head, over octaves of magnitude. All share their axes.
+    """Returns one histogram per site: a curve per tensor and head over octaves of magnitude, all on the same axes.
 
     Args:
-        counts: site: tensor ("q", "k", "v"): [H][octaves].
+        counts: by site and tensor ("q", "k", "v"), [H][octaves].
         first_octave: exponent of the first octave's lower end, as a power of two.
     """
     rows = [row for site in counts.values() for tensor in site.values() for row in tensor]
@@ -279,7 +280,7 @@ def magnitude_charts(counts: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """The finest round numbers inside a range that are no more than six; powers of ten for wide ranges."""
+    """Returns at most six round numbers inside a range; powers of ten for wide ranges."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1,)):
         ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
@@ -290,7 +291,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """About `count` round numbers inside a range."""
+    """Returns about `count` round numbers inside a range."""
     step = 10 ** math.floor(math.log10((high - low) / count))
     step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
@@ -301,16 +302,16 @@ def linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan as text, and where it is drawn.
+    """A plan as text, with its position.
 
     Attributes:
-        speed: of attention, and of layers where the search decided about them, relative to FP16 everywhere; psnr: in dB;
-            further: the other figures.
-        int8_values: share of sites and steps whose second product is INT8 too.
-        layers: how many layers are INT8; blocks: share of attention's blocks that is computed.
-        kept: whether the plan keeps the budget; allowed: whether the search might choose it; chosen: whether it was built;
-            exact: whether it is the fastest plan whose samples are full precision's; names of several would overlap.
-        label_anchor: SVG's text-anchor for its label, away from the nearer edge.
+        speed: of attention, and of layers if the search chose them, relative to FP16 everywhere. psnr: in dB. further: the
+            other figures.
+        int8_values: share of sites and steps with both products in INT8.
+        layers: number of INT8 layers. blocks: computed share of attention's blocks.
+        kept: whether the plan keeps the budget. allowed: whether the search may choose it. chosen: whether it was built.
+        exact: whether it is the fastest plan with the samples of full precision: only this one is labelled.
+        label_anchor: SVG's text-anchor of the label.
     """
 
     name: str
@@ -334,10 +335,10 @@ class Frontier:
     """Plans by speed and quality.
 
     Attributes:
-        points: fastest first; budget: height of the line that a plan must stay above.
-        further: headings of the figures beside PSNR.
-        with_layers: whether the plans differ in their layers, whose time is in their speed then; with_masks: in block masks.
-        gpu, date: where and when the kernels' times were measured.
+        points: fastest first. budget: height of the budget's line.
+        further: headings of the figures other than PSNR.
+        with_layers: whether plans differ in their layers. with_masks: whether plans have block masks.
+        gpu, date: of the kernel times.
     """
 
     frame: Frame
@@ -353,11 +354,11 @@ class Frontier:
 
 
 FIGURES = {"ssim": "SSIM ↑", "lpips": "LPIPS ↓", "feature_distance": "feature distance ↓"}
-"""Names of a plan's figures beside PSNR, with an arrow to where they are better."""
+"""Figures of a plan other than PSNR. The arrow points to better values."""
 
 
 def frontier(tried: search.Frontier) -> Frontier:
-    """The chart and the table of the plans that a search tried."""
+    """Returns the chart and the table of the plans of a search."""
     frame = Frame(680, 330, left=52.0, top=34.0, right=664.0, bottom=284.0)
     min_psnr = tried.limits["psnr"]
     measured = [(point.speed, point.psnr) for point in tried.points]
@@ -373,7 +374,7 @@ def frontier(tried: search.Frontier) -> Frontier:
         return frame.x((speed - low_x) / (high_x - low_x))
 
     def y(db: float) -> float:
-        # What is exact sits on the upper edge: its decibels are a limit of the measure, not a distance. NaN sits on the lower.
+        # Exact plans are drawn above the upper edge, NaN on the lower edge.
         if not math.isfinite(db):
             return frame.bottom
         return frame.top - 12 if db >= EXACT_DB else frame.y((db - low_y) / (high_y - low_y))

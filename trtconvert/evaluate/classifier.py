@@ -1,6 +1,7 @@
-"""A small classifier of 8 × 8 digits: says whether generated digits are what they were asked to be.
+"""A small classifier of 8 × 8 digits.
 
-Its features also serve as the embedding for Fréchet distances, where Inception's are meaningless at this size.
+Its logits tell whether a generated digit has the requested class. Its features serve for Fréchet distances: Inception's are
+meaningless at this size.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class DigitsClassifier(nn.Module):
 
 
 def load_digits_classifier(path: Path) -> DigitsClassifier:
-    """The classifier with trained weights, in evaluation mode, on the CPU.
+    """Loads the trained classifier in evaluation mode, on the CPU.
 
     Raises:
         UserError: the file is missing, damaged, or not for this classifier.
@@ -54,19 +55,19 @@ def load_digits_classifier(path: Path) -> DigitsClassifier:
 
 @torch.no_grad()
 def accuracy(classifier: DigitsClassifier, images: Tensor, labels: Tensor) -> float:
-    """Share of images, [B, 1, 8, 8] in [0, 1], that the classifier gives their label, [B]."""
+    """Returns the share of images [B, 1, 8, 8] in [0, 1] that are classified as their labels [B]."""
     return (classifier(images).argmax(1) == labels).double().mean().item()
 
 
 def digits_data(split: str) -> tuple[Tensor, Tensor]:
-    """scikit-learn's digits (UCI Optical Recognition of Handwritten Digits), a fixed fifth of each class held out.
+    """Returns scikit-learn's digits (UCI Optical Recognition of Handwritten Digits); a fixed fifth of each class is held out.
 
     Args:
-        split: "train" (1437 images, what model and classifier were trained on) or "test" (360 images).
+        split: "train" (1437 images, for the model and the classifier) or "test" (360 images).
     Returns:
         images [N, 1, 8, 8] FP32 in [0, 1], labels [N] INT64.
     """
-    # Imported here: only training and tests need it, and it takes a second.
+    # A slow import that only training and tests need.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

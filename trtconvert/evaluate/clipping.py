@@ -1,4 +1,4 @@
-"""Which share of a model's queries, keys and values a bundle's scales clip, on inputs that no calibration saw."""
+"""Measures the share of queries, keys and values that a bundle's scales clip, on inputs outside of the calibration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ TENSORS = ("q", "k", "v")
 
 
 class Clipping:
-    """Counts the elements of what a model in full precision computes that INT8 would clip, in the mode of each sample's timestep.
+    """Counts the full-precision elements that INT8 would clip in the mode of each sample's timestep.
 
-    Scales that are measured while they run (`dynamic`, and those of value tokens in `BALANCED`) clip nothing; nor does what
-    stays in 16 bits.
+    Dynamic scales (`dynamic`, and value tokens in `BALANCED`) and 16-bit tensors clip nothing.
 
     Args:
         tables: by site; scaling: of all sites, or by site; timestep_max, smooth_k: as the op's attributes.
@@ -37,7 +36,7 @@ class Clipping:
 
     @staticmethod
     def of_bundle(folder: Path, manifest: Manifest, timestep_max: float) -> Clipping:
-        """Of a bundle's sites.
+        """Returns the counter of a bundle's sites.
 
         Raises:
             UserError: see `load_of_bundle`.
@@ -46,7 +45,7 @@ class Clipping:
         return Clipping(tables, manifest.scalings, timestep_max, manifest.recipe.attention.smooth_k)
 
     def add(self, call: SiteCall) -> None:
-        """Count the elements of a call. Nothing waits for the device."""
+        """Counts the elements of a call, without waiting for the device."""
         if call.name not in self._tables:
             return
         tables = self._tables[call.name] = self._tables[call.name].to(call.q.device)
@@ -68,13 +67,13 @@ class Clipping:
         self._counts[site, tensor] = self._counts.get((site, tensor), torch.zeros_like(counts)) + counts
 
     def take(self) -> dict[tuple[str, str], Tensor]:
-        """By site and tensor, what was clipped and what was seen, [2] INT64 on the CPU, since this was asked last."""
+        """Returns, by site and tensor, clipped and seen elements [2] INT64 on the CPU, and resets the counts."""
         counts, self._counts = self._counts, {}
         return {key: x.cpu() for key, x in counts.items()}
 
 
 def shares(counts: Mapping[tuple[str, str], Tensor]) -> dict[str, dict[str, float]]:
-    """By site the share of each tensor's elements that was clipped; without tensors none of whose elements could be."""
+    """Returns the clipped share by site and tensor. Tensors with dynamic scales are left out."""
     found: dict[str, dict[str, float]] = {}
     for (site, tensor), (clipped, seen) in counts.items():
         of_site = found.setdefault(site, {})

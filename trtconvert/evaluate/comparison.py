@@ -1,4 +1,4 @@
-"""The page of `trtconvert compare`: two bundles side by side in one HTML file that needs nothing else."""
+"""The page of `trtconvert compare`: two bundles side by side in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trtconvert.files import whole_file
 
 @dataclass(frozen=True)
 class Side:
-    """What is shown of one bundle.
+    """One bundle on the page.
 
     Attributes:
-        title: the folder's name; figures: by label, what `trtconvert report` begins with, gates and times;
-        engines: by GPU, the microseconds of a call as they were timed by the build, None where nothing was compared;
-        settings: the recipe, by the path of each field; picture: samples, PNG in base64, empty where there are none.
+        title: the folder's name. figures: by label, the tiles and gates of `trtconvert report`.
+        engines: by GPU, microseconds of a call as the build timed it; None where the build compared nothing.
+        settings: the recipe, by the path of each field. picture: samples, PNG in base64, or "".
     """
 
     title: str
@@ -34,7 +34,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: what it is, and what it is in each bundle; `differs` where these are not the same."""
+    """A line of a table: its label, and the text of each bundle."""
 
     label: str
     first: str
@@ -46,14 +46,15 @@ class Row:
 
 
 def write_comparison(first: Path, second: Path, output: Path) -> list[dict[str, Any]]:
-    """
+    """Writes the page.
+
     Args:
         first, second: folders of bundles.
         output: the HTML file.
     Returns:
-        What the page says of each bundle, but for its picture: the fields of `Side`.
+        The fields of `Side` of each bundle, without the picture.
     Raises:
-        UserError: not a bundle or a damaged one, twice the same, or the place cannot be written.
+        UserError: a folder is no bundle or a damaged one, both are the same, or the output cannot be written.
     """
     if first.resolve() == second.resolve():
         raise UserError(
@@ -71,7 +72,7 @@ def write_comparison(first: Path, second: Path, output: Path) -> list[dict[str, 
 
 
 def render(first: Side, second: Side) -> str:
-    """The page as HTML."""
+    """Returns the page as HTML."""
     figures = _rows(first.figures, second.figures)
     speed = [
         Row(gpu, *(_time(side.engines[gpu]) if gpu in side.engines else "no engine" for side in (first, second)))
@@ -91,7 +92,7 @@ def _side(folder: Path, manifest: Manifest) -> Side:
     figures = {
         tile.label: f"{tile.figure} ({tile.note})" if tile.note else tile.figure for tile in tiles(manifest, None)
     }
-    # The tiles have the images' and the worst parts', whose names differ from bundle to bundle.
+    # Tiles show the gates of images and worst parts already.
     figures |= {gate.name: gate.got for gate in gates(manifest) if not gate.name.startswith(("Images", "Worst"))}
     figures["Size on disk"] = f"{sum(file.size for file in manifest.files.values()) / 2**20:.1f} MiB"
     denoiser = next(component for component in manifest.components.values() if component.is_denoiser)
@@ -106,7 +107,7 @@ def _side(folder: Path, manifest: Manifest) -> Side:
 
 
 def _microseconds(engine: EngineRecord) -> float | None:
-    """Of a call of the engine that was kept: the shortest of what it was compared with, as the last comparison left it."""
+    """Returns the time of a call of the engine: the shortest time that the build measured."""
     compared = [
         *engine.layers_us.values(),
         *(us for us in (engine.plugin_us, engine.native_us, engine.with_plugins_us, engine.plain_us) if us is not None),

@@ -1,4 +1,4 @@
-"""What the engine of a text encoder or of a half of the VAE is compared with, wherever the engine is built."""
+"""A reference call of a text encoder or of a part of the VAE. Engines of the component are compared with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.weights.finite import is_finite
 
 MOST_KEPT = 2**22
-"""Values of an output that are kept: the outputs of a video's VAE would make a bundle larger by hundreds of megabytes."""
+"""Values kept of an output: the whole output of a video VAE has hundreds of megabytes."""
 
 _INPUTS, _OUTPUTS = "inputs/", "outputs/"
 
@@ -32,8 +32,8 @@ class ComponentExample:
 
     Attributes:
         inputs: by name, in the order of the signature, as the pipeline passes them.
-        outputs: by name, in the order of the signature, in FP32 as torch computes them: flat, and of more than `MOST_KEPT` values
-            every n-th.
+        outputs: by name, in the order of the signature, from torch in FP32. Flat; outputs of more than `MOST_KEPT` values are
+            subsampled.
     """
 
     inputs: Mapping[str, Tensor]
@@ -41,12 +41,12 @@ class ComponentExample:
 
     @staticmethod
     def of(source: ModelComponent, device: torch.device) -> ComponentExample:
-        """Compute the outputs in FP32.
+        """Computes the outputs in FP32.
 
         Args:
-            device: where the component computes meanwhile; a component that does not fit a GPU computes on the CPU.
+            device: to compute on; falls back to the CPU if the GPU runs out of memory.
         Raises:
-            UserError: an output is not finite in FP32 either, so that no engine could pass.
+            UserError: an output is not finite in FP32, so that no engine could pass.
         """
         try:
             outputs = _computed(source, device)
@@ -66,10 +66,10 @@ class ComponentExample:
         return ComponentExample(inputs, {name: _kept(x) for name, x in by_name.items()})
 
     def save(self, path: Path) -> None:
-        """Write the call to a safetensors file. Names carry the order, which the format does not keep."""
+        """Writes a safetensors file. Names hold the order, which the format does not keep."""
         tensors = dict[str, Tensor]()
         for prefix, part in ((_INPUTS, self.inputs), (_OUTPUTS, self.outputs)):
-            # A copy: tensors of one call may share memory, which the format refuses.
+            # Copies: safetensors refuses views of one memory.
             tensors |= {
                 f"{prefix}{place}/{name}": x.clone(memory_format=torch.contiguous_format)
                 for place, (name, x) in enumerate(part.items())
@@ -78,12 +78,12 @@ class ComponentExample:
 
     @staticmethod
     def load(path: Path, component: ComponentRecord) -> ComponentExample:
-        """The call of a file that `save` wrote.
+        """Reads a file that `save` wrote.
 
         Args:
-            component: that the call is of.
+            component: of the call.
         Raises:
-            UserError: the file is another one, or a damaged one.
+            UserError: `save` did not write the file for this component, or the file is damaged.
         """
         try:
             require_plain_types(safetensors_header(path))
@@ -103,12 +103,12 @@ class ComponentExample:
         return ComponentExample(*({name: tensors[key] for name, key in part.items()} for part in (inputs, outputs)))
 
     def errors(self, converted: Callable[..., Any]) -> dict[str, float]:
-        """Relative L2 error of each output; NaN where an output is not finite.
+        """Returns the relative L2 error of each output, NaN where an output is not finite.
 
         Args:
-            converted: takes the inputs by position and gives one tensor, or a tuple of several in the order of the outputs.
+            converted: takes the inputs by position, and returns a tensor or a tuple of tensors in the order of the outputs.
         Raises:
-            UserError: an output is of another size than the one that was kept.
+            UserError: an output has another size than the kept one.
         """
         got = converted(*self.inputs.values())
         got = got if isinstance(got, tuple) else (got,)
@@ -127,8 +127,7 @@ class ComponentExample:
 
 
 def _kept(x: Tensor) -> Tensor:
-    """What is kept of an output. The step is odd: widths are even, and a VAE makes the pixels of a latent by their places, so an
-    even step would see some of these places alone."""
+    # An odd step: widths are even, and an even step would sample only some positions of the VAE's patches.
     return x.flatten()[:: max(1, math.ceil(x.numel() / MOST_KEPT)) | 1]
 
 
@@ -142,7 +141,7 @@ def _no_example(path: Path, got: str) -> UserError:
 
 
 def _computed(source: ModelComponent, device: torch.device) -> list[Tensor]:
-    """The outputs on the CPU. The component is on the CPU before and after."""
+    """Returns the outputs on the CPU. The component starts and ends on the CPU."""
     inputs = [source.example[spec.name].to(device) for spec in source.inputs]
     try:
         with torch.no_grad():

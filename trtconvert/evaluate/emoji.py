@@ -1,6 +1,6 @@
-"""The emoji that the second shipped model was trained on, and a small classifier that says what is drawn in one.
+"""The emoji data of the second shipped model, and a small classifier of emoji.
 
-The classifier's features also serve as the embedding for Fréchet distances: Inception was not made for drawings of 64 pixels.
+The classifier's features also serve for Fréchet distances: Inception was not made for drawings of 64 pixels.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CATEGORY_OF = torch.tensor([index for index, subgroups in enumerate(CATEGORIES.v
 
 @dataclass(frozen=True)
 class EmojiData:
-    """
+    """Images of emoji with labels.
+
     Attributes:
         images: [N, 3, 64, 64] UINT8, on white.
         labels: [N] INT64, indices into `CLASSES`.
-        weights: [N] FP64, one over the number of variants of an emoji: drawn by these, each emoji is as likely as any other,
-            however many skin tones it has.
+        weights: [N] FP64, one over the number of variants of the emoji: all emoji are equally likely, whatever their skin tones.
         held_out: [N] BOOL.
     """
 
@@ -45,16 +45,16 @@ class EmojiData:
     held_out: Tensor
 
     def part(self, held_out: bool) -> EmojiData:
-        """The images that are held out, or those that are not."""
+        """Returns the held-out images, or the others."""
         kept = self.held_out == held_out
         return EmojiData(self.images[kept], self.labels[kept], self.weights[kept], self.held_out[kept])
 
 
 def emoji_data(package: Path) -> EmojiData:
-    """Noto's emoji as the npm package `emoji-datasource-google` has them: 3,781 images of 1,906 emoji.
+    """Reads Noto's emoji from the npm package `emoji-datasource-google`: 3,781 images of 1,906 emoji.
 
     Args:
-        package: the unpacked package: `emoji.json` and `img/google/64`. Its five swatches of skin tones are left out.
+        package: folder of the unpacked package, with `emoji.json` and `img/google/64`. Skin-tone swatches are skipped.
     Raises:
         UserError: a file is missing, or its images have another size.
     """
@@ -87,16 +87,16 @@ def emoji_data(package: Path) -> EmojiData:
 
 
 def held_out_emoji() -> Tensor:
-    """The held-out emoji without their skin tones, as they come with the program. [N, 3, 64, 64] FP32 in [0, 1]."""
+    """Returns the shipped held-out emoji without skin tones, [N, 3, 64, 64] FP32 in [0, 1]."""
     _, height, width = IMAGE_SHAPE
     with Image.open(shipped_folder() / "emoji-held-out.png") as sheet:
-        pixels = torch.from_numpy(np.array(sheet.convert("RGB")))  # rows of images
+        pixels = torch.from_numpy(np.array(sheet.convert("RGB")))  # a grid of images
     tiles = pixels.unflatten(0, (-1, height)).unflatten(2, (-1, width)).permute(0, 2, 4, 1, 3).flatten(0, 1)
     return tiles.float() / 255
 
 
 def _on_white(path: Path, remedy: str) -> Tensor:
-    """[3, 64, 64] UINT8."""
+    """Reads an image [3, 64, 64] UINT8 over white."""
     try:
         with Image.open(path) as file:
             image = file.convert("RGBA")
@@ -144,7 +144,7 @@ def _stage(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def load_emoji_classifier(path: Path) -> EmojiClassifier:
-    """The classifier with trained weights, which are stored in FP16, as FP32, in evaluation mode, on the CPU.
+    """Loads the trained classifier, stored in FP16, as FP32 in evaluation mode on the CPU.
 
     Raises:
         UserError: the file is missing, damaged, or not for this classifier.
@@ -156,7 +156,7 @@ def load_emoji_classifier(path: Path) -> EmojiClassifier:
 
 @torch.no_grad()
 def category_accuracy(classifier: EmojiClassifier, images: Tensor, labels: Tensor) -> float:
-    """Share of images, [B, 3, 64, 64] in [0, 1], whose category is that of their label, [B], an index into `CLASSES`."""
+    """Returns the share of images [B, 3, 64, 64] in [0, 1] that are assigned the category of their labels [B]."""
     wanted = CATEGORY_OF.to(labels.device)[labels]
     seen = torch.cat([classifier(part).argmax(1) for part in images.split(500)])
     return (seen == wanted).double().mean().item()

@@ -1,4 +1,4 @@
-"""Feature extractors: what turns images into the vectors that sets of samples are compared by."""
+"""Feature extractors: map images to the vectors that compare sets of samples."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trtconvert.files import open_regular, sha256
 from trtconvert.models.denoiser import require_device
 
 SPATIAL_CHANNELS = 7
-"""Channels of a feature map that sFID takes: the number of its authors."""
+"""Channels of the feature map of sFID, as its authors chose."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What an extractor sees in a batch of images.
+    """Features of a batch of images.
 
     Attributes:
         pooled: [N, D], for FID, KID, precision and recall.
@@ -45,23 +45,23 @@ class Features:
                     f"the extractor's {name} features do not fit",
                     expected="[samples, features]",
                     got=str(list(tensor.shape)),
-                    remedy="flatten or pool them",
+                    remedy="flatten or pool the features in the extractor",
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """Returns the features that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """A way to see images.
+    """A feature extractor.
 
     Attributes:
-        name: as it was asked for.
-        identity: hash of the weights, or of the name and the code, and the device: what features on disk depend on.
+        name: as requested.
+        identity: hash of the weights, or of the name and the code, and the device. Features on disk are filed under it.
         extract: [N, C, H, W] in [0, 1] → `Features`.
-        device: that `extract` takes images on.
+        device: of the images that `extract` takes.
     """
 
     name: str
@@ -70,43 +70,43 @@ class Extractor:
     device: str = "cpu"
 
     def __call__(self, images: Tensor) -> Features:
-        """Features on the CPU.
+        """Returns features on the CPU.
 
         Raises:
-            UserError: it does not take such images.
+            UserError: the extractor fails on the images.
         """
         try:
-            # TF32 would see other features than the CPU does.
+            # TF32 would give other features than the CPU.
             exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
             with torch.no_grad(), nullcontext() if self.device == "cpu" else exact:
                 found = self.extract(images.to(self.device))
             return Features(**{name: tensor.cpu() for name, tensor in found.tensors().items()})
         except TrtconvertError:
             raise
-        except Exception as error:  # of a network at images of another size, or of the user's code, whatever it is
+        except Exception as error:  # the user's code may raise anything
             raise UserError(
                 f"the feature extractor '{self.name}' fails on the images",
-                expected="images of the channels and size that it was made for",
+                expected="images with the channels and the size of the extractor",
                 got=f"{list(images.shape[1:])}, {kind_and_first_line(error)}",
                 remedy="choose another with --features, or plan.features in the recipe; --debug shows where it failed",
             ) from error
 
 
 def load_extractor(name: str, weights: Path | None = None, device: str = "cpu") -> Extractor:
-    """
+    """Loads a feature extractor.
+
     Args:
         name: "digits-classifier", "emoji-classifier", "inception", or "package.module:function". Such a function takes
             images [N, C, H, W] in [0, 1] and returns pooled features [N, D], or `Features`.
-        weights: of the extractor; the shipped classifiers know their own.
-        device: "cpu" or "cuda"; a function is called with images on the CPU, and takes them where it likes.
+        weights: of the extractor; shipped classifiers have their own.
+        device: "cpu" or "cuda"; a function always gets images on the CPU.
     Raises:
-        UserError: there is no such extractor, or its weights are missing or unfit.
+        UserError: there is no such extractor, or its weights are missing or do not fit.
         BackendUnavailable: torch sees no such device.
     """
     require_device(device)
     if name in SHIPPED_CLASSIFIERS:
         path = weights or classifier_weights(name)
-        # It says what is wrong with the file.
         extract = {"digits-classifier": _digits, "emoji-classifier": _emoji}[name](path, device)
         return Extractor(name, _on(device, sha256(path)), extract, device)
     if name == "inception":
@@ -126,10 +126,10 @@ def _on(device: str, identity: str) -> str:
 
 
 def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
-    """Tensors by name from a .safetensors file or a checkpoint of torch. No code in the file is executed.
+    """Reads the tensors of a .safetensors file or a torch checkpoint, without executing code of the file.
 
     Args:
-        what: the file should be, in words.
+        what: description of the expected file.
     Raises:
         UserError: the file is missing or damaged, or holds something else.
     """
@@ -146,14 +146,14 @@ def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
         if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
             raise ValueError(f"a {type(state).__name__}")
         return state
-    # Damaged checkpoints raise whatever the unpickler stumbles over.
+    # The unpickler may raise anything on a damaged checkpoint.
     except Exception as error:
         got = f"a damaged file, {error}" if isinstance(error, SafetensorError) else kind_and_first_line(error)
         raise UserError(
             f"cannot read the weights {path}",
             expected=what,
             got=got if path.exists() else "no such file",
-            remedy="download that file yourself and give its path; nothing is downloaded silently",
+            remedy="download the file and give its path; nothing is downloaded silently",
         ) from error
 
 
@@ -185,7 +185,7 @@ def _emoji(path: Path, device: str) -> Callable[[Tensor], Features]:
 
 
 def _inception(weights: Path | None, device: str) -> Extractor:
-    """FID's InceptionV3 as torch-fidelity has it, with the layers that IS and sFID take."""
+    """Returns torch-fidelity's InceptionV3, with the outputs of FID, IS and sFID."""
     what = "torch-fidelity's InceptionV3 weights (pt_inception or weights-inception-2015-12-05-6726825d.pth)"
     if weights is None:
         raise UserError(
@@ -197,7 +197,7 @@ def _inception(weights: Path | None, device: str) -> Extractor:
     module = require("torch_fidelity.feature_extractor_inceptionv3", "torch-fidelity")
     state = load_state(weights, what)
     with tempfile.TemporaryDirectory() as folder:
-        # The class unpickles its file without restraint, so it is given one that was written here.
+        # The class unpickles its file without checks, so it gets a file written here.
         safe = Path(folder) / "inception.pth"
         torch.save(dict(state), safe)
         try:
@@ -213,7 +213,7 @@ def _inception(weights: Path | None, device: str) -> Extractor:
             ) from error
     network = network.to(device)
     maps: list[Tensor] = []
-    # Nash et al. 2021 (arXiv 2103.03841) take the first channels of "mixed_6/conv", the branch that comes first here.
+    # Nash et al. 2021 (arXiv 2103.03841) take the first channels of "mixed_6/conv", the first branch here.
     network.Mixed_6d.register_forward_hook(lambda *call: maps.append(call[2][:, :SPATIAL_CHANNELS].flatten(1)))
 
     def extract(images: Tensor) -> Features:
@@ -240,7 +240,7 @@ def _from_function(name: str, weights: Path | None) -> Extractor:
             seen = Features(seen)
         if not isinstance(seen, Features) or len(seen.pooled) != len(images):
             raise UserError(
-                f"the feature extractor '{name}' returns something else",
+                f"the feature extractor '{name}' returns the wrong type or size",
                 expected=f"a tensor [{len(images)}, features] or trtconvert.evaluate.features.Features",
                 got=str(list(seen.pooled.shape)) if isinstance(seen, Features) else type(seen).__name__,
                 remedy="correct the function",

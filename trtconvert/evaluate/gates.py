@@ -1,4 +1,4 @@
-"""The gates of a build, as figures and limits alone: free of torch, so that a build that the cache answers does without it."""
+"""The gates of a build. Does not import torch: builds from the cache run without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtconvert.recipe import VerifySection
 def error_limit(
     section: VerifySection, modes: Iterable[Collection[int]], layers: Iterable[Collection[int]] = ()
 ) -> float:
-    """What `QualityRecord.error` may be.
+    """Returns the limit of `QualityRecord.error`.
 
     Args:
         modes: of each site, by timestep bin; layers: of each layer.
@@ -35,12 +35,13 @@ def check_gates(
     masks: Collection[str] = (),
     convs: Collection[str] = (),
 ) -> None:
-    """
+    """Checks the figures of a build.
+
     Args:
-        modes: of each site, by timestep bin; layers: of each layer; scalings: of each site; masks: the sites with block masks;
-            convs: the layers that are convolutions.
+        modes: of each site, by timestep bin. layers: modes of each layer. scalings: of each site. masks: sites with block masks.
+        convs: layers that are convolutions.
     Raises:
-        GateError: a gate is missed; names the worst site and timestep bin.
+        GateError: a gate is missed. The message names the worst site and timestep bin.
     """
     layers = layers or {}
     db, site, index = quality.worst_site()
@@ -51,7 +52,7 @@ def check_gates(
     if (scalings or {}).get(site) == "calibrated":
         remedy += ", or use attention.scaling: dynamic"
     if site in masks:
-        remedy += ", or let less be left out: a smaller attention.sparse (auto: plan.sparse_candidates), or off"
+        remedy += ", or make attention.sparse (auto: plan.sparse_candidates) smaller, or off"
     if (of_layer := quality.worst_layer()) is not None:
         layer_db, layer, layer_bin = of_layer
         mode = LayerMode(layers[layer][layer_bin]).name.lower()
@@ -80,9 +81,9 @@ def check_gates(
         ),
     )
     for what, got, relation, limit in checks:
-        if got is None or limit is None:  # not measured, as where an engine was
+        if got is None or limit is None:  # not measured
             continue
-        # Written so that NaN fails.
+        # NaN fails both comparisons.
         if not (got >= limit if relation == ">=" else got <= limit):
             raise GateError(
                 f"gate missed: {what}", expected=f"{relation} {limit:.4g}", got=f"{got:.4g}; {worst}", remedy=remedy
@@ -92,7 +93,7 @@ def check_gates(
 def worst_prediction(
     errors: Sequence[float | None], type_errors: Sequence[float | None]
 ) -> tuple[int, float, float | None] | None:
-    """Timestep bin, error and the type's own error where the prediction is worst; NaN is worse than any. None without errors.
+    """Returns timestep bin, error and type error of the worst prediction; NaN is the worst. None without errors.
 
     Args: see `check_predictions`.
     """
@@ -106,18 +107,19 @@ def worst_prediction(
 def check_predictions(
     name: str, errors: Sequence[float | None], section: VerifySection, type_errors: Sequence[float | None]
 ) -> None:
-    """
+    """Checks the predictions of an engine.
+
     Args:
         name: of the engine; errors: [T] relative L2 error of its predictions; type_errors: of the model's own type.
     Raises:
-        GateError: it is above `verify.max_prediction_error` in a timestep bin.
+        GateError: an error is above `verify.max_prediction_error`.
     """
     limit, worst = section.max_prediction_error, worst_prediction(errors, type_errors)
     if limit is None or worst is None:
         return
     index, error, own = worst
-    if not error <= limit:  # written so that NaN fails
-        of_type = "" if own is None else f"; the model's own 16-bit type makes {own:.3g} there"
+    if not error <= limit:  # NaN fails
+        of_type = "" if own is None else f"; the model's own 16-bit type alone gives {own:.3g}"
         raise GateError(
             f"gate missed: error of the prediction of {name} in timestep bin {index}",
             expected=f"<= {limit:g}",
@@ -129,7 +131,8 @@ def check_predictions(
 
 
 def check_component(name: str, component: ComponentRecord, errors: Mapping[str, float], limit: float) -> float:
-    """
+    """Checks a component.
+
     Args:
         name: of a component; errors: relative L2 error of each output against FP32 in torch, NaN where an output is not finite.
     Returns:
@@ -138,7 +141,7 @@ def check_component(name: str, component: ComponentRecord, errors: Mapping[str, 
         GateError: the largest error is above the limit, or an output is not finite.
     """
     output, error = max(errors.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
-    if not error <= limit:  # written so that NaN fails
+    if not error <= limit:  # NaN fails
         ways = [f"set components.{name}.layers to exact"] if component.has_int8_layers else []
         if component.outputs[0].dtype != "float32":
             ways.append(f"set components.{name}.dtype to float32")
@@ -148,7 +151,7 @@ def check_component(name: str, component: ComponentRecord, errors: Mapping[str, 
         raise GateError(
             f"gate missed: error of '{output}' of {name} against float32",
             expected=f"<= {limit:g}",
-            got="NaN or Inf among its numbers, which are finite in float32" if math.isnan(error) else f"{error:.4g}",
+            got="NaN or Inf; the output is finite in float32" if math.isnan(error) else f"{error:.4g}",
             remedy=f"in the recipe, {', or '.join(ways)}; then build the bundle again",
         )
     return error

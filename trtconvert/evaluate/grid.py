@@ -1,4 +1,4 @@
-"""Pictures of samples for people."""
+"""Contact sheets of samples."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 TILE, COMPARED, GAP, LABEL_WIDTH = 64, 256, 6, 150
-"""Pixels: what small samples are enlarged to, what large ones are shown at in comparisons, space between samples, width of the
-rows' labels."""
+"""Pixels: side of enlarged small samples, largest side in comparisons, space between samples, width of the row labels."""
 
 DIFFERENCE_GAIN = 10
 
 
 def save_comparison(full: Tensor, int8: Tensor, path: Path) -> None:
-    """Three rows of the same seeds: full precision, INT8, and ten times their difference.
+    """Saves three rows of the same seeds: full precision, INT8, and ten times their difference.
 
     Args:
         full, int8: [N, C, H, W] in [0, 1], C 1 or 3.
@@ -28,7 +27,7 @@ def save_comparison(full: Tensor, int8: Tensor, path: Path) -> None:
 
 
 def save_sheet(images: Tensor, path: Path, columns: int = 10) -> None:
-    """All samples in rows of `columns`, a single one alone, none smaller than it is. images: [N, C, H, W] in [0, 1], C 1 or 3."""
+    """Saves samples [N, C, H, W] in [0, 1], C 1 or 3, in rows of `columns`. A single large sample is saved as it is."""
     largest = max(images.shape[2:])
     if len(images) == 1 and largest >= TILE:
         picture(images[0]).save(path)
@@ -59,6 +58,6 @@ def _save_rows(rows: Sequence[tuple[str, Tensor]], path: Path, limit: int, label
 
 
 def picture(image: Tensor) -> Image.Image:
-    """An image [C, H, W] in [0, 1], C 1 or 3, in RGB."""
+    """Converts an image [C, H, W] in [0, 1], C 1 or 3, to RGB."""
     pixels = image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
     return Image.fromarray(np.repeat(pixels, 3, 2) if pixels.shape[2] == 1 else pixels)

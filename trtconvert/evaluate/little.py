@@ -1,4 +1,4 @@
-"""Why little of a denoiser is in INT8, in words, where little is. Free of torch."""
+"""Explains why less than half of a denoiser is in INT8. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SETTINGS = (
     ("layers.modes: auto leaves", "layers.modes: static takes them in"),
     ("layers.include", "their names in layers.include take them in"),
 )
-"""Words of a reason, and the setting that would change it."""
+"""Words of a reason, and the remedy."""
 
 _NOTHING = "no setting of the recipe changes that"
 
 
 @dataclass(frozen=True)
 class _Group:
-    """What stays for one reason: how many, and what would change it."""
+    """Unconverted parts of one reason: their number, and the setting that converts them."""
 
     count: int
     reason: str
@@ -31,11 +31,11 @@ class _Group:
 
 
 def why_little(component: ComponentRecord, recipe: Recipe, *, in_time: bool = False) -> list[str]:
-    """Two lines about attention, and two about layers, where fewer than half are in INT8: how many are, why others are not,
-    and the setting that would change the most of them.
+    """Returns two lines about attention and two about layers, each only if fewer than half are in INT8: how many are, why the
+    others are not, and the setting that would convert most of them.
 
     Args:
-        in_time: whether the plan that was built is the fastest that its search tried, so that no budget held it back.
+        in_time: whether the plan is the fastest that the search tried, so that no budget held it back.
     """
     return [*_of_sites(component.sites, recipe, in_time), *_of_layers(component.layers, recipe, in_time)]
 
@@ -69,7 +69,7 @@ def _of_layers(layers: Sequence[LayerRecord], recipe: Recipe, in_time: bool) -> 
 
 
 def _plans_reason(recipe: Recipe, section: str, in_time: bool) -> tuple[str, str]:
-    """Why a plan left what it could have converted, and what would change it."""
+    """Returns why the plan left convertible parts, and the remedy."""
     modes, plan = recipe.attention.modes, recipe.plan
     if modes != "auto":
         return "attention.modes says so", "attention.modes: precision takes them in"
@@ -95,7 +95,6 @@ def _plans_reason(recipe: Recipe, section: str, in_time: bool) -> tuple[str, str
 
 
 def _setting(reason: str, section: str, recipe: Recipe) -> str:
-    """What would change what is left for a reason."""
     for words, setting in _SETTINGS:
         if words in reason:
             return setting.format(section=section, min_rows=recipe.layers.min_rows)

@@ -1,7 +1,7 @@
-"""Quality of samples, from statistics that shards of them leave: merged in the order of the shards, in float64.
+"""Metrics of samples. Statistics of shards are merged in float64, in the order of the shards.
 
-What compares two sets sees features only, [N, D] from any extractor. The distances themselves are torch-fidelity's, which
-are checked against the original TensorFlow ones; streaming the moments that they need is done here.
+Sets are compared by features [N, D] of any extractor. The distances are those of torch-fidelity, which are checked against
+the original TensorFlow code; this module streams the moments.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from lpips import LPIPS
 
 NEIGHBOURS = 3
-"""k of the nearest-neighbour balls of precision and recall, as their authors use it."""
+"""k of the nearest-neighbour balls of precision and recall, as in the paper."""
 
 KID_SUBSET = 1000
-"""Samples per subset of the kernel distance, or all of the smaller set: the convention of its authors."""
+"""Samples per subset of the kernel distance, at most the smaller set, as in the paper."""
 
 _TILE = 1024
-"""Distances are computed for so many samples times as many: what a cache holds."""
+"""Rows and columns of a tile of distances: fits the processor's cache."""
 
 _ROUNDING = 1e-12
-"""Squared distances between samples, in terms of their squared lengths, that are 0: FP32 features of one image differ by less."""
+"""Squared distances below this share of the squared length are 0: FP32 features of one image differ by less."""
 
 SSIM_SIGMA, SSIM_SIGMA_SMALL = 1.5, 0.5
-"""Standard deviation in pixels of SSIM's window: the paper's (11 pixels wide), and one (5 wide) for images under 16 pixels."""
+"""Standard deviations in pixels of SSIM's window: the paper's (11 pixels wide), and one for images under 16 pixels (5 wide)."""
 
 SSIM_SMALLEST = 5
-"""Pixels of the smaller window: images below it have no SSIM."""
+"""Pixels of the smaller window: smaller images have no SSIM."""
 
 LPIPS_SIDE = 64
-"""Images smaller than this many pixels are enlarged: AlexNet's strides leave nothing of them otherwise."""
+"""Smaller images are enlarged to this side: AlexNet's strides would reduce them to nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,26 @@ class Moments:
 
     @staticmethod
     def of(features: Tensor) -> Moments:
-        """features: [N, D], N at least 1."""
+        """Returns the moments of features [N, D], N at least 1."""
         features = features.double()
         mean = features.mean(0)
         deviation = features - mean
         return Moments(len(features), mean, deviation.T @ deviation)
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets together (Chan, Golub and LeVeque 1979, equation 2.1, for matrices)."""
+        """Returns the moments of both sets together (Chan, Golub and LeVeque 1979, equation 2.1, for matrices)."""
         count = self.count + other.count
         step = other.mean - self.mean
         scatter = self.scatter + other.scatter + step.outer(step) * (self.count * other.count / count)
         return Moments(count, self.mean + step * (other.count / count), scatter)
 
     def covariance(self) -> Tensor:
-        """[D, D] with N - 1 in the denominator, as FID's authors take it."""
+        """Returns [D, D] with denominator N - 1, as in FID."""
         return self.scatter / (self.count - 1)
 
 
 def merged(moments: Iterable[Moments]) -> Moments:
-    """All sets together, merged from the first to the last: the same order gives the same bits."""
+    """Merges all sets from the first to the last: the same order gives the same bits."""
     rest = iter(moments)
     total = next(rest)
     for one in rest:
@@ -89,14 +89,14 @@ def merged(moments: Iterable[Moments]) -> Moments:
 
 
 def frechet_distance(one: Moments, other: Moments) -> float:
-    """FID with Inception's features, sFID with its spatial ones (Heusel et al. 2017, arXiv 1706.08500, equation 6)."""
+    """Returns FID of pooled features, or sFID of spatial ones (Heusel et al. 2017, arXiv 1706.08500, equation 6)."""
     fid = _fidelity("metric_fid")
     statistics = [{"mu": m.mean.numpy(), "sigma": m.covariance().numpy()} for m in (one, other)]
     return fid.fid_statistics_to_metric(*statistics, verbose=False)[fid.KEY_METRIC_FID]
 
 
 def kernel_distance(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """KID (Bińkowski et al. 2018, arXiv 1801.01401, section 4): unbiased, so it may be below 0.
+    """Returns KID (Bińkowski et al. 2018, arXiv 1801.01401, section 4). KID is unbiased and may be negative.
 
     Args:
         one, other: features [N, D] and [M, D].
@@ -110,10 +110,10 @@ def kernel_distance(one: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def inception_score(logits: Tensor) -> tuple[float, float]:
-    """IS (Salimans et al. 2016, arXiv 1606.03498, section 4), in ten splits of the shuffled set, or fewer of 100 samples.
+    """Returns IS (Salimans et al. 2016, arXiv 1606.03498, section 4) over at most ten splits of 100 samples or more.
 
     Args:
-        logits: [N, classes] of whichever classifier gave them.
+        logits: [N, classes] of any classifier.
     Returns:
         Mean and standard deviation over the splits.
     """
@@ -123,13 +123,14 @@ def inception_score(logits: Tensor) -> tuple[float, float]:
 
 
 def ball_radii(features: Tensor) -> Tensor:
-    """Squared distance of each sample to its `NEIGHBOURS`-th nearest other, [N] float64: what precision and recall ask for.
-    At least what rounding makes of the distance of equal samples.
+    """Returns the squared distance [N] float64 of each sample to its `NEIGHBOURS`-th nearest other, for precision and recall.
+
+    The result is at least the rounding error of the distance between equal samples.
 
     Args:
         features: [N, D], more than `NEIGHBOURS` of them.
     """
-    # The nearest one is the sample itself.
+    # The nearest sample is the sample itself.
     nearest = torch.full((len(features), NEIGHBOURS + 1), torch.inf, dtype=torch.float64)
     for rows, columns, squared in _squared_distances(features, features, above=True):
         _keep_nearest(nearest[rows], squared)
@@ -139,7 +140,7 @@ def ball_radii(features: Tensor) -> Tensor:
 
 
 def _keep_nearest(nearest: Tensor, squared: Tensor) -> None:
-    """The least distances so far [R, K], ascending, and [R, C] more, of which most rows have none that is less."""
+    """Merges distances [R, C] into the ascending least ones [R, K], in place. Most rows do not change."""
     closer = (squared.amin(1) < nearest[:, -1]).nonzero()[:, 0]
     known, more = nearest[closer], squared[closer]
     more = more.topk(min(known.shape[1], more.shape[1]), largest=False).values
@@ -151,16 +152,16 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Improved precision and recall (Kynkäänniemi et al. 2019, arXiv 1904.06991, equations 1 and 2).
 
-    torch-fidelity has the same figures, but takes minutes for some ten thousand samples.
+    Faster than torch-fidelity, which takes minutes for ten thousand samples.
 
     Args:
         generated, reference: features [N, D] and [M, D], more than `NEIGHBOURS` of each.
-        radii: of both, where they are known, see `ball_radii`.
+        radii: of both sets, if known, see `ball_radii`.
     """
     of_generated, of_reference = radii or (ball_radii(generated), ball_radii(reference))
     precise, recalled = (torch.zeros(len(x), dtype=torch.uint8) for x in (generated, reference))
     for rows, columns, squared in _squared_distances(generated, reference):
-        # As numbers, whose largest is found many times faster than any().
+        # amax of uint8 is many times faster than any().
         found = (squared <= of_reference[columns]).view(torch.uint8).amax(1)
         met = (squared <= of_generated[rows, None]).view(torch.uint8).amax(0)
         precise[rows] |= found
@@ -169,11 +170,10 @@ def precision_recall(
 
 
 def _squared_distances(one: Tensor, other: Tensor, above: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles of the squared distances of [N, D] and [M, D] in float64: rows, columns, and [rows, columns], which the next tile
-    replaces.
+    """Yields tiles of the squared distances of [N, D] and [M, D] in float64: rows, columns and the tile, which is reused.
 
     Args:
-        above: and on the diagonal alone: all there is to know of a set and itself.
+        above: skip the tiles below the diagonal.
     """
     left, right = ((x.double(), x.double().square().sum(1, keepdim=True)) for x in (one, other))
     rows = torch.cat([-2 * left[0], left[1], torch.ones_like(left[1])], 1)
@@ -189,37 +189,37 @@ def _squared_distances(one: Tensor, other: Tensor, above: bool = False) -> Itera
 
 
 def decibels(squared_error: Tensor) -> Tensor:
-    """PSNR in dB of mean squared errors of images in [0, 1]; 120 dB stand for equality."""
+    """Returns the PSNR in dB of mean squared errors of images in [0, 1]. 120 dB mean equality."""
     return -10 * squared_error.clamp_min(1e-12).log10()
 
 
 def psnr(images: Tensor, expected: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB over all pixels of images in [0, 1]. [N, C, H, W] twice."""
+    """Returns the PSNR in dB over all pixels of images [N, C, H, W] in [0, 1]."""
     return float(decibels((images.double() - expected.double()).square().mean()))
 
 
 def feature_distance(features: Tensor, expected: Tensor) -> float:
-    """Mean squared distance between unit vectors of features: 0 for the same directions, 4 for opposite ones.
+    """Returns the mean squared distance between unit vectors of features: 0 for equal directions, 4 for opposite ones.
 
-    In the manner of LPIPS (Zhang et al. 2018, equation 1) on one layer without learned weights, so it is no LPIPS: nobody has
-    compared it with what people see.
+    Like LPIPS (Zhang et al. 2018, equation 1) with one layer and without learned weights. It was not compared with human
+    judgement.
 
     Args:
-        features, expected: [N, D] of any extractor; rows belong together.
+        features, expected: [N, D] of any extractor, row by row.
     """
     difference = F.normalize(features.double(), dim=1) - F.normalize(expected.double(), dim=1)
     return float(difference.square().sum(1).mean())
 
 
 def ssim(images: Tensor, expected: Tensor) -> Tensor:
-    """Structural similarity (Wang et al. 2004, equation 13) of images in [0, 1].
+    """Returns the structural similarity (Wang et al. 2004, equation 13) of images in [0, 1].
 
     Args:
         images, expected: [N, C, H, W].
     Returns:
         [N] float64.
     Raises:
-        UserError: a side is shorter than `SSIM_SMALLEST`.
+        UserError: a side is shorter than `SSIM_SMALLEST` pixels.
     """
     if min(images.shape[-2:]) < SSIM_SMALLEST:
         raise UserError(
@@ -237,17 +237,17 @@ def ssim(images: Tensor, expected: Tensor) -> Tensor:
 
 
 def load_lpips(path: Path) -> LPIPS:
-    """The LPIPS network over AlexNet (Zhang et al. 2018, arXiv 1801.03924); its linear layers come with the package.
+    """Loads the LPIPS network over AlexNet (Zhang et al. 2018, arXiv 1801.03924). Its linear layers come with the package.
 
     Args:
         path: torchvision's ImageNet weights of AlexNet. Nothing is downloaded; no code in the file is executed.
     Raises:
-        UserError: the file is missing or is not AlexNet's, or the package is not installed.
+        UserError: the file is missing or does not hold AlexNet, or the package is not installed.
     """
     package = require("lpips", "lpips")
     state = load_state(path, "torchvision's AlexNet weights (alexnet-owt-7be5be79.pth)")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it asks torchvision for a model in the way of old versions
+        warnings.simplefilter("ignore")  # it uses torchvision's old interface
         network = package.LPIPS(net="alex", pnet_rand=True, verbose=False)
     wanted = network.net.state_dict()
     # slice2.3.weight of the package is features.3.weight of torchvision.
@@ -265,10 +265,10 @@ def load_lpips(path: Path) -> LPIPS:
 
 
 def lpips(network: LPIPS, images: Tensor, expected: Tensor) -> Tensor:
-    """Perceptual distance of images in [0, 1]. [N, C, H, W] twice, C 1 or 3 → [N].
+    """Returns the perceptual distance of images in [0, 1]. [N, C, H, W] twice, C 1 or 3 → [N].
 
     Raises:
-        UserError: they have another number of channels.
+        UserError: the images have another number of channels.
     """
     if images.shape[1] not in (1, 3):
         raise UserError(
@@ -288,7 +288,7 @@ def lpips(network: LPIPS, images: Tensor, expected: Tensor) -> Tensor:
 
 
 def check_packages() -> None:
-    """To be called before hours of drawing.
+    """Checks the packages of evaluations, before hours of drawing.
 
     Raises:
         UserError: a package that every evaluation needs is not installed.

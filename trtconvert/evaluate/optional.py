@@ -12,7 +12,7 @@ REMEDY = "pip install 'trtconvert[evaluate]'"
 
 
 def require(module: str, package: str) -> Any:
-    """An imported module of an optional package.
+    """Imports a module of an optional package.
 
     Raises:
         UserError: the package is not installed.
@@ -26,7 +26,7 @@ def require(module: str, package: str) -> Any:
 
 
 def require_installed(module: str) -> None:
-    """As `require`, without importing the package, whose name is its module's."""
+    """Raises UserError if a package is not installed, without importing it."""
     if importlib.util.find_spec(module) is None:
         raise UserError(
             f"a figure of the plan needs {module}",

@@ -1,4 +1,4 @@
-"""HTML pages: one environment for all templates of `trtconvert.evaluate`."""
+"""Loads the HTML templates of `trtconvert.evaluate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 
 def template(name: str) -> Template:
-    """One of the folder `templates`; what it is not given is an error, and what it is given is escaped."""
+    """Returns a template of the folder `templates`. Missing variables are errors, and all values are escaped."""
     environment = Environment(
         loader=PackageLoader("trtconvert.evaluate"),
         autoescape=True,

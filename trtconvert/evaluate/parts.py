@@ -1,4 +1,4 @@
-"""What became of a model's attention sites and layers, in words and numbers. Free of torch."""
+"""Summaries of a model's attention sites and layers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trtconvert.bundle import LayerRecord, SiteRecord
 from trtconvert.linear.modes import LayerMode
 
 SHOWN_NAMES = 3
-"""Names of a group that are written out."""
+"""Names of a group that are shown."""
 
 
 @dataclass(frozen=True)
 class LeftGroup:
-    """Sites or layers that were left for one reason, in the order of their calls."""
+    """Sites or layers that were not converted for one reason, in the order of their calls."""
 
     reason: str
     names: list[str]
@@ -28,7 +28,7 @@ class LeftGroup:
 
     @property
     def more(self) -> str:
-        """How many there are beside these, in words."""
+        """Returns the number of the other names in words."""
         further = len(self.names) - SHOWN_NAMES
         return f" and {further} more" if further > 0 else ""
 
@@ -37,21 +37,19 @@ class LeftGroup:
 
 
 def left_groups(records: Iterable[SiteRecord | LayerRecord]) -> list[LeftGroup]:
-    """What was left as it is, by reason, most first. Reasons that differ in their numbers are one: "it has 1 to 77 rows".
-
-    Layers without a reason are left by the plan, see `left_by_plan`.
+    """Groups unconverted sites and layers by reason, largest group first. Reasons that differ only in numbers are merged:
+    "it has 1 to 77 rows". Layers without a reason are skipped: see `left_by_plan`.
     """
     left = (record for record in records if not record.modes and (record.reason or isinstance(record, SiteRecord)))
     return _grouped((record.name, record.reason) for record in left)
 
 
 def dense_groups(sites: Iterable[SiteRecord]) -> list[LeftGroup]:
-    """Sites that have no block mask although the recipe asked for some, by reason, as `left_groups` has those that were left."""
+    """Groups the sites that did not get the block mask that the recipe asks for, as `left_groups` does."""
     return _grouped((site.name, site.dense) for site in sites if site.dense)
 
 
 def _grouped(named: Iterable[tuple[str, str]]) -> list[LeftGroup]:
-    """Names by their reasons, most first."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, reason in named:
         groups.setdefault(_NUMBER.sub("#", reason), []).append((name, reason))
@@ -59,11 +57,11 @@ def _grouped(named: Iterable[tuple[str, str]]) -> list[LeftGroup]:
     return sorted(found, key=lambda group: -len(group.names))
 
 
-_NUMBER = re.compile(r"\b\d+(?:,\d{3})*")  # not that of "int64"
+_NUMBER = re.compile(r"\b\d+(?:,\d{3})*")  # does not match in "int64"
 
 
 def _reason(reasons: list[str]) -> str:
-    """The reason of a group, with each number, or the least and the largest of those that differ."""
+    """Merges reasons that differ in numbers: each number becomes "least to largest"."""
     columns = iter(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True))
 
     def number(_: re.Match[str]) -> str:
@@ -74,12 +72,12 @@ def _reason(reasons: list[str]) -> str:
 
 
 def left_by_plan(layers: Iterable[LayerRecord]) -> list[str]:
-    """Names of the layers that could be INT8 and that the plan leaves in the model's type."""
+    """Returns the names of the layers that could be INT8 and that the plan leaves in the model's type."""
     return [layer.name for layer in layers if not layer.modes and not layer.reason]
 
 
 def layer_counts(layers: Iterable[LayerRecord]) -> dict[str, int]:
-    """How many layers compute in each mode; those that change it are counted as "by timestep"."""
+    """Counts the layers of each mode. Layers of several modes count as "by timestep"."""
     counts: dict[str, int] = {}
     for layer in layers:
         if modes := set(layer.modes):
@@ -89,14 +87,13 @@ def layer_counts(layers: Iterable[LayerRecord]) -> dict[str, int]:
 
 
 def mode_name(mode: LayerMode) -> str:
-    """For people."""
     return mode.name.lower().replace("_", "-")
 
 
 def weight_bytes(layers: Iterable[LayerRecord]) -> tuple[int, int]:
-    """Bytes that the weights of INT8 layers take, with their scales, and that they would take in 16 bits.
+    """Returns the bytes of INT8 layers' weights with scales, and their bytes in 16 bits.
 
-    Tied layers count once. Two parts of one tensor that have the same sizes are taken for tied.
+    Tied layers count once. Two parts of one tensor with equal sizes count as tied.
     """
     shapes = {(layer.weight, layer.out_channels, layer.in_channels, *layer.kernel) for layer in layers if layer.in_int8}
     elements = sum(math.prod(shape) for _, *shape in shapes)

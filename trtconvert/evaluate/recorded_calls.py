@@ -1,4 +1,4 @@
-"""What an engine is compared with, wherever it is built: inputs of full-precision trajectories, and what the model predicts."""
+"""Recorded calls of full-precision trajectories. Engines are compared with their predictions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _EXPECTED, _TYPE_ERRORS = "prediction", "type_errors"
 
 @dataclass(frozen=True)
 class RecordedCalls:
-    """One denoiser call of each timestep bin that a trajectory came to.
+    """One denoiser call of each timestep bin of a trajectory.
 
     Attributes:
-        inputs: timestep bin: the inputs by name, in FP32 and INT64.
-        expected: timestep bin: the prediction, FP32.
-        type_errors: [T] relative L2 error of the prediction in the model's own type against FP32; None where it was not measured.
-            Where it was, `expected` is the prediction in FP32.
+        inputs: by timestep bin, the inputs by name, in FP32 and INT64.
+        expected: by timestep bin, the prediction in FP32.
+        type_errors: [T] relative L2 error of the model's own type against FP32, None where it was not measured. Where it was,
+            `expected` was computed in FP32.
     """
 
     inputs: Mapping[int, Mapping[str, Tensor]]
@@ -37,7 +37,7 @@ class RecordedCalls:
     type_errors: list[float | None]
 
     def save(self, path: Path) -> None:
-        """Write the calls. A tensor that is the same in several bins is written once."""
+        """Writes the calls. A tensor that equals that of the last bin is not written again."""
         tensors: dict[str, Tensor] = {}
         last: dict[str, Tensor] = {}
         for index, inputs in self.inputs.items():
@@ -49,38 +49,37 @@ class RecordedCalls:
 
     @staticmethod
     def load(path: Path) -> RecordedCalls:
-        """The calls of a file that `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-            UserError: it is another file, or a damaged one.
+            UserError: `save` did not write the file, or it is damaged.
         """
         try:
             return _read(path)
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(
                 f"{path} does not hold recorded calls",
-                expected="inputs and a prediction of each timestep bin that was recorded, as a build writes them",
+                expected="inputs and a prediction of each recorded timestep bin, as a build writes them",
                 got=first_line(error),
                 remedy="build the bundle again",
             ) from error
 
     def errors(self, denoiser: Denoiser) -> list[float | None]:
-        """[T] relative L2 error of a denoiser's predictions in each bin; None for bins without a call.
+        """Returns [T] relative L2 errors of a denoiser's predictions, None for bins without a call.
 
-        A denoiser that applies guidance inside predicts each row by itself, see `FusedGuidance.of_rows`.
+        A denoiser with fused guidance gets the inputs by row, see `FusedGuidance.of_rows`.
         """
         found: list[float | None] = [None] * len(self.type_errors)
         guidance = guidance_of(denoiser)
         with torch.no_grad():
             for index, recorded in self.inputs.items():
                 inputs = recorded if guidance is None else guidance.of_rows(recorded)
-                begin(denoiser)  # each call stands for itself
+                begin(denoiser)  # calls are independent: resets caches
                 found[index] = relative_error(denoiser(**inputs).float().cpu(), self.expected[index])
         return found
 
 
 def _read(path: Path) -> RecordedCalls:
-    """See `RecordedCalls.load`. Raises OSError, ValueError, SafetensorError."""
     header = safetensors_header(path)
     require_plain_types(header)
     metadata = header.pop("__metadata__", {})
@@ -95,7 +94,7 @@ def _read(path: Path) -> RecordedCalls:
             prefix, prediction = f"{index}/inputs/", f"{index}/{_EXPECTED}"
             own = {name.removeprefix(prefix) for name in header if name.startswith(prefix)}
             if not own and prediction not in header:
-                continue  # no step came to the bin
+                continue  # no step was in the bin
             last |= {name: file.get_tensor(prefix + name) for name in own}
             inputs[index], expected[index] = dict(last), file.get_tensor(prediction)
     if not expected:
@@ -104,7 +103,7 @@ def _read(path: Path) -> RecordedCalls:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """‖got - expected‖ / ‖expected‖; 0 where both are equal, also to zero: a model that was not trained often predicts zeros."""
+    """Returns ‖got - expected‖ / ‖expected‖, and 0 for equal tensors: untrained models predict zeros."""
     missed = (got.double() - expected.double()).norm()
     return float(missed / expected.double().norm()) if missed else 0.0
 
@@ -113,8 +112,8 @@ class CallRecorder:
     """Keeps the first denoiser call of every timestep bin.
 
     Args:
-        model: that the denoiser is of; bins: of timesteps.
-        rows: of a call that are kept, spread evenly, so that both halves of guidance are among them.
+        model: of the denoiser. bins: number of timestep bins.
+        rows: kept of a call, spread evenly to include both halves of guidance.
     """
 
     def __init__(self, model: DiffusionModel, bins: int, rows: int) -> None:
@@ -123,7 +122,7 @@ class CallRecorder:
         self._predictions: dict[int, Tensor] = {}
 
     def around(self, denoiser: Denoiser) -> Denoiser:
-        """The denoiser, whose calls are looked at."""
+        """Returns the denoiser with recording of its calls."""
 
         def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
             output = denoiser(*inputs, **named)
@@ -150,10 +149,10 @@ class CallRecorder:
         self._predictions[index] = output.index_select(0, rows).float().cpu()
 
     def calls(self, exact: Callable[[], Denoiser | None]) -> RecordedCalls:
-        """What was recorded.
+        """Returns the recorded calls.
 
         Args:
-            exact: gives the denoiser in FP32, where the recorded one computes in another type and it can be had.
+            exact: returns the denoiser in FP32, or None where the recorded one is in FP32 or FP32 does not fit.
         """
         in_float32 = exact()
         type_errors: list[float | None] = [None] * self._bins

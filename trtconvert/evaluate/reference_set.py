@@ -1,4 +1,4 @@
-"""Reference sets: the images that samples should look like."""
+"""Reference sets: real images that sets of samples are compared with."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trtconvert.images import IMAGE_SUFFIXES, images_below, read_image
 
 @dataclass(frozen=True)
 class ReferenceSet:
-    """Images that are read when they are asked for.
+    """Images that are read on demand.
 
     Attributes:
-        name: for people.
+        name: to show.
         count: of images.
-        identity: hash of the images, and of what they are read as.
-        read: a range of them, [N, C, H, W] FP32 in [0, 1].
+        identity: hash of the images and of their number of channels.
+        read: reads a range of images, [N, C, H, W] FP32 in [0, 1].
     """
 
     name: str
@@ -35,13 +35,14 @@ class ReferenceSet:
 
 
 def load_reference(name: str, shape: torch.Size) -> ReferenceSet:
-    """
+    """Opens a reference set.
+
     Args:
         name: "digits", the held-out fifth of scikit-learn's digits; "emoji", a held-out tenth of Noto's; or a folder of
             images, searched with its subfolders.
-        shape: of a sample, [C, H, W]; the images must have its size, and are read with its number of channels.
+        shape: of a sample, [C, H, W]; the images must have its size. They are read with its number of channels.
     Raises:
-        UserError: no such folder, or too few images in it. Reading them raises it for other sizes than the samples'.
+        UserError: no such folder, or too few images in it. `read` raises it for images of another size.
     """
     if name in _SHIPPED:
         reference = _SHIPPED[name]()
@@ -60,17 +61,18 @@ def load_reference(name: str, shape: torch.Size) -> ReferenceSet:
 def _digits() -> ReferenceSet:
     from trtconvert.evaluate.classifier import digits_data
 
-    images, _ = digits_data("test")
-    identity = hashlib.sha256(images.numpy().tobytes()).hexdigest()
-    return ReferenceSet("digits, held out", len(images), identity, lambda held: images[held.start : held.stop])
+    return _in_memory("digits, held out", digits_data("test")[0])
 
 
 def _emoji() -> ReferenceSet:
     from trtconvert.evaluate.emoji import held_out_emoji
 
-    images = held_out_emoji()
+    return _in_memory("emoji, held out", held_out_emoji())
+
+
+def _in_memory(name: str, images: Tensor) -> ReferenceSet:
     identity = hashlib.sha256(images.numpy().tobytes()).hexdigest()
-    return ReferenceSet("emoji, held out", len(images), identity, lambda held: images[held.start : held.stop])
+    return ReferenceSet(name, len(images), identity, lambda held: images[held.start : held.stop])
 
 
 _SHIPPED = {"digits": _digits, "emoji": _emoji}
@@ -88,19 +90,18 @@ def _folder(folder: Path, shape: torch.Size) -> ReferenceSet:
     if len(paths) <= NEIGHBOURS:
         raise UserError(
             f"the reference set {folder} has too few images",
-            expected=f"more than {NEIGHBOURS}, and thousands for figures that mean something",
+            expected=f"more than {NEIGHBOURS}; meaningful figures need thousands",
             got=str(len(paths)),
-            remedy="correct --reference",
+            remedy="give a folder with more images with --reference",
         )
     channels, height, width = shape
-    # The same files are grey to one model and colours to another.
+    # Models read the same files as grey or as colour.
     digest = hashlib.sha256(f"{channels} channels\n".encode())
     for path in paths:
         digest.update(f"{path.relative_to(folder)} {sha256(path)}\n".encode())
 
     def read_one(path: Path) -> Tensor:
-        size = (channels, height, width)
-        return read_image(lambda: Image.open(path), str(path), size, "take it out of the folder")
+        return read_image(lambda: Image.open(path), str(path), (channels, height, width), "remove it from the folder")
 
     def read(held: range) -> Tensor:
         return torch.stack([read_one(paths[index]) for index in held])

@@ -1,7 +1,7 @@
-"""The report of a bundle: one HTML file that needs nothing else, for people who decide whether to deploy it.
+"""The report of a bundle: one self-contained HTML file for the decision to deploy the bundle.
 
-Charts are tables and inline SVG that the template draws from `charts.py`; a content security policy in the file forbids
-browsers to load anything. All text is escaped by jinja2.
+The template draws tables and inline SVG from `charts.py`. A content security policy forbids the browser to load anything.
+jinja2 escapes all text.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.histogram import OCTAVES
 from trtconvert.errors import UserError
 from trtconvert.evaluate import charts
-from trtconvert.evaluate.evaluation import Evaluation, read_evaluation
 from trtconvert.evaluate.gates import error_limit, worst_prediction
 from trtconvert.evaluate.pages import template
 from trtconvert.evaluate.parts import LeftGroup, dense_groups, layer_counts, left_by_plan, left_groups, weight_bytes
+from trtconvert.evaluate.records import Evaluation, read_evaluation
 from trtconvert.evaluate.table import paired_rows, rows, watch_line
 from trtconvert.files import whole_file
 from trtconvert.linear.reference import LEVELS
 from trtconvert.noise_input import at_place
 
 SAMPLES, FRONTIER = "samples.png", "frontier.json"
-"""Files of a bundle that the report shows where they are there."""
+"""Optional files of a bundle that the report shows."""
 
 ATTENTION = {"plugin": "INT8", "native": "the model's own precision, not INT8"}
-"""What an engine's attention runs in, for people,"""
+"""Precision of an engine's attention."""
 
 INT8_LAYERS = {
     "": "",
@@ -44,15 +44,15 @@ INT8_LAYERS = {
     "plugin": "INT8, our kernels where there are some",
     "exact": "16 bits, with the weights that INT8 holds",
 }
-"""and its layers."""
+"""Precision of an engine's INT8 layers."""
 
 FOLDED_CHARTS = 12
-"""With more sites than this, the charts by head are folded away at first; with more layers, all but the weakest."""
+"""Charts are folded with more sites or layers than this; the weakest layers stay visible."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """One gate of the build: its name, what was asked, what came, and whether it holds."""
+    """One gate of the build."""
 
     name: str
     limit: str
@@ -62,7 +62,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure of the summary: what it is, the figure, and what to compare it with."""
+    """One figure of the summary, with a note for comparison."""
 
     label: str
     figure: str
@@ -70,13 +70,14 @@ class Tile:
 
 
 def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
-    """
+    """Writes the report.
+
     Args:
         folder: of the bundle.
         evaluation: file of `trtconvert evaluate`, or None.
         output: the HTML file.
     Raises:
-        UserError: not a bundle or a damaged one, not an evaluation or one of another bundle, or the place cannot be written.
+        UserError: the bundle or the evaluation is missing, damaged or does not fit, or the output cannot be written.
     """
     found = read_evaluation(evaluation) if evaluation else None
 
@@ -97,9 +98,9 @@ def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
 
 
 def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> str:
-    """The report as HTML. The bundle's files are taken to be whole."""
+    """Returns the report as HTML. Does not check the bundle's files."""
     components = [_component_view(name, component, manifest, folder) for name, component in manifest.components.items()]
-    # What users have put there under such a name is not the build's.
+    # A user's file of this name is not part of the manifest.
     has_frontier = FRONTIER in manifest.files and (folder / FRONTIER).is_file()
     return template("report.html.j2").render(
         manifest=manifest,
@@ -119,13 +120,13 @@ def render(folder: Path, manifest: Manifest, evaluation: Evaluation | None) -> s
 
 
 def picture_of(folder: Path, manifest: Manifest) -> str:
-    """A bundle's samples, PNG in base64; empty where the build left none."""
+    """Returns a bundle's samples as PNG in base64, "" without samples."""
     has_samples = SAMPLES in manifest.files and (folder / SAMPLES).is_file()
     return base64.b64encode((folder / SAMPLES).read_bytes()).decode() if has_samples else ""
 
 
 def gates(manifest: Manifest) -> list[Gate]:
-    """The gates that the build passed, as `gates.check_gates` compares them."""
+    """Returns the gates that the build passed, as in `gates.check_gates`."""
     quality, section = manifest.quality, manifest.recipe.verify
     db, site, index = quality.worst_site()
     max_error = error_limit(
@@ -166,7 +167,7 @@ def gates(manifest: Manifest) -> list[Gate]:
 
 
 def _of_export(quality: QualityRecord, max_error: float) -> Iterator[Gate]:
-    """Gates of the exported model, where it ran."""
+    """Yields the gates of the exported model, if it ran."""
     if quality.error is not None:
         title = "Exported arithmetic against the torch reference, relative error"
         yield Gate(title, f"at most {max_error:g}", f"{quality.error:.1e}", quality.error <= max_error)
@@ -177,7 +178,7 @@ def _of_export(quality: QualityRecord, max_error: float) -> Iterator[Gate]:
 
 
 def _of_predictions(manifest: Manifest) -> Iterator[Gate]:
-    """Gates of engines that ran on the GPU that built them."""
+    """Yields the gates of engines that ran on their GPU."""
     limit = manifest.recipe.verify.max_prediction_error
     for engine in (engine for component in manifest.components.values() for engine in component.engines):
         worst = worst_prediction(engine.prediction_error, manifest.quality.type_error)
@@ -194,7 +195,7 @@ def _of_predictions(manifest: Manifest) -> Iterator[Gate]:
 
 
 def _of_components(manifest: Manifest) -> Iterator[Gate]:
-    """Gates of the other components: of each engine that was measured, else of the exported model."""
+    """Yields the gates of the other components: of each measured engine, else of the exported model."""
     limit = manifest.recipe.verify.max_component_error
     for name, error in manifest.quality.component_errors.items():
         engines = [engine for engine in manifest.components[name].engines if engine.error is not None]
@@ -205,7 +206,7 @@ def _of_components(manifest: Manifest) -> Iterator[Gate]:
 
 
 def tiles(manifest: Manifest, evaluation: Evaluation | None) -> list[Tile]:
-    """The figures at the top."""
+    """Returns the figures at the top of the report."""
     quality, section = manifest.quality, manifest.recipe.verify
     sites = manifest.sites
     modes = [mode for site in sites for mode in site.modes]
@@ -243,7 +244,7 @@ def _denoiser_layers(manifest: Manifest) -> list[LayerRecord]:
 
 
 def _component_view(name: str, component: ComponentRecord, manifest: Manifest, folder: Path) -> dict[str, Any]:
-    """What the template shows of one model of the bundle."""
+    """Returns the template's values of one model of the bundle."""
     converted = {site.name: site.modes for site in component.sites if site.modes}
     view: dict[str, Any] = {
         "name": name,
@@ -279,7 +280,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         ),
         (
             "Precision of each site",
-            "The mode that runs in each timestep bin, more of it in INT8 the darker.",
+            "The mode of each timestep bin; darker modes compute more in INT8.",
             charts.mode_map(converted, starts),
         ),
         *(
@@ -313,7 +314,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         view["maps"].append(
             (
                 "Clipped elements",
-                "Share of queries, keys or values beyond what INT8 covers, of the worst head of the three.",
+                "Share of queries, keys or values beyond the range of INT8, of the worst head.",
                 charts.heat_map(clipped, starts, charts.ERROR_RAMP, lambda share: f"{share:.2%}"),
             )
         )
@@ -328,7 +329,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
 
 
 def _layers_view(component: ComponentRecord) -> dict[str, Any] | None:
-    """What the template shows of a model's layers; None where there are none."""
+    """Returns the template's values of a model's layers, None without layers."""
     layers = component.layers
     if not layers:
         return None
@@ -349,7 +350,7 @@ def _layers_view(component: ComponentRecord) -> dict[str, Any] | None:
 def _layer_maps(
     component: ComponentRecord, manifest: Manifest, calibration: Calibration, starts: list[str]
 ) -> dict[str, Any]:
-    """Maps of a denoiser's INT8 layers, and one of the weakest where they are many."""
+    """Returns the maps of a denoiser's INT8 layers, and a map of the weakest if there are many."""
     converted = {layer.name: layer.modes for layer in component.layers if layer.in_int8}
     sqnr = {name: row for name, row in manifest.quality.layer_sqnr.items() if name in converted}
     inputs = {name: scales for name, scales in calibration.layers.items() if name in converted}
@@ -371,8 +372,7 @@ def _layer_maps(
             [
                 (
                     "Mode of each layer",
-                    "How it computes in each timestep bin: INT8 weights alone, with a scale per token, or with the bin's static "
-                    "scale.",
+                    "The mode of each timestep bin: INT8 weights alone, a scale per token, or the bin's static scale.",
                     charts.layer_mode_map(converted, starts),
                 )
             ]
@@ -396,19 +396,19 @@ def _layer_maps(
 
 
 def _by_tensor(counts: Mapping[str, Tensor]) -> dict[str, list[list[int]]]:
-    """Tensor: [H][octaves], of heads that saw something."""
+    """Returns [H][octaves] by tensor, without empty heads."""
     return {name[0]: [row for row in table.tolist() if sum(row)] for name, table in counts.items()}
 
 
 def _worst_share(shares: Mapping[str, Tensor]) -> list[float | None]:
-    """[T] the largest of any tensor and head."""
+    """Returns [T] the largest share of any tensor and head."""
     return [float(x) for x in torch.cat(list(shares.values()), 1).amax(1)]
 
 
 def _ranges(
     tables: Mapping[str, Mapping[str, Tensor]], sites: Mapping[str, list[int]]
 ) -> dict[str, dict[str, list[list[float]]]]:
-    """Site: tensor: [T][H] magnitudes that INT8 covers; for values, of the largest channel."""
+    """Returns [T][H] magnitudes that INT8 covers, by site and tensor; of values, the largest channel."""
     return {
         site: {
             "q": (tables[site]["q_scale"] * 127).tolist(),

@@ -1,7 +1,7 @@
-"""Long work in shards: each is on disk once it is done, so a kill loses one per process; ranks share them out.
+"""Long work in shards, which ranks divide. Finished shards are on disk: a killed process loses at most one.
 
-A set's folder is named by the hash of what made it. Whoever finished a shard, and in whatever order, reading them goes from
-the first to the last: statistics merged that way have the same bits for any number of ranks and any number of kills.
+The name of a set's folder holds the hash of its inputs. Shards are always read from the first to the last, so that merged
+statistics have the same bits for any number of ranks and restarts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from trtconvert.files import sweep_files, whole_file
 
 @dataclass(frozen=True)
 class ShardSet:
-    """Finished and unfinished shards of one set.
+    """The shards of one set.
 
     Attributes:
-        folder: where they are.
-        ranges: which samples each holds.
+        folder: that holds the files.
+        ranges: samples of each shard.
     """
 
     folder: Path
@@ -38,12 +38,12 @@ class ShardSet:
 
     @staticmethod
     def at(work: Path, name: str, code: Collection[str], reads: Mapping[str, Any], count: int, size: int) -> ShardSet:
-        """The set of `count` samples in shards of `size`.
+        """Returns the set of `count` samples in shards of `size`.
 
         Args:
             work: folder of all sets.
-            code: names of the modules of this package that decide the outcome, see `trtconvert.imports.code_modules`.
-            reads: everything else that decides it, as JSON values.
+            code: names of the modules of this package that affect the result, see `trtconvert.imports.code_modules`.
+            reads: everything else that affects it, as JSON values.
         """
         text = json.dumps({"code": code_identity(*sorted(code)), "size": size, "reads": reads}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
@@ -51,26 +51,26 @@ class ShardSet:
         return ShardSet(work / f"{name}-{key[:24]}", ranges)
 
     def path(self, index: int) -> Path:
-        """Of a shard. It has the number of samples in its name: the last shard may grow when more are asked for."""
+        """Returns the path of a shard. Its name holds the range: the last shard grows when more samples are asked for."""
         held = self.ranges[index]
         return self.folder / f"{held.start:08d}-{held.stop:08d}.safetensors"
 
     def make(self, make: Callable[[range], Mapping[str, Tensor]], ranks: Ranks, done: Callable[[], None]) -> None:
-        """Make this rank's share of what is not there yet, and bring it to rank 0.
+        """Makes the missing shards of this rank, and brings them to rank 0.
 
         Args:
-            make: tensors of the samples in a range.
-            done: called once per shard of this rank's share.
+            make: returns the tensors of a range of samples.
+            done: called after each shard.
         Raises:
             UserError: the work folder cannot be written, or the disk is full.
-            RankLost: another rank has ended; what was finished is kept.
+            RankLost: another rank has ended. Finished shards are kept.
         """
         if self.folder.is_dir():
-            sweep_files(self.folder)  # also beside shards that were finished, of which no more are made
+            sweep_files(self.folder)
         for index in self.share(ranks):
             path = self.path(index)
             if not _is_whole(path):
-                # Copies: features may be views of one another, which files of tensors do not take.
+                # Copies: safetensors refuses views of one memory.
                 tensors = {
                     name: x.clone(memory_format=torch.contiguous_format) for name, x in make(self.ranges[index]).items()
                 }
@@ -80,25 +80,25 @@ class ShardSet:
         ranks.collect(self.folder, [self.path(index).name for index in self.share(ranks)])
 
     def share(self, ranks: Ranks) -> range:
-        """Indices of this rank's shards."""
+        """Returns the indices of this rank's shards."""
         return range(ranks.rank, len(self.ranges), ranks.size)
 
     def stream(self, names: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
-        """The shards' tensors, from the first shard to the last.
+        """Yields the tensors of each shard, from the first shard to the last.
 
         Args:
-            names: of those that are wanted, where they are there; all by default.
+            names: of the wanted tensors; names that a shard lacks are skipped. None: all.
         Raises:
-            UserError: a shard is not there.
+            UserError: a shard is missing or damaged.
         """
         for index in range(len(self.ranges)):
             path = self.path(index)
             if not _is_whole(path):
                 raise UserError(
-                    f"the shard {path} is not there",
-                    expected="a file that this evaluation wrote",
+                    f"the shard {path} cannot be read",
+                    expected="a whole file of this command",
                     got="no such file" if not path.exists() else "a damaged file",
-                    remedy="run the same command again: missing shards are made anew",
+                    remedy="run the same command again: it makes missing and damaged shards",
                 )
             if names is None:
                 yield load_file(path)
@@ -108,7 +108,7 @@ class ShardSet:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a shard is there, with as many bytes as its header promises."""
+    """Return whether a shard has as many bytes as its header says."""
     try:
         with safe_open(path, framework="pt"):
             return True

@@ -1,4 +1,4 @@
-"""An evaluation as rows for people: what the terminal, the report and the benchmark show."""
+"""Formats an evaluation as rows of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from trtconvert.evaluate.evaluation import Evaluation, SetQuality
+from trtconvert.evaluate.records import Evaluation, SetQuality
 
 FIGURES = (
     ("fid", "FID ↓", ".3f"),
@@ -24,10 +24,10 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of the three sets, as text; "" where it is not to be had.
+    """One figure of the three sets, as text; "" where it is unknown.
 
     Attributes:
-        noise: what full precision differs from itself, with other seeds; difference: what INT8 differs from full precision.
+        noise: difference between full precision and full precision of other seeds. difference: INT8 less full precision.
         within: whether the difference is at most the noise; None without a full-precision run.
     """
 
@@ -41,7 +41,7 @@ class Row:
 
 
 def rows(evaluation: Evaluation) -> list[Row]:
-    """The figures that this evaluation has."""
+    """Returns the figures that the evaluation has."""
     return [
         row
         for field, name, form in FIGURES
@@ -63,7 +63,7 @@ def _row(
     if full is None or other is None:
         return Row(name, format(got, form))
     same, apart = getattr(full, field), getattr(other, field)
-    signed = "+z" + form  # z: no minus before a difference that is rounded to nothing
+    signed = "+z" + form  # z: no minus before zero
     return Row(
         name,
         format(got, form),
@@ -76,24 +76,19 @@ def _row(
 
 
 def paired_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """INT8 against full precision of the same seeds."""
+    """Returns the figures of INT8 against full precision of the same seeds, with their names."""
     paired = evaluation.paired
     if paired is None:
         return []
     found = [("PSNR", f"{paired.psnr:.2f} dB; worst {paired.psnr_worst:.2f} dB, seed {paired.psnr_worst_seed}")]
     if paired.psnr_all_steps is not None and paired.psnr_of_steps is not None:
-        words = f"{paired.psnr_all_steps:.2f} dB; {paired.psnr_of_steps:.2f} dB is what is lost by leaving steps out"
+        words = f"{paired.psnr_all_steps:.2f} dB; {paired.psnr_of_steps:.2f} dB between reused steps and all steps"
         found.append(("PSNR, all steps computed", words))
     if paired.ssim is not None:
         found.append(("SSIM", f"{paired.ssim:.5f}; worst {paired.ssim_worst:.5f}"))
     if paired.lpips is not None:
         found.append(("LPIPS", f"{paired.lpips:.5f}; worst {paired.lpips_worst:.5f}"))
-    found.append(
-        (
-            "FID to other seeds",
-            f"{paired.fid_int8:.4f} for INT8, {paired.fid_full:.4f} for full precision",
-        )
-    )
+    found.append(("FID to other seeds", f"{paired.fid_int8:.4f} for INT8, {paired.fid_full:.4f} for full precision"))
     if paired.clipped:
         found.append(("clipped elements", _clipped(paired.clipped)))
     return found
@@ -103,42 +98,36 @@ _TENSORS = {"q": "queries", "k": "keys", "v": "values"}
 
 
 def _clipped(shares: Mapping[str, Mapping[str, float]]) -> str:
-    """The worst sites' shares of clipped elements."""
+    """Returns the worst share of clipped elements."""
     every = [(share, tensor, site) for site, of_site in shares.items() for tensor, share in of_site.items()]
     if not every:
-        return "none: all scales are measured while they run"
+        return "none: all scales are dynamic"
     share, tensor, site = max(every)
+    if not share:
+        return "none"
     among = sum(share > 0 for share, *_ in every)
-    return (
-        f"{share:.3%} of the {_TENSORS[tensor]} of {site}" + (f", the worst of {among}" if among > 1 else "")
-        if share
-        else "none"
-    )
+    return f"{share:.3%} of the {_TENSORS[tensor]} of {site}" + (f", the worst of {among}" if among > 1 else "")
 
 
 def watch_line(evaluation: Evaluation) -> str:
-    """What the watch for NaN and Inf saw."""
+    """Returns the counts of NaN and Inf in words."""
     sets = (("INT8", evaluation.int8), ("full precision", evaluation.full), ("other seeds", evaluation.other))
     seen = [f"{quality.nonfinite} of {evaluation.samples} samples, {name}" for name, quality in sets if quality]
-    paired = evaluation.paired
-    text = "; ".join(seen)
-    broken = (
-        {
+    broken: dict[str, dict[str, int]] = {}
+    if paired := evaluation.paired:
+        broken = {
             "sites in full precision": paired.nonfinite_sites,
             "sites in INT8": paired.nonfinite_int8_sites,
             "layers in INT8": paired.nonfinite_int8_layers,
         }
-        if paired
-        else {}
-    )
     for where, counts in broken.items():
         if found := [f"{name} {count}" for name, count in counts.items() if count]:
-            text += f"; {where}: {', '.join(found)}"
-    return text
+            seen.append(f"{where}: {', '.join(found)}")
+    return "; ".join(seen)
 
 
 def print_evaluation(console: Console, evaluation: Evaluation) -> None:
-    """The tables at the end of `trtconvert evaluate`."""
+    """Prints the tables at the end of `trtconvert evaluate`."""
     drawn = f"{evaluation.samples} samples, {evaluation.solver} {evaluation.steps} steps"
     against = f"{evaluation.reference} ({evaluation.reference_count} images), features {evaluation.features}"
     table = Table(title=f"{evaluation.model}: {drawn}; against {against}", title_justify="left", pad_edge=False)
@@ -152,7 +141,7 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     console.print(table)
     if compared:
         precision = f"full precision{f', {evaluation.dtype},' if evaluation.dtype else ''}"
-        console.print(f"noise: {precision} against itself with other seeds; * a difference beyond it")
+        console.print(f"noise: {precision} against itself with other seeds; *: the difference exceeds the noise")
     for name, value in paired_rows(evaluation):
         console.print(f"{name}: {value}")
     console.print(f"NaN or Inf: {watch_line(evaluation)}")

@@ -1,4 +1,4 @@
-"""A bundle's INT8 attention and layers inside the torch model that the bundle was made from, see `trtconvert.quant.forward`."""
+"""Runs a bundle's INT8 attention and layers in torch, see `trtconvert.quant.forward`."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from trtconvert.reuse.schedule import Scheduler
 
 
 class NonfiniteCounts:
-    """By name: for how many calls on a sample something gave a NaN or Inf."""
+    """Counts, by name, the sample calls that gave NaN or Inf."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Tensor] = {}
 
     def add(self, name: str, out: Tensor) -> None:
-        """Count the samples, the first dimension, of what a call gave."""
-        rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device: nothing waits
+        """Counts the samples of an output [samples, …] that are not finite."""
+        rows = (~out.flatten(1).isfinite().all(1)).sum()  # stays on the device
         self._counts[name] = self._counts.get(name, torch.zeros_like(rows)) + rows
 
     def take(self) -> dict[str, Tensor]:
-        """Since this was asked last."""
+        """Returns the counts, and resets them."""
         counts, self._counts = self._counts, {}
         return counts
 
 
 class TorchInt8:
-    """The model in the bundle's type, on its own device, with the bundle's scales and modes at every converted site and layer.
+    """The torch model in the bundle's type, with INT8 arithmetic at every converted site and layer.
 
     Args:
         model: that the bundle was made from.
-        folder: of the bundle; manifest: its own.
+        folder, manifest: of the bundle.
 
     Attributes:
-        reuse: which steps are left out; none unless somebody sets it.
+        reuse: the schedule of reused steps. The caller may set it.
     """
 
     reuse: Scheduler | None = None
@@ -75,11 +75,11 @@ class TorchInt8:
         return self._denoiser(*inputs, **named)
 
     def reset_cache(self) -> None:
-        """All samples begin anew in the next call, where layers quantise deltas."""
+        """Resets the caches of layers that quantise deltas."""
         self._layers.reset_cache()
 
     def take_nonfinite(self) -> dict[str, dict[str, int]]:
-        """Of kind "site" and "layer", by name: for how many calls on a sample it gave a NaN or Inf, since this was asked last."""
+        """Returns, by kind ("site", "layer") and name, the sample calls that gave NaN or Inf, and resets the counts."""
         return {
             kind: {name: int(count) for name, count in counts.take().items()}
             for kind, counts in self._nonfinite.items()
@@ -103,7 +103,7 @@ class TorchInt8:
 def converted_layers(
     model: DiffusionModel, records: Sequence[LayerRecord], scales: Mapping[str, LayerScales]
 ) -> dict[str, ConvertedLayer]:
-    """A bundle's INT8 layers by name, with the tables that they have.
+    """Returns a bundle's INT8 layers by name, with their tables.
 
     Args:
         model: that the bundle was made from.
@@ -117,7 +117,7 @@ def converted_layers(
     inputs = model.example(0, {name: opt for name, (_, opt, _) in model.dims.items()})
     with torch.no_grad():
         intercepted(model, layers=finder)(**{name: x.to(device) for name, x in inputs.items()})
-    # Scales have the names of the first layers that read each tensor, among all that could be INT8.
+    # Scales are filed by input group, among all layers that can be INT8.
     able = {record.name for record in records if not record.reason}
     layers = with_input_groups_among([layer for layer in finder.layers() if layer.name in able])
     chosen, modulated = [layer for layer in layers if layer.name in modes], {r.name for r in records if r.modulated}

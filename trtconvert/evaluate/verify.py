@@ -1,4 +1,4 @@
-"""The gates of a build: is the exported arithmetic right, is each site close to exact attention, are the images right."""
+"""Measures the figures that the gates of a build check: samples, sites, layers and the exported arithmetic."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trtconvert.recipe import VerifySection
 from trtconvert.runtime.trajectory import begin
 
 BATCH = 16
-"""Samples drawn at once; a sample does not depend on it."""
+"""Samples drawn at once. Samples do not depend on it."""
 
 
 def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar: Steps) -> Tensor:
-    """The samples of the recipe's verify section. [samples, C, H, W] in [0, 1]. Each batch is a step of the bar."""
+    """Draws the samples of the recipe's verify section, [samples, C, H, W] in [0, 1]. Each batch is a step of the bar."""
     images, model = [], with_progress(model, bar)
     for batch in batches_of(section.samples, BATCH):
         seeds = [section.seed + i for i in batch]
@@ -42,22 +42,21 @@ def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar:
 
 
 def psnr(images: Tensor, expected: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB of images in [0, 1]. [N, C, H, W] twice → [N]."""
+    """Returns the PSNR in dB of each image in [0, 1]. [N, C, H, W] twice → [N]."""
     return decibels((images - expected).square().flatten(1).mean(1))
 
 
 Sqnr = dict[str, list[float | None]]
-"""Site or layer: dB per timestep bin."""
+"""By site or layer, dB of each timestep bin."""
 
 
 def output_sqnr(
     model: DiffusionModel, sites: Int8Sites, layers: Int8Layers, bins: int, seed: int, samples: int, bar: Steps
 ) -> tuple[Sqnr, Sqnr]:
-    """Signal to quantisation noise of each site and of each layer in dB, per timestep bin, on the full-precision model's own
-    activations.
+    """Measures the signal to quantisation noise of each site and layer in dB, by timestep bin.
 
-    The error is that of the site or layer alone: each sees exact inputs. None for bins that no step falls into; NaN where it, or
-    the exact one, gave a NaN or Inf. Each batch is a step of the bar.
+    Each site and layer sees the exact inputs of the full-precision model. None for bins without a step, NaN where the INT8 or the
+    exact output is not finite. Each batch is a step of the bar.
     """
     model = with_progress(model, bar)
     of_sites, of_layers = _Noise(sites.tables, bins), _Noise(layers.tables, bins)
@@ -77,7 +76,7 @@ def output_sqnr(
             of_layers.add(call.name, index, *rows)
         return exact
 
-    steps = min(SITE_STEPS_PER_BIN * bins, len(model.sigmas))  # a short schedule has no more
+    steps = min(SITE_STEPS_PER_BIN * bins, len(model.sigmas))  # short schedules have fewer
     denoiser: Denoiser = intercepted(model, attend, compute if layers.tables else None)
     if not layers.delta_scales:
         denoiser = graphed(model, denoiser, counts=True)
@@ -91,26 +90,27 @@ def output_sqnr(
 
 
 class _Noise:
-    """Squares of outputs and of their errors, by name and timestep bin."""
+    """Sums of squared outputs and errors, by name and timestep bin."""
 
     def __init__(self, names: Iterable[str], bins: int) -> None:
         self._signal = {name: torch.zeros(bins, dtype=torch.float64) for name in names}
         self._noise = {name: torch.zeros(bins, dtype=torch.float64) for name in self._signal}
 
     def add(self, name: str, index: Tensor, got: Tensor, exact: Tensor) -> None:
-        """
+        """Adds a call.
+
         Args:
             index: [B] bins; got, exact: [B, …].
         """
         index = index.to(exact.device)
         for sums, x in ((self._noise, got.double() - exact.double()), (self._signal, exact.double())):
-            sums[name] = sums[name].to(exact.device)  # once: nothing waits for single calls
+            sums[name] = sums[name].to(exact.device)  # copies only once
             sums[name].index_add_(0, index, x.square().flatten(1).sum(1))
 
     def decibels(self) -> Sqnr:
         return {
             name: [
-                10 * math.log10(s / max(n, s * 1e-12)) if s else None  # NaN is no absence
+                10 * math.log10(s / max(n, s * 1e-12)) if s else None  # NaN stays NaN
                 for s, n in zip(signal.tolist(), self._noise[name].tolist(), strict=True)
             ]
             for name, signal in self._signal.items()
@@ -118,22 +118,18 @@ class _Noise:
 
 
 def widened(component: ComponentRecord) -> ComponentRecord:
-    """The signature of a component's copy in FP32."""
+    """Returns the record of a component's copy in FP32."""
 
     def wide(specs: list[TensorRecord]) -> list[TensorRecord]:
         return [s.model_copy(update={"dtype": "float32"}) if s.dtype == "float16" else s for s in specs]
 
     return component.model_copy(
-        update={
-            "inputs": wide(component.inputs),
-            "outputs": wide(component.outputs),
-            "caches": wide(component.caches),
-        }
+        update={part: wide(getattr(component, part)) for part in ("inputs", "outputs", "caches")}
     )
 
 
 def next_step(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs as a sampler might give them in the step after some: a little less noise."""
+    """Returns inputs of the step after `inputs`: a little less noise."""
     x, timestep = model.inputs[0].name, inputs[model.timestep_input]
     place = place_of(model.noise_input, timestep)
     moved = place * 0.9 if model.timesteps_fall else place + (model.timestep_max - place) * 0.1
@@ -142,7 +138,7 @@ def next_step(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, 
 
 
 def in_steps(denoiser: Denoiser, steps: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """The outputs of steps that follow each other, with caches as they are before the first one, beside each other."""
+    """Runs consecutive steps from reset caches, and concatenates the outputs."""
     begin(denoiser)
     return torch.cat([denoiser(**inputs) for inputs in steps])
 
@@ -150,7 +146,7 @@ def in_steps(denoiser: Denoiser, steps: Sequence[Mapping[str, Tensor]]) -> Tenso
 def lowering_difference(
     function: Path, native: Path, dtype: str, inputs: Mapping[str, Tensor], min_sqnr: float
 ) -> tuple[float, float]:
-    """Polygraphy's comparison of two lowerings of one model of some type on ONNX Runtime.
+    """Compares two lowerings of a model on ONNX Runtime by Polygraphy.
 
     Returns:
         The mean absolute difference of the outputs, and the limit that keeps `min_sqnr` dB below the output's own mean.
@@ -163,7 +159,7 @@ def lowering_difference(
     from trtconvert.export.float32 import without_bfloat16
     from trtconvert.runtime.session import as_numpy
 
-    onnxruntime.set_default_logger_severity(3)  # polygraphy's sessions would warn of what they cannot fold
+    onnxruntime.set_default_logger_severity(3)  # hides warnings about constant folding
     feed = {name: as_numpy(x) for name, x in inputs.items()}
     with ExitStack() as stack, G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         paths = [stack.enter_context(without_bfloat16(path, dtype)) for path in (function, native)]

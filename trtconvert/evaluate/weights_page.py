@@ -1,4 +1,4 @@
-"""The page of `trtconvert analyze`: one HTML file that needs nothing else, in the style of a bundle's report."""
+"""The page of `trtconvert analyze`: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from trtconvert.weights.blocks import OCTAVES
 from trtconvert.weights.tables import share, size
 
 SHOWN = 400
-"""Tensors with maps, those that take most: browsers become slow with more. The JSON file has all."""
+"""Largest tensors that get heat maps: more make browsers slow. The JSON file has all."""
 
 
 def write_page(found: Analysis, output: Path) -> None:
-    """
+    """Writes the page.
+
     Raises:
         UserError: the place cannot be written.
     """
@@ -25,7 +26,7 @@ def write_page(found: Analysis, output: Path) -> None:
 
 
 def render(found: Analysis) -> str:
-    """The page as HTML."""
+    """Returns the page as HTML."""
     measured = [tensor for tensor in found.tensors if tensor.quality and len(tensor.shape) > 1]
     shown = sorted(sorted(measured, key=lambda t: -t.bytes)[:SHOWN], key=lambda t: t.name)
     return template("weights.html.j2").render(

@@ -1,4 +1,4 @@
-"""Caches of layers that quantise deltas, in a trace: what they are, and the nodes that read and write them."""
+"""Caches of layers that quantise deltas, and the emission of their nodes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks
 from trtconvert.manifest_checks import CACHE, O_HAT
 
 LAST = f"{CACHE}timestep"
-"""The cache of the timesteps of the call before."""
+"""The cache of the last call's timesteps."""
 
 
 def a_hat_of(input_group: str) -> str:
-    """The cache of what layers read, by the first that reads it."""
+    """Returns the name of the cache of a group's input."""
     return f"{CACHE}{input_group}.a_hat"
 
 
 def o_hat_of(layer: str) -> str:
-    """The cache of what a layer gives."""
+    """Returns the name of the cache of a layer's output."""
     return f"{CACHE}{layer}{O_HAT}"
 
 
 def _factor_of(input_group: str) -> str:
-    """The buffer of x_factor, as it is broadcast to x."""
     return f"modiff:{input_group.replace('.', '/')}:x_factor"
 
 
@@ -43,12 +42,12 @@ def caches_of(
     dims: Mapping[str, tuple[int, int, int]],
     dtype: torch.dtype,
 ) -> list[InputSpec]:
-    """The caches of a model whose weights have a type, in a fixed order; none where no layer has a scale of deltas.
+    """Returns the caches of a model with weights of a type, in a fixed order; [] if no layer has a delta scale.
 
-    The model is run once, to see the sizes.
+    Runs the model once on fake tensors for the sizes.
 
     Raises:
-        UserError: a dimension other than that of the samples may vary: caches have sizes of their own.
+        UserError: a dimension other than the batch is dynamic.
     """
     modulated = {name: layer for name, layer in layers.items() if layer.delta_scale is not None}
     if not modulated:
@@ -81,22 +80,22 @@ def caches_of(
 def require_fixed_sizes(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> None:
     """
     Raises:
-        UserError: a dimension other than that of the samples may vary.
+        UserError: a dimension other than the batch is dynamic.
     """
     require_one_size(
         model,
         dims,
-        "layers.modiff needs one size of everything but the batch: caches of other sizes are of no use",
+        "layers.modiff needs fixed sizes of all dimensions but the batch",
         "set layers.modiff to false",
     )
 
 
 class DeltaEmitter:
-    """Emits the nodes of layers with a scale of deltas, and keeps the caches of a trace.
+    """Emits the nodes of layers with a delta scale, and collects the caches of a trace.
 
     Args:
-        module: gets tables as buffers; what is exported.
-        layers: all that are converted.
+        module: is exported; gets the tables as buffers.
+        layers: all converted layers.
         timestep_max, falls: see `scales_of` and `steps_of`.
     """
 
@@ -125,7 +124,7 @@ class DeltaEmitter:
         self._codes: dict[str, Tensor] = {}
 
     def begin(self, timestep: Tensor, caches: Mapping[str, Tensor]) -> None:
-        """A call of the denoiser, with timesteps [B] and the caches of the call before."""
+        """Starts a call of the denoiser, with timesteps [B] and the caches of the last call."""
         self._given, self._made, self._codes = caches, {}, {}
         steps = self._steps = steps_of(timestep, caches[LAST], self._falls)
         first, deltas = (getattr(self._module, f"modiff:{name}") for name in ("first", "changes"))
@@ -133,15 +132,14 @@ class DeltaEmitter:
         self._made[LAST] = steps.last
 
     def caches(self, names: Sequence[str]) -> list[Tensor]:
-        """What they hold after the call; of a layer that was not called what they held."""
+        """Returns the caches after the call. Caches of layers that were not called are unchanged."""
         return [self._made.get(name, self._given[name] + 0) for name in names]
 
     def emit(self, call: LayerCall, layer: ConvertedLayer, tables: Mapping[str, str], shape: Sequence[int]) -> Tensor:
-        """What the layer gives.
+        """Emits the nodes of a call, and returns the output of a shape.
 
         Args:
-            tables: the module's buffers of the layer's tables, by their names.
-            shape: of the output.
+            tables: the module's buffer of each of the layer's tables.
         """
         assert self._steps is not None and self._scales is not None
         input_group, reset = layer.layer.input_group, self._steps.reset

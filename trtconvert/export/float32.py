@@ -1,4 +1,4 @@
-"""Models in 16 bits as FP32, with the numbers of their weights: ONNX Runtime has no BF16 on a CPU, and rounds FP16 everywhere."""
+"""Widens 16-bit models to FP32: ONNX Runtime has no BF16 on a CPU, and rounds FP16 at every operator."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ _OF_TYPES = ("to", "dtype")
 
 @contextmanager
 def in_float32(path: Path) -> Iterator[Path]:
-    """A temporary copy of a model whose 16-bit numbers are FP32: weights, inputs, outputs, and what is cast between them.
-
-    What a step rounds on the way is not rounded, so that differences are those of the weights alone.
-    """
+    """Yields a temporary copy of a model in FP32: weights keep their values, and intermediate results are not rounded."""
     model = ir.load(path)
     widen(model)
     with temporary_folder() as folder:
@@ -33,12 +30,12 @@ def in_float32(path: Path) -> Iterator[Path]:
 
 
 def without_bfloat16(path: Path, dtype: str) -> AbstractContextManager[Path]:
-    """A model of some type itself, or, of one in BF16, see `in_float32`."""
+    """Returns the path of a model, or of a BF16 model the copy of `in_float32`."""
     return in_float32(path) if dtype == "bfloat16" else nullcontext(path)
 
 
 def widen(model: ir.Model) -> None:
-    """Make FP32 of everything in 16 bits, in place. Weights are read when they are written."""
+    """Widens all 16-bit values to FP32, in place. Weights are read when they are written."""
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         for value in (*graph.inputs, *graph.initializers.values()):
             _widen_value(value)

@@ -1,4 +1,4 @@
-"""What rewrites ask of a graph: what made a value, which number it is, which tensor it is a part of."""
+"""Queries of graphs for rewrites."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ _WIDENING = {
     (ir.DataType.BFLOAT16, ir.DataType.DOUBLE),
     (ir.DataType.FLOAT, ir.DataType.DOUBLE),
 }
-"""Casts, from and to, that change no number."""
+"""Lossless casts: (from, to)."""
 _FLOATS = {dtype for pair in _WIDENING for dtype in pair}
 
 
 def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that computes a value, if it is of one of ONNX's own operators."""
+    """Returns the producer of a value if it is the given standard operator."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type and not node.domain else None
 
 
+def producer_behind_reshapes(value: ir.Value | None) -> ir.Node | None:
+    """Returns the producer of a value before reshapes."""
+    while (reshape := producer_of(value, "Reshape")) is not None:
+        value = reshape.inputs[0]
+    return value.producer() if value is not None else None
+
+
 def is_read_once(value: ir.Value) -> bool:
-    """Whether one input of one node is all that needs a value."""
+    """Return whether a value has exactly one use."""
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
-    """What is done with a value, if that is one operator of ONNX's own."""
+    """Returns the only reader of a value if it is the given standard operator."""
     if not is_read_once(value):
         return None
     ((reader, _),) = value.uses()
@@ -39,25 +46,25 @@ def only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def perm_of(transpose: ir.Node) -> list[int]:
-    """The axes of a Transpose's input, in the order of its output."""
+    """Returns the permutation of a Transpose."""
     return list(transpose.attributes["perm"].as_ints())
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
-    """A value's numbers, if they are known."""
+    """Returns the numbers of a constant value, else None."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return tensor.numpy() if tensor is not None else None
 
 
 def without_casts(value: ir.Value | None) -> ir.Value | None:
-    """A value before casts from one floating-point type to another."""
+    """Returns a value before casts between floating-point types."""
     while (cast := producer_of(value, "Cast")) is not None and {cast.inputs[0].dtype, value.dtype} <= _FLOATS:  # type: ignore[union-attr]
         value = cast.inputs[0]
     return value
 
 
 def before_widening(value: ir.Value | None) -> ir.Value | None:
-    """A value before casts that change no number."""
+    """Returns a value before lossless casts."""
     while (cast := producer_of(value, "Cast")) is not None and (cast.inputs[0].dtype, value.dtype) in _WIDENING:  # type: ignore[union-attr]
         value = cast.inputs[0]
     return value
@@ -66,20 +73,20 @@ def before_widening(value: ir.Value | None) -> ir.Value | None:
 def is_same_shape(
     a: Sequence[int | ir.SymbolicDim] | ir.Shape | None, b: Sequence[int | ir.SymbolicDim] | ir.Shape | None
 ) -> bool:
-    """Whether two shapes are known, and the same. Dimensions that vary are known by their names."""
+    """Return whether two shapes are known and equal. Symbolic dimensions compare by name."""
     if a is None or b is None or any(isinstance(size, ir.SymbolicDim) and size.value is None for size in a):
         return False
     return list(a) == list(b)
 
 
 def axes_of(value: ir.Value | None, rank: int) -> list[int] | None:
-    """Axes that a value names, if it is known, counted from the first of as many as the rank."""
+    """Returns the non-negative axes of a constant value, else None."""
     axes = constant_of(value)
     return None if axes is None else [int(axis) % rank for axis in axes.ravel()]
 
 
 def element_of(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
-    """The tensor that a value is an element of, along which axis, and which: `tensor.select(axis, index)`."""
+    """Returns (tensor, axis, index) if a value is `tensor.select(axis, index)`."""
     gather, squeeze = producer_of(value, "Gather"), producer_of(value, "Squeeze")
     if gather is not None:
         source, index = gather.inputs[0], constant_of(gather.inputs[1])
@@ -90,7 +97,7 @@ def element_of(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
     source = cut.inputs[0] if cut is not None else None
     if squeeze is None or cut is None or source is None or source.shape is None or len(squeeze.inputs) < 2:
         return None
-    if len(cut.inputs) < 4:  # without axes: all of them
+    if len(cut.inputs) < 4:  # no axes: all axes
         return None
     rank = len(source.shape)
     axes, squeezed = axes_of(cut.inputs[3], rank), axes_of(squeeze.inputs[1], rank)
@@ -101,13 +108,13 @@ def element_of(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
 
 
 Run = tuple[ir.Value, int | ir.Value | None, int | ir.Value | None]
-"""Of a tensor, neighbours along an axis, and between which positions they lie: a number, or what computes it."""
+"""A slice of a tensor along an axis: the tensor, start and stop. Bounds are numbers or values."""
 
 
 def cuts_of(parts: Sequence[ir.Value], axis: int) -> list[Run]:
-    """What parts are of one tensor if they are slices of it along an axis, each beginning where the one before ends; else none.
+    """Returns the slices if the parts are consecutive slices of one tensor along an axis, else [].
 
-    Positions are counted from the first where it is known how many there are, else as the slices say them.
+    Positions are non-negative if the size is known, else as in the Slice nodes.
     """
     runs = [_run(part, axis) for part in parts]
     known = [run for run in runs if run is not None]
@@ -135,8 +142,25 @@ def _position(bound: ir.Value | None, size: int | ir.SymbolicDim) -> int | ir.Va
 
 
 def factors_of(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """The two factors of a product, in both orders; nothing for other values."""
+    """Yields the two factors of a product in both orders, nothing for other values."""
     product = producer_of(without_casts(value), "Mul")
     for a, b in itertools.permutations(product.inputs if product is not None else (), 2):
         if a is not None and b is not None:
             yield a, b
+
+
+def geglu_behind(joined: ir.Value) -> tuple[ir.Node, ir.Node, ir.Node] | None:
+    """Returns Split, Gelu and Mul of a GEGLU whose halves a value [..., 2 N] holds."""
+    split = only_reader(joined, "Split")
+    if split is None or len(split.outputs) != 2:
+        return None
+    value, gate = split.outputs
+    gelu, product = only_reader(gate, "Gelu"), only_reader(value, "Mul")
+    if gelu is None or product is None or gelu.attributes.get_string("approximate", "none") != "none":
+        return None
+    whole, half = joined.shape, product.outputs[0].shape
+    if only_reader(gelu.outputs[0], "Mul") is not product or whole is None or half is None:
+        return None
+    if split.attributes.get_int("axis", 0) % len(whole) != len(whole) - 1 or whole[-1] != 2 * half[-1]:
+        return None
+    return split, gelu, product

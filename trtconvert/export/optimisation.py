@@ -1,4 +1,4 @@
-"""onnxscript's optimiser, in a time that grows with the size of a graph and not with its square."""
+"""onnxscript's optimiser, in linear instead of quadratic time."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 
 def optimise(program: torch.onnx.ONNXProgram) -> None:
-    """Fold constants and drop what computes nothing, in place."""
+    """Folds constants and removes dead nodes, in place."""
     with _first_outputs_first():
         program.optimize()
 
 
 @contextmanager
 def _first_outputs_first() -> Iterator[None]:
-    """Inside the block, patterns with several outputs are tried where their first output may be.
+    """Inside the block, patterns with several outputs are tried only at operators of their first output.
 
-    onnxscript (0.7) tries them at every node, and lists all nodes of the graph each time before it compares the first one: three
-    quarters of an export of Flux. A version that is built otherwise is left as it is.
+    onnxscript 0.7 tries them at every node, and lists the whole graph each time. Other versions without these classes are not
+    patched.
     """
     try:
         from onnxscript.rewriter._basics import MatchResult

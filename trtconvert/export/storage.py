@@ -1,4 +1,4 @@
-"""ONNX files: one file for small models, else one for the graph and one for the weights beside it."""
+"""ONNX files: one file for small models, else a second one for the weights."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from trtconvert.errors import UserError
 from trtconvert.files import free_space, is_disk_full, temporary_folder
 
 INLINE_LIMIT = 500_000_000
-"""Bytes of weights up to which they are kept inside the ONNX file. Protobuf takes 2 GiB, but copies all of it at every step from
-and to the file: 1.3 GB were written in 20 s, beside the file in 6."""
+"""Bytes of weights kept inside the ONNX file. Protobuf allows 2 GiB, but is slow: it copies everything several times."""
 
 SMALL = 1024
-"""Bytes up to which a tensor stays in the graph whatever the others weigh: parsers want shapes and scales there."""
+"""Tensors of at most this many bytes always stay in the graph: parsers need shapes and scales there."""
 
 ROOT = Path("/")
-"""What the files of a model that is built are named from."""
+"""Base of the names of external files for parsers."""
 
 _PAGE = 4096
 """Bytes."""
 
 
 def save(model: ir.Model, path: Path) -> None:
-    """Write a model. Weights over `INLINE_LIMIT` go to the file `weights_file(path)`.
+    """Writes a model. Weights over `INLINE_LIMIT` go to the file `weights_file(path)`.
 
-    Weights that a model loaded from the same folder keeps in such a file already stay there, and are shared.
+    External weights of a model from the same folder stay in their file.
     """
     weights = _weights(model)
     if _bytes(_in_memory(weights)) > INLINE_LIMIT:
@@ -46,10 +45,10 @@ def save(model: ir.Model, path: Path) -> None:
 
 
 def load(path: Path) -> ir.Model:
-    """Read a model that is to be built; weights beside it are read when they are used.
+    """Reads a model for a build. External weights are read on use.
 
-    They are named by their absolute paths, also in what would be saved. `ir.load` keeps the model's own names, but then refuses
-    to read files that have a second name (hard links), as those of a bundle have while it is compiled.
+    External files get absolute names. `ir.load` keeps relative names, but refuses files with hard links, which bundles have while
+    they are compiled.
 
     Raises:
         UserError: a weight lies outside the model's folder.
@@ -71,17 +70,16 @@ def load(path: Path) -> ir.Model:
 
 @contextmanager
 def for_parser(model: ir.Model) -> Iterator[bytes]:
-    """A model, serialized for a parser that takes `ROOT` for its folder.
+    """Serializes a model for a parser with the base folder `ROOT`.
 
-    Protobuf takes 2 GiB. Where a model keeps weights in files, or holds more than `INLINE_LIMIT`, those in memory that are larger
-    than `SMALL`, which lowerings have joined, go to a file too, computed one at a time, in a temporary folder that is there until
-    the block ends. TensorRT's parser looks for all files below one folder and refuses "..", and nothing is to be written to the
-    model's own: so files are named from the root of the file system, which is above both.
+    Models with external weights, or with more than `INLINE_LIMIT` in memory, get a second file in a temporary folder for the
+    weights in memory over `SMALL`, which are computed one at a time. TensorRT's parser wants all files below one folder and
+    refuses "..": files are named from the root of the file system.
 
     Raises:
         UserError: the disk of the temporary folder is full.
     """
-    model = model.clone()  # has values of its own, and the same tensors
+    model = model.clone()  # shares the tensors
     weights = _weights(model)
     in_memory = _in_memory(weights)
     if len(in_memory) == len(weights) and _bytes(in_memory) <= INLINE_LIMIT:
@@ -99,7 +97,7 @@ def for_parser(model: ir.Model) -> Iterator[bytes]:
 
 
 def _written(tensors: Sequence[ir.TensorProtocol], folder: Path) -> list[ir.ExternalTensor]:
-    """Tensors in a new file, each from the beginning of a page, for parsers that map files."""
+    """Writes tensors to a new file, aligned to pages for parsers that map files."""
     try:
         return ir.external_data.convert_tensors_to_external(
             [_row_by_row(tensor) for tensor in tensors], folder, "joined.data", alignment=_PAGE, align_threshold=0
@@ -109,10 +107,10 @@ def _written(tensors: Sequence[ir.TensorProtocol], folder: Path) -> list[ir.Exte
             raise
         needed = sum(tensor.nbytes for tensor in tensors)
         raise UserError(
-            f"the disk is full while weights that are joined for TensorRT are written to {folder.parent}",
+            f"the disk is full while weights for TensorRT are written to {folder.parent}",
             expected=f"{needed / 2**20:.0f} MiB of free space while an engine is built",
             got=f"{error.strerror or error}, {free_space(folder) / 2**20:.0f} MiB free",
-            remedy="free some space there, or set TMPDIR to a folder on a disk that has it",
+            remedy="free some space there, or set TMPDIR to a folder on a larger disk",
         ) from error
 
 
@@ -124,13 +122,12 @@ _Weights = list[tuple[ir.Value, ir.TensorProtocol]]
 
 
 def _weights(model: ir.Model) -> _Weights:
-    """The initializers of all graphs of a model."""
+    """Returns the initializers of all graphs of a model."""
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     return [(value, value.const_value) for value in values if value.const_value is not None]
 
 
 def _in_memory(weights: _Weights) -> _Weights:
-    """Those that are not in files, or are yet to be computed."""
     return [(value, tensor) for value, tensor in weights if not isinstance(tensor, ir.ExternalTensor)]
 
 
@@ -139,15 +136,15 @@ def _bytes(weights: _Weights) -> int:
 
 
 def _moved(tensor: ir.ExternalTensor, location: Path) -> ir.ExternalTensor:
-    """A tensor whose file has another name, with no base: that is for what reads it to know."""
+    """Returns a tensor with another file name, without a base folder."""
     return ir.ExternalTensor(
         str(location), tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name
     )
 
 
 def _row_by_row(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """A weight for writing. Folded transposes are views, which numpy writes element by element: they are copied when their turn
-    comes, one at a time."""
+    """Returns a weight for fast writing. Views, such as folded transposes, are copied lazily: numpy would write single
+    elements."""
     if not isinstance(tensor, ir.Tensor) or not isinstance(tensor.raw, np.ndarray) or tensor.raw.flags.c_contiguous:
         return tensor
 
@@ -158,5 +155,5 @@ def _row_by_row(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def weights_file(path: Path) -> Path:
-    """Where the weights of a large model lie."""
+    """Returns the file of the weights of a large model."""
     return path.with_name(path.name + ".data")

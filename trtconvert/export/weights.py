@@ -1,5 +1,4 @@
-"""Names of weights: every initialiser that is a parameter of the denoiser is called what its state dict calls it, or so that
-`trtconvert.runtime.refit` finds it."""
+"""Names initialisers after the parameters in the state dict, as `trtconvert.runtime.refit` expects."""
 
 from __future__ import annotations
 
@@ -12,20 +11,19 @@ import onnx_ir as ir
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
 
 MERGED = 1024
-"""Elements up to which onnxscript keeps one of equal initialisers."""
+"""onnxscript merges equal initialisers of at most this many elements."""
 
 
 def name_weights(model: ir.Model, prefix: str) -> set[str]:
-    """Rename the initialisers of a traced, not yet optimised model, in place.
+    """Renames the initialisers of a traced, not yet optimised model, in place. Engines are refitted by these names.
 
-    The results of transposing them are renamed too, `NAME.T`: constant folding leaves those in place of the weights, and
-    would leave them under the exporter's numbers. Where the model has an input or an output of such a name, as of a parameter `x`
-    beside a forward(x, timestep), `:weight` follows it. Engines are refitted by these names.
+    Transposes get the name `NAME.T`: constant folding keeps them instead of the weights. A name that is also an input or output,
+    such as a parameter `x` of forward(x, timestep), gets the suffix `:weight`.
 
     Args:
-        prefix: what the tracing module puts before the names of the denoiser's state dict.
+        prefix: of the tracing module, before the names of the state dict.
     Returns:
-        The names that initialisers and their transposes have now.
+        The new names of initialisers and transposes.
     """
     taken = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
 
@@ -45,7 +43,7 @@ def name_weights(model: ir.Model, prefix: str) -> set[str]:
         first, *again = transposes
         first.outputs[0].name = free(weight + TRANSPOSED)
         named.add(first.outputs[0].name)
-        for user in again:  # a layer that is called again: two results cannot have one name
+        for user in again:  # a layer called again: names are unique
             if user.attributes["perm"].value == first.attributes["perm"].value:
                 ir.convenience.replace_all_uses_with(user.outputs[0], first.outputs[0])
                 model.graph.remove(user, safe=True)
@@ -54,14 +52,13 @@ def name_weights(model: ir.Model, prefix: str) -> set[str]:
 
 @contextmanager
 def weights_apart(model: ir.Model, names: set[str]) -> Iterator[None]:
-    """While the block optimises a model whose weights have their names, equal ones are no duplicates, in place.
+    """Keeps equal small weights apart while the block optimises a model, in place.
 
-    onnxscript keeps one of small initialisers that are equal, as biases of zeros are. Refitted, it would stand for weights that
-    no longer are equal, and the others' names would not be there. Transposes of weights, which constant folding would make
-    unseen, are made here.
+    onnxscript would merge equal initialisers, such as biases of zeros, and the names of the others would be missing for refits.
+    Small transposes are folded here, so that they stay apart too.
 
     Args:
-        names: of the weights, as `name_weights` leaves them.
+        names: of the weights, see `name_weights`.
     """
     for name, value in list(model.graph.initializers.items()):
         if name not in names or value.const_value is None or value.const_value.size > MERGED:
@@ -83,7 +80,7 @@ def weights_apart(model: ir.Model, names: set[str]) -> Iterator[None]:
 
 
 class _Unlike(ir.Tensor):
-    """A tensor that is taken for no other, whatever its elements: its bytes, by which they are compared, end with its name."""
+    """A tensor that equals no other one: onnxscript compares bytes, and these end with the name."""
 
     def tobytes(self) -> bytes:
         return super().tobytes() + (self.name or "").encode()

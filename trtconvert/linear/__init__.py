@@ -1,1 +1,1 @@
-"""INT8 linear layers and convolutions: their arithmetic, and where a model has them."""
+"""INT8 linear layers and convolutions: their arithmetic, and their discovery in models."""

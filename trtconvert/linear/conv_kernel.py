@@ -1,4 +1,4 @@
-"""INT8 convolutions behind group norms on a GPU: the CUDA kernels through the C API and ctypes, for measurements."""
+"""INT8 convolutions behind group norms: calls the CUDA kernels by ctypes, for measurements."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, groups: int, epsilon: float = 1e-5, shift: Tensor | None = None,
     scale: Tensor | None = None, marks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The SiLU of the group norm of an image.
+    """Computes the SiLU of the group norm of an image.
 
     Args:
         x: [B, H, W, C] FP16, contiguous; weight, bias: [C] FP16; shift: [B, C] FP16, added to x before.
-        out: as x; or INT8 of its shape, of numbers that are divided by `scale`, [1] FP32. Then `marks`, [B, IMAGE_MARKS] bytes,
-            becomes other than zero where an image is not finite.
+        out: like x; or INT8 of its shape, divided by `scale`, [1] FP32. Then `marks`, [B, IMAGE_MARKS] bytes, become nonzero for
+            images that are not finite.
     Raises:
         RuntimeError: the GPU has no kernel, or CUDA failed.
     """
@@ -84,13 +84,13 @@ def int8_conv(
     padding: int,
     arch: int = 0,
 ) -> None:
-    """A convolution of square windows, one step at a time.
+    """Computes a convolution of square windows with stride 1.
 
     Args:
         x: [B, H, W, C] INT8, of `scale`, [1] FP32; marks: [B, IMAGE_MARKS] bytes, as `group_norm` gives them.
         weight: [N, R, R, C] INT8, of `weight_scale`, [N] FP32; bias: [N] FP32.
         y: [B, P, Q, N] FP16, the result.
-        arch: 80 for the kernels that every GPU has; 0 for those of this one.
+        arch: 80 for the kernels of all GPUs; 0 for those of this GPU.
     Raises:
         RuntimeError: the GPU has no kernel, or CUDA failed.
     """
@@ -107,5 +107,5 @@ def int8_conv(
 
 
 def one_scale(scale: Tensor) -> ModeTable:
-    """The table of one scale, [1] FP32, for all timesteps."""
+    """Returns the table of one scale, [1] FP32, for all timesteps."""
     return ModeTable(1 << LayerMode.STATIC, 1, 1, 1000.0, None, None, scale.data_ptr())

@@ -1,6 +1,6 @@
-"""Which convolutions our INT8 kernel computes, and where it is the faster: what the plan prices is what engines have.
+"""Conditions under which our INT8 kernel computes a convolution faster. The plan and the engines share them.
 
-Elsewhere, as between TensorRT's own layers, and in ONNX Runtime, other convolutions may be INT8 as well.
+TensorRT's own layers and ONNX Runtime may compute other convolutions in INT8.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from trtconvert.linear.sites import Layer
 MOST_CHANNELS, MOST_OUTPUTS, MOST_KERNEL, MOST_STRIDE = 16384, 65536, 15, 8  # of int8_conv.h
 
 FEWEST_PIXELS, FEWEST_OUTPUTS = 128, 2**17
-"""Of a result: the smallest that bench/int8_conv.py has beside cuDNN, a tile of pixels. The kernel does not split the depth."""
+"""Smallest results of bench/int8_conv.py, from one tile of pixels on. The kernel does not split the depth."""
 LEAST_DEPTH = 640
-"""Numbers of a window below which reading the images takes most of the time, as of linear layers."""
+"""Least elements of a window: below this, reading the images dominates."""
 
 IMAGE_MARKS = 32
-"""Bytes of an image that say whether a norm in front found NaN or infinity in it, see layer_modes.h."""
+"""Bytes per image in which the norm in front marks NaN and infinity, see layer_modes.h."""
 
-PIXELS = "of single pixels, which is a product"
-NOT_NORMED = "behind no group norm that would give its input in INT8"
+PIXELS = "of single pixels, which are products"
+NOT_NORMED = "without a group norm in front that writes INT8"
 
 
 def obstacle(shape: Sequence[int], stride: Sequence[int], before: Sequence[int], after: Sequence[int]) -> str:
-    """Why a convolution without groups and dilation is not for the kernel; empty where it is.
+    """Returns why the kernel does not support a convolution without groups and dilation, "" if it does.
 
     Args:
-        shape: of the weight, [N, K, *kernel]; before, after: padding of each size at both ends.
+        shape: of the weight, [N, K, *kernel]. before, after: padding at both ends of each size.
     """
     outputs, channels, *kernel = shape
     if len(kernel) != 2:
-        return f"over {len(kernel)} dimensions, our kernel has the two of images"
+        return f"over {len(kernel)} dimensions, our kernel supports two"
     if channels > MOST_CHANNELS or outputs > MOST_OUTPUTS:
         return f"of more than {MOST_CHANNELS:,} input or {MOST_OUTPUTS:,} output channels"
-    if max(kernel) == 1:  # in U-Nets between images and tokens, which plugins of 16 bits have as these lie
+    if max(kernel) == 1:  # 16-bit plugins compute these as products of tokens
         return PIXELS
     if max(kernel) > MOST_KERNEL or max(stride) > MOST_STRIDE:
         return f"with windows larger than {MOST_KERNEL}, or steps larger than {MOST_STRIDE}"
@@ -47,10 +47,10 @@ def obstacle(shape: Sequence[int], stride: Sequence[int], before: Sequence[int],
 
 
 def too_small(pixels: int, outputs: int, depth: int) -> str:
-    """Why a convolution is no faster in INT8; empty where it is.
+    """Returns why a convolution is not faster in INT8, "" if it is.
 
     Args:
-        pixels: of the result, of all images; outputs: channels; depth: numbers of a window.
+        pixels: of all resulting images. outputs: channels. depth: elements of a window.
     """
     if pixels < FEWEST_PIXELS or pixels * outputs < FEWEST_OUTPUTS:
         return "of too few pixels to be faster in INT8"
@@ -58,8 +58,7 @@ def too_small(pixels: int, outputs: int, depth: int) -> str:
 
 
 def left(layer: Layer, batch: int) -> str:
-    """Why engines with our plugins have a convolution of so many samples in 16 bits; empty where it is INT8, behind a group norm
-    that quantises its input."""
+    """Returns why engines with our plugins compute a convolution of a batch in 16 bits, "" if in INT8."""
     shape = (layer.out_channels, layer.in_channels, *layer.kernel)
     depth = layer.in_channels * math.prod(layer.kernel)
     return (

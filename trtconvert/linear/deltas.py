@@ -1,18 +1,18 @@
-"""Layers of engines that quantise the deltas of their input between steps, in plain torch: what nodes and lowerings follow.
+"""Layers of engines that quantise the deltas of their input between steps, in plain torch: the specification of their nodes.
 
     x̂ = x · x_factor                                        per input channel, as in `trtconvert.linear.reference`
     q = clip(round((x̂ − â) · (1 / s)), −127, 127)           s of the timestep bin, per sample
     â ← â + s · q        ô ← ô + (q · Wᵀ) · weight_scale · s        y = ô
 
-Before the first step of a sample â is 0 and ô the bias, and s is the scale of whole activations; then s is that of deltas. What
-rounding and clipping leave out of a step is in the next one's x̂ − â, so that it does not add up. Source: MoDiff, equations 13 to
-20; `trtconvert.modiff.reference` has the same arithmetic for any number of bits.
+In the first step of a sample â is 0, ô is the bias, and s is the scale of whole activations; later s is the scale of deltas.
+Errors of rounding and clipping are part of the next step's x̂ − â, and do not accumulate. Source: MoDiff, equations 13 to 20;
+`trtconvert.modiff.reference` has the arithmetic for any number of bits.
 
-A sample is reset where its timestep goes back to more noise, so that whoever samples need not say so: the timestep of the step
-before is a cache too, −∞ before the first step.
+A sample is reset when its timestep goes back to more noise, without a call by the sampler: the timestep of the last step is a
+cache too, −∞ before the first step.
 
-Where x̂ − â is NaN or ±Inf, q is `BROKEN`, a code that no number has, â becomes NaN, and so do the rows and windows of ô that
-have such a code. They stay so until the sample is reset: what was added is not known.
+If x̂ − â is NaN or ±Inf, q is the reserved code `BROKEN`, and â becomes NaN, as do the rows and windows of ô with this code. They
+stay NaN until the sample is reset.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, LayerTables
 
 BROKEN = -LEVELS - 1
-"""Code of what is NaN or ±Inf. Kernels mark such rows by their scale, and do not look at the code."""
+"""Code of NaN and ±Inf. Kernels mark such rows by their scale instead."""
 
 
 class Steps(NamedTuple):
-    """What the layers of a call need to know of its timesteps.
+    """Results of a call's timesteps.
 
     Attributes:
-        reset: [B] bool. last: [B] FP32, the cache of timesteps from now on.
+        reset: [B] bool, samples that start anew. last: [B] FP32, the new cache of timesteps.
     """
 
     reset: Tensor
@@ -44,32 +44,32 @@ class Steps(NamedTuple):
 
 
 def steps_of(timestep: Tensor, last: Tensor, falls: bool) -> Steps:
-    """Which samples begin.
+    """Finds the samples to reset.
 
     Args:
-        timestep: [B]; last: [B] FP32 of the call before, −∞ before the first one.
-        falls: timesteps fall while a sample is denoised; else they rise. The cache holds them so that they fall.
+        timestep: [B]. last: [B] FP32 of the last call, −∞ before the first one.
+        falls: whether timesteps fall during a trajectory. The cache negates rising ones.
     """
     now = timestep.float() if falls else -timestep.float()
-    # A timestep that is NaN, which attention answers with NaN, is followed by a beginning.
+    # A NaN timestep, for which attention gives NaN, leads to a reset in the next step.
     return Steps(now > last, torch.where(now.isnan(), torch.full_like(now, -math.inf), now))
 
 
 def scales_of(reset: Tensor, timestep: Tensor, first: Tensor, deltas: Tensor, timestep_max: float) -> Tensor:
-    """[B, S] FP32 scales of S inputs for each sample.
+    """Returns the FP32 scales [B, S] of S input groups.
 
     Args:
-        reset, timestep: [B]. first, deltas: [T, S] FP32, of whole activations and of deltas.
+        reset, timestep: [B]. first, deltas: [T, S] FP32 scales of whole activations and of deltas.
     """
     index = timestep_bin(timestep, timestep_max, len(first))
     return torch.where(reset[:, None], first[index], deltas[index])
 
 
 def quantise_delta(x: Tensor, x_factor: Tensor, a_hat: Tensor, reset: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """q and the new â.
+    """Returns q and the new â.
 
     Args:
-        x: [B · n, …]; x_factor: FP32, of a shape that is broadcast to x's; a_hat: [B, …] of as many numbers, FP32 or FP16.
+        x: [B · n, …]. x_factor: FP32, broadcasts to x. a_hat: [B, …] with the elements of x, FP32 or FP16.
         reset: [B]; scale: [B, 1] FP32.
     Returns:
         INT8 of x's shape, and â of a_hat's shape and type.
@@ -96,15 +96,15 @@ def add_product(
     stride: Sequence[int] = (),
     padding: Sequence[int] = (),
 ) -> Tensor:
-    """The new ô, of the shape that the layer gives or of the one before.
+    """Returns the new ô in the shape of the old one, or of the output.
 
     Args:
-        q: [B · n, …, K], of a convolution [B · n, K, *sizes]; scale, reset: see `quantise_delta`.
-        o_hat: [B, …] of as many numbers as the layer gives; None where all samples begin.
+        q: [B · n, …, K], of a convolution [B · n, K, *sizes]. scale, reset: see `quantise_delta`.
+        o_hat: [B, …] with the elements of the output; None if all samples are reset.
         dtype: of the new ô, FP32 or FP16.
-        stride, padding: of a convolution's sizes, see `trtconvert.linear.reference.conv`.
+        stride, padding: of a convolution, see `trtconvert.linear.reference.conv`.
     """
-    batch, weight = len(reset), tables.weight.to(q.device).double()  # FP64 holds all sums of integers
+    batch, weight = len(reset), tables.weight.to(q.device).double()  # FP64 holds all integer sums exactly
     if stride:
         convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[q.dim() - 3]
         codes = q.double().masked_fill(q == BROKEN, math.nan)
@@ -120,10 +120,10 @@ def add_product(
 
 
 def cache_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the caches of a model in some type. BF16 has too few bits for sums over many steps."""
+    """Returns the type of caches in a model of a type. BF16 has too few bits for sums over many steps."""
     return torch.float16 if dtype == torch.float16 else torch.float32
 
 
 def can_be_modulated(modes: Sequence[int]) -> bool:
-    """Whether a layer of such modes in the timestep bins can have caches, which are good only where every step adds to them."""
+    """Return whether a layer with these modes by bin can have caches: every step must add to them."""
     return bool(modes) and all(mode == LayerMode.STATIC for mode in modes)

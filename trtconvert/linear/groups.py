@@ -1,12 +1,12 @@
-"""INT8 products with a scale for each group of 128 channels of a token, in plain torch: what the Triton kernels follow.
+"""INT8 products with a scale per group of 128 channels of a token, in plain torch: specifies the Triton kernels.
 
     s = max |x| / 127            of a token's group of 128 input channels
     q = round(x · (1 / s))       −127 … 127
     y = Σ_g s_g · v_g · (q_g · W_gᵀ) + bias
 
-g are the groups, W a weight in INT8, v its scales: of a block of 128 × 128, or of an output channel. The product of a group is
-exact in integers, and sums of groups are FP32. Groups as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3), with INT8 in
-place of FP8. What a weight's scales mean is in `trtconvert.weights.blocks`.
+g are the groups, W an INT8 weight, v its scales: per block of 128 × 128, or per output channel. The product of a group is an
+exact integer, and sums of groups are FP32. Groups as in DeepSeek-V3 (arXiv 2412.19437, section 3.3), with INT8 instead of FP8.
+`trtconvert.weights.blocks` defines the weight's scales.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from trtconvert.linear.reference import LEVELS, TINY_SCALE
 
 GROUP = 128
-"""Input channels that have a scale in common, and rows and columns of a weight's block."""
+"""Input channels that share a scale; rows and columns of a weight's block."""
 
 
 def group_count(channels: int) -> int:
-    """Groups of a depth; the last one is as small as what is left."""
+    """Returns the number of groups. The last group may be smaller."""
     return -(-channels // GROUP)
 
 
 def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise tokens by groups of their channels.
+    """Quantises tokens by groups of channels.
 
     Args:
         x: [M, K] of any floating-point type.
@@ -37,7 +37,9 @@ def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = group_count(channels)
     grouped = torch.nn.functional.pad(x.float(), (0, groups * GROUP - channels)).view(rows, groups, GROUP)
     largest = grouped.abs().amax(-1)
-    levels = torch.full((), float(LEVELS), device=x.device)  # by a number torch divides on a GPU as by its reciprocal
+    levels = torch.full(
+        (), float(LEVELS), device=x.device
+    )  # a tensor: by a Python number torch divides on a GPU inexactly
     step = (largest / levels).clamp_min(TINY_SCALE).masked_fill(~largest.isfinite(), torch.nan)
     whole = (grouped * (1 / step)[..., None]).nan_to_num(0).round().clamp(-LEVELS, LEVELS)
     return whole.to(torch.int8).view(rows, groups * GROUP)[:, :channels].contiguous(), step
@@ -46,7 +48,7 @@ def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
 def int8_gemm(
     q: Tensor, step: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantised tokens and an INT8 weight.
+    """Multiplies quantised tokens and an INT8 weight.
 
     Args:
         q, step: see `act_quant`. weight: INT8 [N, K]; scale: FP32, [⌈N / 128⌉, ⌈K / 128⌉] of blocks or [N] of channels.
@@ -60,7 +62,7 @@ def int8_gemm(
 
 
 def weight_dequant(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """ŵ [N, K] in another type, in few operations, which exporters of all kinds take. The arguments are those of `int8_gemm`."""
+    """Returns ŵ [N, K] in another type, in operations that all exporters support. Arguments as in `int8_gemm`."""
     outputs, channels = weight.shape
     if scale.dim() == 1:
         return (weight.float() * scale[:, None]).to(dtype)

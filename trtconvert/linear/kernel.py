@@ -1,7 +1,7 @@
-"""INT8 linear layers on a GPU: the CUDA kernels through the C API and ctypes.
+"""INT8 linear layers on a GPU: calls the CUDA kernels by ctypes.
 
-The shared library knows neither torch nor Python, so one build serves every version of both. What is computed is specified by
-`trtconvert.linear.reference`; on a CPU, and for what the kernels do not take, that is what runs.
+The shared library uses neither torch nor Python: one build serves all versions. `trtconvert.linear.reference` is the
+specification, and runs on CPUs and for unsupported sizes.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ def _library() -> ctypes.CDLL:
 
 
 def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_max: float = 1000.0) -> Tensor:
-    """`reference.linear` by the kernels, where x is of 16 bits on a GPU and channels are whole vectors of theirs.
+    """Computes `reference.linear` by the kernels if x is 16-bit on a GPU and the channels fit their vectors.
 
     Args:
-        x, timestep, tables, timestep_max: see there. Modes, and whether there are offsets, are read on the host, once of a
-            table, so that further calls may be recorded in a CUDA graph.
+        x, timestep, tables, timestep_max: see `reference.linear`. The host reads modes and offsets once per table: later calls
+            may be recorded in a CUDA graph.
     Raises:
-        BackendUnavailable: a GPU tensor, and no library was built.
+        BackendUnavailable: x is on a GPU, and there is no library.
         RuntimeError: the GPU has no kernel, or CUDA failed.
     """
     outputs, channels = tables.weight.shape
@@ -135,7 +135,7 @@ def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_
 
 
 class _Held:
-    """Tensors on a device, kept until their work is enqueued."""
+    """Moves tensors to a device, and keeps them until the work is enqueued."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._tensors = device, list[Tensor]()
@@ -147,7 +147,7 @@ class _Held:
 
 
 _read = WeakIdKeyDictionary()
-"""What was read of tables, by the tensors."""
+"""Numbers read from tables, by tensor."""
 
 
 def _read_once(table: Tensor, read: Callable[[Tensor], int]) -> int:
@@ -165,7 +165,11 @@ def _has_offsets(x_offset: Tensor) -> bool:
 
 
 def run(name: str, params: ctypes.Structure) -> None:
-    """Enqueues by a function of the C API; RuntimeError with its message where it fails."""
+    """Calls a function of the C API.
+
+    Raises:
+        RuntimeError: the call failed; has its message.
+    """
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     if getattr(_library(), name)(ctypes.byref(params), message, _MESSAGE_BYTES):
         raise RuntimeError(message.value.decode(errors="replace"))

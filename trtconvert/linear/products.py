@@ -1,12 +1,12 @@
-"""What a linear layer with an INT8 weight computes with: the fastest kernel that there is for its shapes, or plain torch.
+"""Linear layers with an INT8 weight: chooses the fastest kernel for the shapes, or plain torch.
 
 | weight's scales | on a GPU | elsewhere |
 | --- | --- | --- |
-| of blocks | Triton's kernels: a scale per group of 128 channels of a token | `groups`, the same in torch |
-| of channels | the same, or the library's kernels (`kernel`, a scale per token), whichever is faster | |
+| per block | Triton's kernels: a scale per group of 128 channels of a token | `groups`, the same in torch |
+| per channel | the same, or the library's kernels (`kernel`, a scale per token), whichever is faster | |
 
-Few tokens, such as the one that modulations read, are multiplied as they are: reading the weight takes all the time then. So are
-all where neither Triton nor the library is installed.
+Few tokens, such as the input of modulations, are not quantised: reading the weight dominates. Without Triton and the library no
+tokens are quantised.
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ from trtconvert.linear.sites import IN_STEP, OUT_STEP
 from trtconvert.weights import blocks
 
 MOST_FEW_ROWS = 16
-"""Rows that are multiplied with an INT8 weight as they are."""
+"""At most so many rows are not quantised."""
 
 
 def int8_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x · ŵᵀ + bias with tokens and weight in INT8.
+    """Computes x · ŵᵀ + bias with INT8 tokens and weight, without gradients.
 
     Args:
-        x: […, K] of a floating-point type; under autocast its type is that of the result. It and the bias take no gradients. Rows
-            are quantised where there are more than `MOST_FEW_ROWS`.
-        stored: INT8 [N, K]; scale: FP32, [⌈N / 128⌉, ⌈K / 128⌉] of blocks or [N] of channels; bias: [N] or None.
+        x: […, K] of a floating-point type; cast under autocast. More than `MOST_FEW_ROWS` rows are quantised.
+        stored: INT8 [N, K]. scale: FP32, [⌈N / 128⌉, ⌈K / 128⌉] per block or [N] per channel. bias: [N] or None.
     Returns:
         […, N] in x's type.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    # The operator is what torch.compile and CUDA graphs of it see; without them it costs time on the host.
+    # torch.compile needs the operator; otherwise the operator costs time on the host.
     compute = _operator if torch.compiler.is_compiling() else _compute
     return compute(x, stored, scale, bias)
 
 
 def dequantised(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """ŵ [N, K] in another type, on a GPU by Triton's kernel. In what is traced it is part of the graph."""
+    """Returns ŵ [N, K] in another type, on a GPU by Triton's kernel. Traces get ordinary operators."""
     if torch.compiler.is_compiling() or is_traced():
         return groups.weight_dequant(stored, scale, dtype)
     if stored.is_cuda and (triton := _triton()) is not None:
@@ -61,12 +60,12 @@ def dequantised(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_traced() -> bool:
-    """Whether what is computed becomes a graph of an exporter or of TorchScript: for any number of rows, of common operators."""
+    """Return whether an exporter or TorchScript traces the computation."""
     return torch.compiler.is_exporting() or is_tracing()
 
 
 def float_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x · ŵᵀ + bias with x as it is, in its type; x and the bias may take gradients. The arguments are those of `int8_linear`."""
+    """Computes x · ŵᵀ + bias in x's type, with gradients of x and bias. Arguments as in `int8_linear`."""
     return F.linear(x, dequantised(stored, scale, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -100,7 +99,7 @@ def _product(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> T
 
 
 def _by_triton(triton: ModuleType, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    with torch.cuda.device(x.device):  # Triton launches on the current one
+    with torch.cuda.device(x.device):  # Triton launches on the current device
         return triton.int8_gemm(*triton.act_quant(x), stored, scale, bias, x.dtype)
 
 
@@ -113,7 +112,7 @@ def _by_library(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -
 
 
 def _library_is_faster(triton: ModuleType, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
-    """Measured at the first call of a size; while a CUDA graph is recorded nothing is, and the library needs no measuring."""
+    """Measures at the first call of a size. During the recording of a CUDA graph the library is taken without measuring."""
     key = (triton.size_class(len(x)), *stored.shape, x.dtype, x.device)
     if key not in _faster:
         if torch.cuda.is_current_stream_capturing():
@@ -129,7 +128,6 @@ _faster: dict[tuple[object, ...], bool] = {}
 
 @functools.cache
 def _triton() -> ModuleType | None:
-    """Triton's kernels, where it is installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("trtconvert.linear.triton_kernels")

@@ -1,12 +1,12 @@
-"""INT8 linear layers and convolutions in plain torch: the specification that kernels and ONNX function bodies follow.
+"""INT8 linear layers and convolutions in plain torch: the specification of kernels and ONNX function bodies.
 
     x̂ = (x − x_offset) · x_factor                         per input channel
     q = clip(round(x̂ / s), −127, 127)                     s per token (`DYNAMIC`) or of the timestep bin (`STATIC`)
-    y = (q · Wᵀ) · s · weight_scale + bias                 the product exact in integers
+    y = (q · Wᵀ) · s · weight_scale + bias                 an exact integer product
 
-Channels are equalised by `x_factor` (SmoothQuant, Xiao et al. 2023, arXiv:2211.10438, equation 3), whose inverse is in the
-weights, and moved by `x_offset`, whose product with the weights is in the bias: both are exact but for what rounding does to x̂.
-What a GELU gives lies on one side of zero: an offset in the middle of the range saves one bit of symmetric quantisation.
+`x_factor` equalises channels (SmoothQuant, Xiao et al. 2023, arXiv:2211.10438, equation 3); its inverse is in the weights.
+`x_offset` moves channels; its product with the weights is in the bias. Both are exact except for rounding of x̂. The output of a
+GELU is one-sided: an offset in the middle of the range saves one bit of symmetric quantisation.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ LEVELS = 127
 """INT8 steps on either side of zero."""
 
 _FEWEST_STEPS = 119
-"""Of the largest number of a channel: its scale is rounded up by a sixteenth at most, unless it is the smallest there is."""
+"""Least code of a channel's largest number: scales are rounded up by at most a sixteenth, except for the smallest scale."""
 
 _FEW_ROWS = 8
-"""Of a weight, which tell whether it is worth looking at all of it."""
+"""Rows of a weight that are checked first."""
 
 _FEW_COLUMNS = 8
-"""Of a row, which tell whether it is worth looking whether all of it are whole numbers of a scale."""
+"""Columns of a row that are checked first."""
 
 TINY_SCALE = 2.0**-100
-"""Scale of a token of zeros, which quantises to zeros whatever the scale is."""
+"""Least scale, as of a token of zeros."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class LayerTables:
     """An INT8 layer. N output channels, K input channels, T timestep bins.
 
     Attributes:
-        weight: INT8 [N, K], of a convolution [N, K, *kernel]; the layer's own divided by `x_factor` and by its scales.
+        weight: INT8 [N, K], of a convolution [N, K, *kernel]: the layer's weight divided by `x_factor` and its scales.
         weight_scale: [N] FP32.
-        bias: [N] FP32, with the product of the INT8 weights and `x_offset`: of these, so that their error is that of x alone.
-        x_factor: [K] FP32, positive. x_offset: [K] FP32; zeros for a convolution, whose padding is zero.
+        bias: [N] FP32, with the product of the INT8 weights and `x_offset`. INT8 weights: their error then meets x only.
+        x_factor: [K] FP32, positive. x_offset: [K] FP32; zeros for a convolution, due to its zero padding.
         x_scale: [T] FP32, range of x̂ / 127.
         modes: [T] INT32 `LayerMode`, none of them `EXACT`.
     """
@@ -59,7 +59,7 @@ class LayerTables:
     modes: Tensor
 
     def with_modes(self, mode: LayerMode | Sequence[int] | Tensor) -> LayerTables:
-        """The same layer with another mode for all bins, or with other modes by bin."""
+        """Returns the layer with another mode for all bins, or with other modes [T] by bin."""
         modes = (
             torch.full_like(self.modes, int(mode))
             if isinstance(mode, LayerMode)
@@ -71,15 +71,15 @@ class LayerTables:
         return LayerTables(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     def dequantised(self) -> Tensor:
-        """FP32 weight [N, K, …] of x̂."""
+        """Returns the FP32 weight [N, K, …] of x̂."""
         return self.weight.float() * _per_output(self.weight_scale, self.weight)
 
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight in INT8 with a scale per output channel; a channel of zeros has the smallest scale.
+    """Quantises a weight to INT8 with a scale per output channel.
 
-    Scales are rounded up to eight significant bits, so that FP16 and BF16 hold them too and all lowerings have the same. What was
-    quantised so before and multiplied with its scales in FP32 comes back as it was, number by number.
+    Scales are rounded up to eight significant bits, which FP16 and BF16 hold. Requantising a dequantised FP32 weight returns the
+    same numbers.
 
     Args:
         weight: [N, …], finite.
@@ -92,7 +92,7 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_quantised(weight: Tensor) -> bool:
-    """Whether a weight [N, …] is exactly what `quantise_weight` makes of it, and not all zeros."""
+    """Return whether `quantise_weight` represents a weight [N, …] exactly, and it is not all zeros."""
 
     def is_so(rows: Tensor) -> bool:
         stored, scale = quantise_weight(rows)
@@ -102,21 +102,20 @@ def is_quantised(weight: Tensor) -> bool:
 
 
 def _channel_scale(rows: Tensor) -> Tensor:
-    """[N] scales of [N, K] FP32 rows.
+    """Returns the scales [N] of FP32 rows [N, K].
 
-    A scale that was rounded up leaves the largest number below 127 steps: from it alone the next smaller scale would follow. So
-    rows are looked at that are whole numbers of a scale of so many bits, which others are only by chance in 2¹⁶, and all of its
-    numbers never.
+    In a requantised row the largest number may be below 127 steps of the old, rounded-up scale. Such rows are found as whole
+    multiples of a short scale.
     """
     largest = rows.abs().amax(1)
-    # By numbers of Python torch divides on a GPU as by their reciprocals.
+    # A tensor: by Python numbers torch divides on a GPU inexactly.
     steps = torch.arange(LEVELS, _FEWEST_STEPS - 1, -1, dtype=torch.float32, device=rows.device)
     candidates = largest / steps[:, None]
     scale = short_scale(candidates[0])
     short = candidates == short_scale(candidates)
     few = rows[:, :_FEW_COLUMNS] / candidates[..., None]
     short &= (few == few.round()).all(-1)
-    if not short.any():  # asked once: a GPU has to be waited for
+    if not short.any():  # waits for the GPU once
         return scale
     found = torch.zeros_like(scale, dtype=torch.bool)
     for candidate, is_short in zip(candidates, short, strict=True):
@@ -129,16 +128,16 @@ def _channel_scale(rows: Tensor) -> Tensor:
 
 
 _DROPPED_BITS = 16
-"""Of the 23 that FP32 stores of a number's 24."""
+"""Dropped bits of FP32's 23 stored bits."""
 
 _LEAST_NORMAL = 2.0**-17
-"""Below it numbers of eight bits are no multiples of 2⁻²⁴."""
+"""Smaller numbers of eight bits are no multiples of 2⁻²⁴."""
 
 
 def short_scale(scale: Tensor) -> Tensor:
-    """FP32 scales rounded up to numbers that FP16 and BF16 hold: of eight significant bits, multiples of 2⁻²⁴, at least 2⁻²⁰.
+    """Rounds FP32 scales up to eight significant bits and multiples of 2⁻²⁴, at least 2⁻²⁰, which FP16 and BF16 hold.
 
-    By the bits of the numbers, and products with powers of two: all devices give the same.
+    Bit operations and powers of two give equal results on all devices.
     """
     scale = scale.float().clamp_min(2.0**-20)
     rest = (1 << _DROPPED_BITS) - 1
@@ -147,25 +146,25 @@ def short_scale(scale: Tensor) -> Tensor:
 
 
 def layer_weight(weight: Tensor, x_factor: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's weight as `LayerTables` has it: INT8 of its shape, and [N] FP32 scales.
+    """Returns a layer's weight for `LayerTables`: INT8 of its shape, and FP32 scales [N].
 
     Args:
-        weight: [N, K, *kernel], of the layer's own input; x_factor: [K].
+        weight: [N, K, *kernel] of the layer. x_factor: [K].
     """
     return quantise_weight(weight.float() / x_factor.view(1, -1, *[1] * (weight.dim() - 2)))
 
 
 def layer_bias(bias: Tensor | None, weight: Tensor, weight_scale: Tensor, x_factor: Tensor, x_offset: Tensor) -> Tensor:
-    """A layer's bias as `LayerTables` has it: [N] FP32.
+    """Returns a layer's bias for `LayerTables`, [N] FP32.
 
     Args:
-        bias: [N], of the layer's own input; None for none.
-        weight, weight_scale: see `layer_weight`; x_offset: [K].
+        bias: [N] of the layer, or None.
+        weight, weight_scale: see `layer_weight`. x_offset: [K].
     """
     own = torch.zeros_like(weight_scale) if bias is None else bias.float()
     if not x_offset.any():
         return own
-    # x = x̂ / factor + offset: of the INT8 weights, whose error then meets x and not x less the offset.
+    # x = x̂ / factor + offset. INT8 weights: their error then meets x, not x less the offset.
     moved = (x_offset * x_factor).double()
     return own + ((weight.double() @ moved) * weight_scale).float()
 
@@ -178,21 +177,20 @@ def linear(
     timestep_max: float = 1000.0,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A linear layer in the mode that the timestep selects.
+    """Computes a linear layer in the mode of the timestep.
 
-    A call computes in one mode, the most careful (smallest) of those that its samples' timesteps select: the samples of a step
-    have one timestep, and a kernel then has one product to compute.
+    A call computes in one mode: the most careful (smallest) of its samples' modes. The samples of a step usually share a
+    timestep.
 
     Args:
-        x: [B · n, …, K], the rows of each sample beside each other; any floating-point type.
-        timestep: [B], what the denoiser is given; None where there is one bin.
+        x: [B · n, …, K], with the rows of each sample together; any floating-point type.
+        timestep: [B] of the denoiser; None for one bin.
         tables: of the layer.
-        timestep_max: the timestep at which the last bin ends.
-        compute_dtype: type of all arithmetic. FP32 holds sums of up to 1,040 products exactly, larger ones to 6e-8.
+        timestep_max: end of the last bin.
+        compute_dtype: of the arithmetic. FP32 holds sums of up to 1,040 products exactly, larger ones to 6e-8.
     Returns:
-        [B · n, …, N] in x's type. NaN for samples whose timestep is NaN, everywhere for a mode that is not one of `LayerMode`'s
-        INT8 modes or a table entry that cannot be used. Rows with NaN or ±Inf among their channels are NaN, or in mode
-        `WEIGHT_ONLY` what their products are, NaN or ±Inf.
+        [B · n, …, N] in x's type. NaN for samples with a NaN timestep, and everywhere for invalid modes or table entries. Rows
+        with NaN or ±Inf are NaN, or in mode `WEIGHT_ONLY` the result of their products.
     """
     mode, bad, step = _at(x, timestep, tables, timestep_max, compute_dtype)
     moved = (x.to(compute_dtype) - tables.x_offset.to(x.device)) * tables.x_factor.to(x.device)
@@ -218,14 +216,14 @@ def conv(
     timestep_max: float = 1000.0,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A convolution without groups or dilation, as `linear`; padding is zero.
+    """Computes a convolution without groups or dilation, with zero padding, like `linear`.
 
     Args:
-        x: [B · n, K, *sizes], of one to three sizes.
-        stride, padding: of each size, the same on both sides.
+        x: [B · n, K, *sizes] with one to three sizes.
+        stride, padding: of each size, equal on both sides.
     Returns:
-        [B · n, N, *sizes]; NaN as `linear`, and everywhere in mode `DYNAMIC`, which convolutions have not. A pixel that is NaN or
-        ±Inf in any channel makes all results NaN whose window has it.
+        [B · n, N, *sizes]. NaN as in `linear`, and everywhere in mode `DYNAMIC`, which convolutions lack. Windows with NaN or
+        ±Inf give NaN.
     """
     mode, bad, step = _at(x, timestep, tables, timestep_max, compute_dtype)
     if mode == LayerMode.DYNAMIC:
@@ -246,7 +244,7 @@ def conv(
 def _at(
     x: Tensor, timestep: Tensor | None, tables: LayerTables, timestep_max: float, compute_dtype: torch.dtype
 ) -> tuple[int, Tensor, Tensor]:
-    """The mode of a call; where it gives NaN, [B · n, 1, …] bool; and the calibrated scale, of the same shape."""
+    """Returns the mode of a call, the rows that give NaN [B · n, 1, …], and the calibrated scales of that shape."""
     bins = len(tables.modes)
     index = torch.zeros(1, dtype=torch.long) if timestep is None else timestep_bin(timestep.cpu(), timestep_max, bins)
     mode = int(tables.modes.cpu()[index].min())

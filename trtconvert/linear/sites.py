@@ -1,6 +1,6 @@
-"""Layers: every call of a linear layer or a convolution in a model, named by the module that makes it.
+"""Finds layers: calls of linear layers and convolutions in a model, named by the calling module.
 
-Found by what is called, as attention is: `linear`, `matmul` and `addmm` with a weight of the model, and convolutions.
+Intercepts calls of `linear`, `matmul`, `addmm` and convolutions with weights of the model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trtconvert.interception import Caller, Hook, Hooks
 from trtconvert.linear.reference import LayerTables
 
 IN_STEP, OUT_STEP = 16, 8
-"""Channels that kernels read and write at once: 16 bytes of INT8, and of 16 bits."""
+"""Channels per vector of the kernels: 16 bytes of INT8, and of 16-bit numbers."""
 
 MOST_CHANNELS = 65_536
 
 FEWEST_WEIGHTS = 2**22
-"""Of a layer of few rows, which takes as long as its weights take to be read: of 8 MB in 16 bits 3 µs on an H100."""
+"""Least weights of a layer of few rows for INT8 weights: its time is that of reading them, 3 µs for 8 MB on an H100."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class LayerCall:
     """One call of one layer.
 
     Attributes:
-        name: the calling module's path, with `#2`, `#3`, … for further calls of the same module in one forward.
+        name: path of the calling module, with `#2`, `#3`, … for its further calls in a forward.
         kind: of a layer.
         x: [..., K], of a convolution [B, K, *sizes].
         weight: [N, K], of a convolution [N, K / groups, *kernel].
         bias: [N] or None.
-        timestep: [B] FP32, what the denoiser was given for each sample.
-        exact: computes the call as the model wrote it.
-        stride, padding: of a convolution's sizes.
-        obstacle: why such a call cannot become an INT8 layer, as far as its options tell; empty when it can.
+        timestep: [B] FP32 of the denoiser.
+        exact: computes the original call.
+        stride, padding: of a convolution, by size.
+        obstacle: why the call cannot become an INT8 layer by its options, "" if it can.
     """
 
     name: str
@@ -58,7 +58,7 @@ class LayerCall:
 
     @property
     def channel_axis(self) -> int:
-        """Of x."""
+        """Axis of the channels in x."""
         return self.x.dim() - 1 if self.kind == "linear" else 1
 
 
@@ -67,7 +67,7 @@ class TensorRef:
     """A parameter or buffer of a model, or a view of it.
 
     Attributes:
-        name: in the state dict; of one that several modules have, the first.
+        name: in the state dict; the first name of a shared tensor.
         offset, shape, stride: of the view, in elements of the tensor.
     """
 
@@ -77,30 +77,30 @@ class TensorRef:
     stride: tuple[int, ...]
 
     def state_name(self, tensors: Mapping[str, Tensor]) -> str:
-        """The name in the state dict, of a tensor that is the whole one, as it lies in memory; else empty."""
+        """Returns the name in the state dict if the view is the whole tensor, else ""."""
         whole = tensors[self.name]
         is_whole = (self.offset, self.shape, self.stride) == (0, tuple(whole.shape), tuple(whole.stride()))
         return self.name if is_whole else ""
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The view, of a model's parameters and buffers by name."""
+        """Returns the view of a model's tensors by name."""
         whole = tensors[self.name]
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What is known of a layer without running it.
+    """The static properties of a layer.
 
     Attributes:
         name, kind, stride, padding, obstacle: as in `LayerCall`.
         in_channels, out_channels: K and N.
-        kernel: sizes of a convolution's, else empty.
-        rows: of x, or pixels of the result, for each sample, of the sizes that it was found with.
+        kernel: sizes of a convolution's kernel, else empty.
+        rows: rows of x, or pixels of the result, per sample, at the sizes of the discovery.
         input_group: the first layer that reads the same tensor. The layers of a group share scales: x is quantised once.
-        weight: where it is in the model, [N, K, *kernel]; equal for tied layers. bias: likewise.
-        weight_only: its activations stay in 16 bits in every timestep bin, as its rows are few.
-        normed: a group norm gives its input, perhaps through `silu`.
+        weight: reference to [N, K, *kernel] in the model; equal for tied layers. bias: likewise.
+        weight_only: whether activations stay in 16 bits in all bins, since the rows are few.
+        normed: whether a group norm, possibly with `silu`, computes its input.
     """
 
     name: str
@@ -121,13 +121,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer that becomes an INT8 one.
+    """A layer that becomes an INT8 layer.
 
     Attributes:
-        layer: its input group is among those that are converted.
-        tables: what it computes with.
-        delta_scale: [T] FP32, of deltas from step to step in each timestep bin, see `trtconvert.linear.deltas`; None for a
-            layer that computes every step by itself.
+        layer: with an input group among the converted layers.
+        tables: of its arithmetic.
+        delta_scale: [T] FP32 scales of deltas by timestep bin, see `trtconvert.linear.deltas`. None: deltas are not used.
     """
 
     layer: Layer
@@ -139,9 +138,9 @@ LayerHandler = Callable[[LayerCall], Tensor]
 
 
 def layer_hooks(handler: LayerHandler) -> Hooks:
-    """Hooks that pass calls of layers to a handler, which returns their output.
+    """Returns hooks that pass calls of layers to a handler, which returns their output.
 
-    Products of two activations are no layers, but nothing at a call tells: a handler leaves what it does not know by name.
+    Products of two activations are passed too: a handler must compute calls of unknown names exactly.
     """
 
     def matmul(caller: Caller, x: Tensor, weight: Tensor, bias: Tensor | None, exact: Callable[[], Tensor]) -> Tensor:
@@ -153,11 +152,11 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
         if samples is None:
             exact = _exact(functional.linear, args, named)
             return handler(LayerCall(name, "linear", x, weight, bias, caller.timestep, exact))
-        # Layers have the rows of a sample beside each other, whose scales follow one timestep.
+        # Layers need the rows of a sample together: their scales follow one timestep.
         rows = x.reshape(-1, samples, x.shape[-1]).transpose(0, 1)
         exact = _exact(functional.linear, (rows, weight, bias), {})
         result = handler(LayerCall(name, "linear", rows, weight, bias, caller.timestep, exact))
-        # As torch's own layer gives it, in one piece: multi-head attention takes views of it.
+        # Contiguous, as torch's layer returns it: multi-head attention takes views.
         return result.transpose(0, 1).reshape(*x.shape[:-1], result.shape[-1]).contiguous()
 
     def of_matmul(function: Callable[..., Tensor]) -> Hook:
@@ -229,7 +228,7 @@ def _each(value: int | Sequence[int], sizes: int) -> tuple[int, ...]:
 
 
 def _padding(given: Mapping[str, Any], sizes: int) -> tuple[int, ...]:
-    """On both sides of each size; "same" of an odd kernel, others differ from side to side."""
+    """Returns the padding on both sides of each size; "same" of odd kernels."""
     padding = given.get("padding", 0)
     if padding == "same":
         return tuple(size // 2 for size in given["weight"].shape[2:])
@@ -247,11 +246,11 @@ def _obstacle_of_conv(given: Mapping[str, Any], dilation: tuple[int, ...]) -> st
 
 
 class LayerFinder:
-    """A handler that notes the layers of one forward, in the order of their calls.
+    """A handler that records the layers of one forward, in the order of their calls.
 
     Args:
-        model: whose parameters and buffers are weights; products of other tensors are none.
-        moving: whether they get other memory while it runs, as offloaded ones do.
+        model: only products with its parameters and buffers are layers.
+        moving: whether weights move in memory during the forward, as with offloading.
     """
 
     def __init__(self, model: nn.Module, moving: bool = False) -> None:
@@ -263,7 +262,7 @@ class LayerFinder:
         self._normed = WeakIdKeyDictionary()
 
     def _found_storages(self) -> dict[int, list[tuple[str, Tensor]]]:
-        """The model's tensors with their names, by where their memory is."""
+        """Returns the model's tensors with names, by address of their storage."""
         found: dict[int, list[tuple[str, Tensor]]] = {}
         for name, tensor in model_tensors(self._model).items():
             found.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
@@ -280,10 +279,10 @@ class LayerFinder:
             places = output.numel() // max(1, output.shape[call.channel_axis])
             bias = None if call.bias is None else self._reference(call.bias)
             computed = "its bias is computed" if call.bias is not None and bias is None else ""
-            if self._reference(call.x) is not None:  # weights that a model merges, or tokens that it has learned
+            if self._reference(call.x) is not None:  # merged weights, or learned tokens
                 computed = "it reads a weight of the model, the same for all samples"
             first = self._calls.setdefault((read, weight, bias, call.stride, call.padding), call.name)
-            if first != call.name:  # of equal nodes exporters make one
+            if first != call.name:  # exporters merge equal nodes
                 computed = f"it computes what {first} has computed"
             self.found[call.name] = Layer(
                 call.name,
@@ -303,7 +302,7 @@ class LayerFinder:
         return output
 
     def norm_hooks(self) -> Hooks:
-        """Hooks that note what group norms give, and what `silu` makes of it."""
+        """Returns hooks that record the outputs of group norms, and `silu` of them."""
 
         def noted(function: Callable[..., Tensor], of_any: bool) -> Hook:
             def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
@@ -322,13 +321,13 @@ class LayerFinder:
         }
 
     def _input_group(self, call: LayerCall) -> str:
-        """The first layer that reads the same tensor, as it is now: what was changed in place is another one."""
+        """Returns the first layer that read the same tensor. A tensor changed in place is another one."""
         version = 0 if call.x.is_inference() else call.x._version
         versions: dict[int, str] = self._input_groups.setdefault(call.x, {})  # pyright: ignore[reportAssignmentType]
         return versions.setdefault(version, call.name)
 
     def _reference(self, tensor: Tensor) -> TensorRef | None:
-        """Where a tensor is among the model's; None where it is none of them, nor a view of one."""
+        """Returns the reference to a tensor or view of the model, else None."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         for name, whole in self._storages.get(tensor.untyped_storage().data_ptr(), ()):
             offset = int(tensor.storage_offset()) - int(whole.storage_offset())
@@ -341,14 +340,14 @@ class LayerFinder:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by their names in the state dict, and those that it leaves out."""
+    """Returns all parameters and buffers by name, including non-persistent ones."""
     return {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _obstacle(call: LayerCall, batch: int) -> str:
     if not call.x.is_floating_point():
         return f"it reads {str(call.x.dtype).removeprefix('torch.')}"
-    if call.x.dim() < 2 or call.x.shape[0] % batch:  # whose scales follow which timestep?
+    if call.x.dim() < 2 or call.x.shape[0] % batch:  # samples have timesteps of their own
         return "the first axis of its input is not that of the samples or a multiple of it"
     if call.kind == "conv" and call.x.dim() != call.weight.dim():
         return "its images have no axis of samples"
@@ -369,18 +368,17 @@ def select_layers(
     kinds: Collection[str] = ("linear", "conv"),
     few_rows: Literal["weight_only", "exact"] = "exact",
 ) -> tuple[list[Layer], list[Layer]]:
-    """Split layers into those to convert and those to leave, which carry the reason in `obstacle`.
+    """Splits layers into those to convert and the others, with the reason in `obstacle`.
 
-    The first and the last layer of many rows, which make tokens or features of what is denoised and the prediction of these, stay
-    unless a pattern other than `*` names them. Layers of few rows stay too, or have INT8 weights alone.
+    The first and the last layer of many rows (patchify and unpatchify, for example) stay unless a pattern other than `*` names
+    them. Layers of few rows stay too, or get INT8 weights only.
 
     Args:
-        min_rows: for each sample, of layers with INT8 activations.
-        few_rows: what becomes of those that have fewer, where they have `FEWEST_WEIGHTS` and no pattern other than `*`
-        names them.
-        kinds: of layers that are converted; others too where a pattern other than `*` names them.
+        min_rows: least rows per sample of layers with INT8 activations.
+        few_rows: mode of layers with fewer rows, at least `FEWEST_WEIGHTS` weights, and no pattern other than `*`.
+        kinds: of converted layers. Patterns other than `*` add other kinds.
     Raises:
-        UserError: a pattern matches nothing; or kinds, which are not the default's, leave no layer.
+        UserError: a pattern matches nothing, or `kinds` leaves no layer.
     """
     names = [layer.name for layer in layers]
     for pattern in [*include, *exclude]:
@@ -421,11 +419,12 @@ _KINDS = {"linear": "linear layers", "conv": "convolutions"}
 
 
 def refuse_unfit_kinds(left: Sequence[Layer], kinds: Collection[str]) -> None:
-    """
+    """Explains that `kinds` excludes all layers that could be converted.
+
     Args:
-        left: all layers of a model, none of which is converted, see `select_layers`.
+        left: all layers of a model, see `select_layers`; none is converted.
     Raises:
-        UserError: some would be, were it not for their kinds.
+        UserError: only the kinds prevent a conversion.
     """
     others = {f"layers.kinds leaves {words} out" for words in _KINDS.values()}
     if left_out := [layer for layer in left if layer.obstacle in others]:
@@ -443,13 +442,13 @@ def refuse_unfit_kinds(left: Sequence[Layer], kinds: Collection[str]) -> None:
 
 
 def with_input_groups_among(layers: Sequence[Layer]) -> list[Layer]:
-    """Layers whose input groups are among themselves: of those that read one tensor, the first that is here."""
+    """Renames input groups after the first layer of each group among the given layers."""
     first: dict[str, str] = {}
     return [replace(layer, input_group=first.setdefault(layer.input_group, layer.name)) for layer in layers]
 
 
 def layer_from_json(fields: dict[str, Any]) -> Layer:
-    """A layer as `dataclasses.asdict` wrote it to JSON."""
+    """Reads a layer from the JSON of `dataclasses.asdict`."""
     references: dict[str, Any] = {}
     for name in ("weight", "bias"):
         given = fields[name]
@@ -458,7 +457,7 @@ def layer_from_json(fields: dict[str, Any]) -> Layer:
 
 
 def reference_from_json(fields: dict[str, Any]) -> TensorRef:
-    """As `layer_from_json`."""
+    """Reads a reference from the JSON of `dataclasses.asdict`."""
     return TensorRef(**fields | _tuples(fields, "shape", "stride"))
 
 
@@ -467,5 +466,5 @@ def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def flops(layer: Layer, batch: int) -> float:
-    """Operations of a call with so many samples."""
+    """Returns the operations of a call with a batch."""
     return 2.0 * batch * layer.rows * layer.out_channels * layer.in_channels * math.prod(layer.kernel)

@@ -1,7 +1,7 @@
-"""INT8 products with a scale for each group of channels, on a GPU in Triton: `trtconvert.linear.groups` specifies them.
+"""INT8 products with a scale per group of channels, in Triton: `trtconvert.linear.groups` is the specification.
 
-Import it where there is a GPU: Triton comes with torch for CUDA, other builds of torch have none. Tiles are read through tensor
-descriptors (TMA on Hopper and later), which give zeros beyond a matrix, so that no size has to be a multiple of a tile's.
+Import this module only with a GPU: Triton comes with torch for CUDA. Tiles are read through tensor descriptors (TMA on Hopper and
+later), which give zeros beyond a matrix: sizes need not be multiples of the tiles.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from trtconvert.linear.reference import LEVELS, TINY_SCALE
 
 _LEVELS, _TINY = tl.constexpr(float(LEVELS)), tl.constexpr(TINY_SCALE)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
-"""Added and taken away it rounds FP32 to integers, halves to the even one."""
+"""Adding and subtracting this rounds FP32 to integers, ties to even."""
 
 Kind = TypeVar("Kind")
 
-_ALIGNED = 16  # bytes between rows, as tensor descriptors ask for them
+_ALIGNED = 16  # bytes: alignment of rows for tensor descriptors
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut up.
+    """A tiling of a product.
 
     Attributes:
-        rows: of a tile; strip: its output channels, at most 128, so that one scale of the weight holds for all of them at a time.
-        strips: side by side in a tile, 1 or 2. With two, some warps multiply while others scale what they have multiplied.
-        warps, stages: of Triton's.
+        rows: of a tile. strip: output channels, at most 128, which share a scale of the weight.
+        strips: per tile, 1 or 2. With two, some warps multiply while others scale.
+        warps, stages: of Triton.
     """
 
     rows: int
@@ -71,11 +71,11 @@ FEW_ROWS = (
     Tiles(16, 32, 1, 4, 6),
 )
 MOST_FEW = 64
-"""Rows up to which small tiles are tried."""
+"""Small tiles are tried for at most this many rows."""
 _UNMEASURED = Tiles(128, 128, 1, 8, 4), FEW_ROWS[0]
-"""Of many rows and of few, where nothing can be measured."""
+"""Tiles of many and of few rows without measurements."""
 
-_BAND = 8  # tiles of rows that come together, so that what they read stays in the L2 cache
+_BAND = 8  # tiles of rows that run together and share the L2 cache
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _act_quant(x, q, step, rows, channels, x_row, q_row, GROUP: tl.constexpr, BL
     far = row.to(tl.int64)[:, None]
     v = tl.load(x + far * x_row + column[None, :], inside[:, None] & (column < channels)[None, :], 0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(v), 1), _LEVELS), _TINY)
-    scale += tl.sum(v * 0.0, 1)  # NaN of NaN and Inf: a maximum passes NaN by
+    scale += tl.sum(v * 0.0, 1)  # NaN for NaN and Inf: a maximum ignores NaN
     whole = (tl.clamp(v * tl.div_rn(1.0, scale)[:, None], -_LEVELS, _LEVELS) + _ROUNDING) - _ROUNDING
     tl.store(q + far * q_row + column[None, :], whole.to(tl.int8), inside[:, None] & (column < q_row)[None, :])
     tl.store(step + group.to(tl.int64) * rows + row, scale, inside)
@@ -239,17 +239,17 @@ _fastest: dict[tuple, Tiles] = {}
 
 
 def size_class(rows: int) -> int:
-    """What numbers of rows have measurements in common: the next power of two, up to 8,192."""
+    """Returns the class of rows that share a measurement: the next power of two, at most 8,192."""
     return min(1 << (rows - 1).bit_length(), 8192)
 
 
 def fastest(tried: Sequence[Kind], compiled: Callable[[Kind], object], launch: Callable[[Kind], object]) -> Kind:
-    """The one of several tiles whose launch takes the least time.
+    """Returns the tiles with the fastest launch.
 
     Args:
-        compiled: asks for the kernel of tiles (a launch with warmup=True); launch: runs it.
+        compiled: compiles the kernel of tiles (a launch with warmup=True). launch: runs it.
     """
-    # Triton lets go of Python's lock while it compiles. What fails to compile fails again where it is measured.
+    # Triton releases the GIL while it compiles. Errors occur again in the measurement.
     threads = ThreadPoolExecutor(min(len(tried), os.cpu_count() or 1))
     with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for one in tried:
@@ -258,7 +258,7 @@ def fastest(tried: Sequence[Kind], compiled: Callable[[Kind], object], launch: C
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Of a call, the median of some; infinite where the GPU has no room for its tiles."""
+    """Returns the median time of a call, infinite if its tiles do not fit the GPU."""
     try:
         return statistics.median(_untyped(do_bench)(call, warmup=2, rep=10, return_mode="all"))
     except (OutOfResources, PTXASError, CompileTimeAssertionFailure):
@@ -266,7 +266,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """A matrix whose rows begin where descriptors ask for them: itself, or a view of a copy."""
+    """Returns the matrix, or a view of a copy, with aligned rows for descriptors."""
     if x.stride(-1) == 1 and x.stride(0) % _ALIGNED == 0 and x.data_ptr() % _ALIGNED == 0:
         return x
     return F.pad(x, (0, -x.shape[1] % _ALIGNED))[:, : x.shape[1]]

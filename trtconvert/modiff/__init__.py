@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: commands that look at files alone do without torch.
+    # Lazy: commands that only read files do not import torch.
     if name in _PLACES:
         from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""What a calibration found: rounded weights and quantisers of every layer, as a file."""
+"""Calibrations of modulated layers: rounded weights and quantisers, with their file."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from trtconvert.weights.tensor_files import raw_bytes
 
 FORMAT = "trtconvert-modiff-1"
 AT_RUN_TIME = ("modulation", "scales", "granularity", "cache_dtype", "min_rows", "shared_outputs", "check_timesteps")
-"""Settings that a calibration does not decide."""
+"""Settings that may differ from the calibration."""
 
 Kind = TypeVar("Kind", bound=ModulatedLayer)
 
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """Of a layer with N output channels, whose C input channels are P parts.
+    """A layer with N output channels, and C input channels in P parts.
 
     Attributes:
-        widths: channels of each part. codes: INT8 [N, C, …]; scale: [P, N] FP32.
+        widths: channels of each part. codes: INT8 [N, C, …]. scale: [P, N] FP32.
         changes: [P, T + 1, 6] FP32 quantisers of deltas in T timestep bins, and of the first step.
-        activations: the same of whole activations, for comparisons without modulation; the last is as the one before it.
+        activations: the same of whole activations, for layers without modulation.
     """
 
     widths: tuple[int, ...]
@@ -48,7 +48,7 @@ class LayerCalibration:
     activations: Tensor
 
     def layer(self, kind: type[Kind], full: Any, settings: Settings) -> Kind:
-        """The modulated layer, on the device of the one in full precision."""
+        """Makes the modulated layer, on the device of the one in full precision."""
         table = self.changes if settings.modulation else self.activations
         if settings.scales == "dynamic":
             table = dynamic_table(len(self.widths), settings)
@@ -60,12 +60,12 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of a model, for one choice of bits.
+    """The calibration of a model at some bits.
 
     Attributes:
-        settings: that it is for. digest: of the model's weights, see `digest`.
-        timestep_input, timestep_max: see `modulate`. timesteps: that were seen, the largest first.
-        rounding: how weights were rounded.
+        settings: calibrated for. digest: of the model's weights, see `digest`.
+        timestep_input, timestep_max: see `modulate`. timesteps: of the trajectories, the largest first.
+        rounding: method in words.
         layers: by name.
     """
 
@@ -103,10 +103,10 @@ class Calibration:
 
     @staticmethod
     def load(path: Path | str) -> Calibration:
-        """Reads what `save` wrote.
+        """Reads a file of `save`.
 
         Raises:
-            UserError: the file is missing, damaged, or no calibration; a number in it cannot be used.
+            UserError: the file is missing, damaged, or no calibration; it holds an invalid number.
         """
         path = Path(path)
         try:
@@ -124,10 +124,10 @@ class Calibration:
         return found
 
     def require_fitting(self, model: nn.Module, settings: Settings | None) -> Settings:
-        """The settings that a model is modulated with: what is given for run time, and the calibration's.
+        """Returns the settings to modulate a model with.
 
         Raises:
-            UserError: the weights or the bits are not those that were calibrated.
+            UserError: weights or bits differ from the calibration.
         """
         if settings is not None:
             for field in dataclasses.fields(Settings):
@@ -135,9 +135,9 @@ class Calibration:
                 if field.name not in AT_RUN_TIME and own != given:
                     raise UserError(
                         f"the calibration is for another {field.name}",
-                        expected=f"{field.name}={own!r}, as it was calibrated with",
+                        expected=f"{field.name}={own!r}, as in the calibration",
                         got=f"{field.name}={given!r}",
-                        remedy="calibrate the model with these settings; or take dataclasses.replace(calibration.settings, …) "
+                        remedy="calibrate the model with these settings; or use dataclasses.replace(calibration.settings, …) "
                         f"with another {', '.join(AT_RUN_TIME[:3])}, …",
                     )
         weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
@@ -155,7 +155,7 @@ class Calibration:
 
 
 def digest(model: nn.Module) -> str:
-    """SHA-256 of a model's weights, rounded to FP16, so that FP32 and FP16 of one model have one."""
+    """Returns the SHA-256 of a model's weights rounded to FP16: FP32 and FP16 copies have the same."""
     found = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):
         value = x.detach().to("cpu", torch.float16 if x.is_floating_point() else x.dtype)
@@ -167,7 +167,7 @@ def digest(model: nn.Module) -> str:
 def _from_file(said: Any, tensors: Mapping[str, Tensor]) -> Calibration:
     """
     Raises:
-        ValueError, KeyError, TypeError, UserError: what it says is no calibration.
+        ValueError, KeyError, TypeError, UserError: the content is no calibration.
     """
     chosen: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in said["settings"].items()}
     settings = Settings(**chosen)

@@ -1,4 +1,4 @@
-"""A denoiser whose steps of one size are replays of a CUDA graph: launching a small model takes longer than running it."""
+"""Replays a denoiser as a CUDA graph: launching a small model takes longer than running it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from trtconvert.diffusion_model import Denoiser
 
 _BEFORE = 2
-"""Calls of a size before one is recorded: the first makes caches of modulated layers, the second compiles and measures tiles."""
+"""Calls before the recording: the first makes caches of modulated layers, the second compiles and measures tiles."""
 
 
 class Graphed:
-    """Calls `denoiser` as it is `_BEFORE` times at a size, and replays a recording of it from then on, until the size is another.
+    """Calls `denoiser` `_BEFORE` times at a size, then records it and replays the recording until the size changes.
 
     Args:
-        denoiser: of tensors on one GPU, whose calls wait for nothing there. What it keeps from call to call stays at its address.
+        denoiser: on one GPU. Its calls must not wait for the GPU, and its state must keep its addresses.
     """
 
     def __init__(self, denoiser: Denoiser) -> None:

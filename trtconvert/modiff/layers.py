@@ -1,4 +1,4 @@
-"""Linear layers and convolutions that quantise the deltas of their inputs between steps; their caches are the caller's."""
+"""Linear layers and convolutions that quantise the deltas of their inputs between steps. The caller holds the caches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class State(NamedTuple):
     """A layer's caches after a step.
 
     Attributes:
-        a_hat: the input as the layer knows it: of a linear layer x's shape, of a convolution [B, H, W, C].
-        o_hat: its product with the weight, and the bias, without the last step's rounding: [..., N], or [B, H', W', N].
+        a_hat: the quantised input: x's shape, of a convolution [B, H, W, C].
+        o_hat: the output before it is rounded to x's type: [..., N], of a convolution [B, H', W', N].
     """
 
     a_hat: Tensor
@@ -29,18 +29,18 @@ class State(NamedTuple):
 
 
 class ModulatedLayer(nn.Module):
-    """What linear layers and convolutions have in common. Made by `ModulatedLinear.of` and `ModulatedConv2d.of`.
+    """Base of `ModulatedLinear` and `ModulatedConv2d`, which are made by their method `of`.
 
     Args:
-        full: the layer in full precision, which stays.
+        full: the layer in full precision, which is kept.
         codes: INT8 [N, K] or [N, KH, KW, C]; scale: [P, N] FP32; bias: [N] or None.
         widths: channels of each part of the input.
         table: [P, T + 1, 6] FP32 quantisers of T timestep bins, and of the first step.
 
     Attributes:
-        codes, scale, table: as given; scales stay FP32, whatever type the model is brought to.
+        codes, scale, table: as given. Scales stay FP32 in models of any type.
         quantises_weights, quantises_activations: see `Modulated.set_quant_state`.
-        simulated: products are of numbers of x's type, for comparisons.
+        simulated: whether products are computed in x's type, for comparisons.
     """
 
     full: Any
@@ -78,29 +78,29 @@ class ModulatedLayer(nn.Module):
         codes: Tensor | None = None,
         table: Tensor | None = None,
     ) -> Self:
-        """A layer of one in full precision.
+        """Makes a modulated layer of one in full precision.
 
         Args:
-            full: a `torch.nn.Linear`, or a `torch.nn.Conv2d` without groups and with zeros around images.
-            widths: where inputs are tensors beside each other, their channels; each has scales of its own.
-            grid, codes: of the weight [N, C, …], as a calibration found them; by default of the least squared error.
-            table: [P, T + 1, 6] quantisers of the input; needed unless scales are dynamic.
+            full: a `torch.nn.Linear`, or a `torch.nn.Conv2d` without groups and with zero padding.
+            widths: channels of the parts of a concatenated input, each with scales of its own.
+            grid, codes: of the weight [N, C, …], from a calibration; by default of least squared error.
+            table: [P, T + 1, 6] quantisers of the input. Required unless scales are dynamic.
         Raises:
-            UserError: the layer cannot be quantised, or there is no table.
+            UserError: the layer cannot be quantised, or the table is missing.
         """
         settings = settings or Settings(scales="dynamic")
         if reason := obstacle(full):
             raise UserError(
-                "a layer cannot be quantised between steps",
-                expected="a linear layer, or a convolution of images without groups and with zeros around them",
+                "a layer cannot be modulated",
+                expected="a linear layer, or a convolution of images without groups and with zero padding",
                 got=reason,
-                remedy="leave it as it is: name it in Settings.exclude",
+                remedy="name the layer in Settings.exclude",
             )
         channels = full.weight.shape[1]
         widths = tuple(widths or (channels,))
         if sum(widths) != channels or min(widths) < 1:
             raise UserError(
-                "the parts of an input are not the input",
+                "the widths do not add up to the input's channels",
                 expected=f"widths whose sum is {channels}",
                 got=str(widths),
                 remedy="give the channels of each tensor that is concatenated",
@@ -127,7 +127,7 @@ class ModulatedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Ŵ [N, C, …] in the full layer's type."""
+        """Returns Ŵ [N, C, …] in the full layer's type."""
         parts = self.codes.split(list(self.widths), -1)
         ones = [1] * (self.codes.dim() - 1)
         scaled = [part.float() * scale.view(-1, *ones) for part, scale in zip(parts, self.scale, strict=True)]
@@ -135,10 +135,10 @@ class ModulatedLayer(nn.Module):
         return (found.permute(0, 3, 1, 2) if found.dim() == 4 else found).to(self.full.weight.dtype)
 
     def rows_at(self, timestep_bin: Tensor | None, reset: Tensor | None, batch: int) -> Tensor:
-        """[P, B, 6] quantisers of samples, a copy.
+        """Returns a copy of the quantisers [P, B, 6] of samples.
 
         Args:
-            timestep_bin: [B] INT64, or None: the first bin. reset: [B] bool, or None: no sample is reset.
+            timestep_bin: [B] INT64. None: the first bin. reset: [B] bool. None: no sample.
         """
         index = torch.zeros(batch, dtype=torch.long, device=self.table.device) if timestep_bin is None else timestep_bin
         first = self.table.shape[1] - 1
@@ -153,19 +153,20 @@ class ModulatedLayer(nn.Module):
         reset: Tensor | None = None,
         batch: int | None = None,
     ) -> tuple[Tensor, State | None]:
-        """A step. Nothing is changed in place.
+        """Computes a step. Changes nothing in place.
 
         Args:
-            x: […, K], or [B, C, H, W] of a convolution; any floating-point type.
-            state: of the step before; None where all samples begin.
-            timestep_bin: [B], which of the table's quantisers each sample has; the first by default.
-            reset: [B] bool, samples whose first step this is; their caches are not read.
-            batch: samples B, where x has several rows for each; x.shape[0] by default.
+            x: […, K], of a convolution [B, C, H, W]; any floating-point type.
+            state: of the step before. None: the first step of all samples.
+            timestep_bin: [B] bins of the table. None: the first.
+            reset: [B] bool, samples in their first step, whose caches are not read.
+            batch: number of samples B if x has several rows per sample; by default x.shape[0].
         Returns:
-            […, N] or [B, N, H', W'] in x's type, and the caches; None without modulation. Where caches have x's type the first
-            shares memory with them: do not write into it. NaN for samples with NaN or Inf in x or their caches.
+            […, N] or [B, N, H', W'] in x's type, and the caches, None without modulation. If caches have x's type the output
+            shares
+            memory with them: do not write into it. NaN for samples with NaN or Inf in x or their caches.
         Raises:
-            UserError: caches of another shape.
+            UserError: the caches have another shape.
         """
         count = x.shape[0] if batch is None else batch
         if not self.settings.modulation:
@@ -181,12 +182,12 @@ class ModulatedLayer(nn.Module):
         return self.step(x, rows, state), state
 
     def step(self, x: Tensor, rows: Tensor, state: State | None) -> Tensor:
-        """A step whose caches are changed in place, and so is the last column of the quantisers.
+        """Computes a step. Changes the caches and the last column of the quantisers in place.
 
         Args:
-            rows: [P, B, 6], see `rows_at`; state: None without modulation.
+            rows: [P, B, 6], see `rows_at`. state: None without modulation.
         Returns:
-            As `forward`.
+            The output, see `forward`.
         """
         if not self.quantises_activations:
             weight = self.weight if self.quantises_weights else self.full.weight
@@ -216,11 +217,10 @@ class ModulatedLayer(nn.Module):
         return self.as_outputs(given, x)
 
     def _kernel(self) -> Tensor:
-        """[N, KH, KW, C] codes."""
         return self.codes if self.codes.dim() == 4 else self.codes[:, None, None]
 
     def _simulated(self, x: Tensor, codes: Tensor, rows: Tensor, state: State | None) -> Tensor:
-        """The product of â and a weight as other programs simulate it: both are numbers of x's type."""
+        """Simulates the product of â and the weight in x's type."""
         if state is None:
             scale, zero = (spread(rows[..., i], codes.shape, self.widths) for i in (PRODUCT, ZERO))
             known = (codes.float() - zero) * scale
@@ -231,7 +231,7 @@ class ModulatedLayer(nn.Module):
         return self.product_in_full(as_x, weight.to(x.dtype))
 
     def empty_state(self, x: Tensor) -> State:
-        """Caches for inputs like x; what they hold is not read before a step in which its sample is reset."""
+        """Returns new caches for inputs like x. A sample's caches are not read before its reset."""
         dtype = self.cache_dtype(x.dtype)
         pixels = self.as_pixels(x)
         shape = x.shape if self.codes.dim() == 2 else pixels.shape
@@ -240,7 +240,7 @@ class ModulatedLayer(nn.Module):
         return State(a_hat, torch.zeros(outputs, dtype=dtype, device=x.device))
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of both caches, for inputs of a type. BF16 has too few bits for sums over many steps."""
+        """Returns the type of caches for inputs of a type. BF16 has too few bits for sums over many steps."""
         named = self.settings.cache_dtype
         if named is not None:
             return CACHE_DTYPES[named]
@@ -249,17 +249,17 @@ class ModulatedLayer(nn.Module):
     def require_fitting(self, x: Tensor, state: State, name: str = "a layer") -> None:
         """
         Raises:
-            UserError: the caches are of inputs of another shape, type or device.
+            UserError: the caches belong to inputs of another shape, type or device.
         """
         wanted = self.empty_state(x.to("meta"))
         for what, cache, like in zip(State._fields, state, wanted, strict=True):
             if cache.shape != like.shape or cache.dtype != like.dtype or cache.device != x.device:
                 raise UserError(
-                    f"the cache {what} of {name} is of another input",
+                    f"the cache {what} of {name} belongs to another input",
                     expected=f"{list(like.shape)} {like.dtype} on {x.device}",
                     got=f"{list(cache.shape)} {cache.dtype} on {cache.device}",
-                    remedy="begin anew: reset_cache() before the first step of a batch, or of another size, type or device; "
-                    "state=None for a layer by itself",
+                    remedy="call reset_cache() before the first step of a batch, or of another size, type or device; for a "
+                    "single layer, give state=None",
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -272,29 +272,29 @@ class ModulatedLayer(nn.Module):
                 self._buffers[name] = before.to(moved.device)
         return self
 
-    # What differs between the two kinds.
+    # Overridden by both kinds.
 
     geometry: Geometry
 
     def as_pixels(self, x: Tensor) -> Tensor:
-        """[B, H, W, C] contiguous, of x."""
+        """Returns x as contiguous [B, H, W, C]."""
         raise NotImplementedError
 
     def from_pixels(self, pixels: Tensor, x: Tensor) -> Tensor:
-        """The inverse of `as_pixels`, in x's shape."""
+        """Inverts `as_pixels`, in x's shape."""
         raise NotImplementedError
 
     def output_shape(self, pixels: Tensor) -> tuple[int, int, int, int]:
-        """[B, H', W', N] of what pixels become."""
+        """Returns the shape [B, H', W', N] of the output."""
         height, width = self.geometry.output(*pixels.shape[1:3])
         return pixels.shape[0], height, width, len(self.codes)
 
     def as_outputs(self, o_hat: Tensor, x: Tensor) -> Tensor:
-        """What the layer gives, of [B, H', W', N], without a copy."""
+        """Returns [B, H', W', N] in the layer's layout, without a copy."""
         raise NotImplementedError
 
     def product_in_full(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The layer with a weight of x's type."""
+        """Computes the layer with a weight of x's type."""
         raise NotImplementedError
 
 
@@ -322,7 +322,7 @@ class ModulatedLinear(ModulatedLayer):
 
 
 class ModulatedConv2d(ModulatedLayer):
-    """A convolution of images, see `ModulatedLayer`. Images and caches lie in memory with channels last."""
+    """A convolution of images, see `ModulatedLayer`. Images and caches are channels-last in memory."""
 
     def __init__(self, full: Any, *given: Any) -> None:
         super().__init__(full, *given)
@@ -351,7 +351,7 @@ class ModulatedConv2d(ModulatedLayer):
 
 
 def obstacle(layer: nn.Module) -> str:
-    """Why a layer cannot be quantised; empty where it can."""
+    """Returns why a layer cannot be quantised, "" if it can."""
     if isinstance(layer, nn.Linear):
         return ""
     if not isinstance(layer, nn.Conv2d) or isinstance(layer, nn.LazyConv2d):
@@ -364,7 +364,7 @@ def obstacle(layer: nn.Module) -> str:
 
 
 def dynamic_table(parts: int, settings: Settings, bins: int = 1) -> Tensor:
-    """[P, T + 1, 6] quantisers whose scales are still to be measured."""
+    """Returns [P, T + 1, 6] quantisers whose scales are measured at run time."""
     one = torch.ones(parts)
     usual, first = (
         quantiser(-one, one, bits, settings.symmetric, reset)
@@ -374,5 +374,5 @@ def dynamic_table(parts: int, settings: Settings, bins: int = 1) -> Tensor:
 
 
 def first_bits(settings: Settings) -> int:
-    """Bits of what is quantised in a first step; without modulation no step is another's first."""
+    """Returns the activation bits of the first step."""
     return settings.first_bits if settings.modulation else settings.activation_bits

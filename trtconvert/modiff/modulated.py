@@ -1,4 +1,4 @@
-"""A model whose linear layers and convolutions are modulated from step to step, and that holds their caches itself."""
+"""A model with modulated linear layers and convolutions, which holds their caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError, several
-from trtconvert.modiff.layers import ModulatedConv2d, ModulatedLayer, ModulatedLinear, State, dynamic_table, obstacle
+from trtconvert.modiff.held_layers import HeldLayer, Step, kind_of, require_unmodulated
+from trtconvert.modiff.layers import ModulatedConv2d, ModulatedLayer, ModulatedLinear, dynamic_table, obstacle
 from trtconvert.modiff.settings import Settings
 from trtconvert.weights.finite import is_finite
 
@@ -21,128 +22,26 @@ if TYPE_CHECKING:
     from trtconvert.modiff.calibration import Calibration
 
 TIMESTEP_NAMES = ("timestep", "timesteps", "t", "time", "sigma", "noise_level")
-"""What denoisers call their timestep."""
+"""Names of the timestep in denoisers."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _not_compiled(method: Method) -> Method:
-    """Runs on the host, as it is, in a model that is compiled."""
+    """Excludes a method from torch.compile."""
     return torch.compiler.disable(method)  # type: ignore[return-value]
 
 
-class _Step:
-    """What layers need to know of the step that is running.
-
-    Attributes:
-        rows: [S, B, 6] quantisers, of all layers' parts one behind the other; None outside of a step.
-        batch: samples. makes: whether caches are made in it.
-    """
-
-    def __init__(self) -> None:
-        self.rows: Tensor | None = None
-        self.batch = 0
-        self.makes = False
-
-
-class HeldLayer(nn.Module):
-    """A modulated layer in the place of one in full precision, with caches of its own for each of its calls in a step.
-
-    Attributes:
-        layer: the modulated one. states: caches, one for each call in a step. calls: in the step that is running.
-    """
-
-    def __init__(self, name: str, layer: ModulatedLayer, first: int, step: _Step) -> None:
-        super().__init__()
-        self.layer = layer
-        self.name, self.states, self.calls = name, list[State](), 0
-        self._first, self._step = first, step
-        self._versions: list[int] = []
-        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []  # of inputs
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # such as in_channels or weight, of the layer that stood here
-            return getattr(self._modules["layer"].full, name)  # type: ignore[union-attr]
-
-    def forward(self, x: Tensor) -> Tensor:
-        step, layer = self._step, self.layer
-        if step.rows is None or not (layer.quantises_weights or layer.quantises_activations) or self._is_left(x):
-            return layer.full(x)
-        if x.shape[0] % step.batch:
-            raise UserError(
-                f"the rows of {self.name} are not those of the samples",
-                expected=f"a first axis of {step.batch} samples, or a multiple of it",
-                got=str(list(x.shape)),
-                remedy=f"leave the layer as it is: Settings(exclude=('{self.name}',))",
-            )
-        rows = step.rows[self._first : self._first + len(layer.widths)]
-        if not layer.settings.modulation or not layer.quantises_activations:
-            return layer.step(x, rows, None)
-        call = self.calls
-        self.calls += 1
-        if torch.compiler.is_compiling():
-            return layer.step(x, rows, self.states[call])
-        state = self._state(x, call)
-        y = layer.step(x, rows, state)
-        self._versions[call] = state.o_hat._version
-        return y
-
-    def _is_left(self, x: Tensor) -> bool:
-        """Whether there are too few rows for each sample to be worth it."""
-        if isinstance(self.layer, ModulatedConv2d):
-            return False
-        return x.numel() // x.shape[-1] < self.layer.settings.min_rows * self._step.batch
-
-    def _state(self, x: Tensor, call: int) -> State:
-        """The caches of a call."""
-        if self._step.makes:
-            with torch.inference_mode(False):  # what is made in it could not be changed outside
-                self.states.append(self.layer.empty_state(x))
-            self._versions.append(0)
-            self._kinds.append(_kind(x))
-            return self.states[call]
-        if call >= len(self.states):
-            raise UserError(
-                f"{self.name} is called more often than in the first step",
-                expected=f"{len(self.states)} calls in a step",
-                got=str(call + 1),
-                remedy=f"leave the layer as it is: Settings(exclude=('{self.name}',))",
-            )
-        state = self.states[call]
-        if self._kinds[call] != _kind(x):
-            self.layer.require_fitting(x, state, self.name)
-        if state.o_hat._version != self._versions[call]:
-            raise UserError(
-                f"the model writes into what {self.name} gives, which is its cache",
-                expected="outputs that are left as they are",
-                got="an output that was changed in place since the step before",
-                remedy="Settings(shared_outputs=False): outputs are copies then",
-            )
-        return state
-
-    def forget(self) -> None:
-        """No caches any more."""
-        for held in (self.states, self._versions, self._kinds):
-            held.clear()
-
-    def set_state(self, call: int, state: State) -> None:
-        """Other caches for a call."""
-        self.states[call] = state
-        self._versions[call] = state.o_hat._version
-
-
 class Modulated(nn.Module):
-    """A denoiser with modulated layers; made by `modulate`. Called as the model itself, by any sampler. It gives no gradients.
+    """A denoiser with modulated layers, made by `modulate`. It is called like the model, by any sampler, without gradients.
 
-    Samples of a batch begin together after `reset_cache()`, or one by one after `reset_cache(samples)`. Steps that a sampler
-    skips, and calls of the same timestep, are no matter: a layer quantises what has changed since it was called last.
+    `reset_cache()` starts all samples of a batch anew, `reset_cache(samples)` some of them. A sampler may skip steps and repeat
+    timesteps: a layer quantises the delta since its last call.
 
     Attributes:
-        model: the denoiser, some of whose layers have been replaced. settings: see there.
-        layers: the replaced ones by name. left: why the others stay, by name.
+        model: the denoiser with replaced layers. settings: see `Settings`.
+        layers: replaced layers by name. left: reasons why other layers stay, by name.
     """
 
     tables: Tensor
@@ -163,7 +62,7 @@ class Modulated(nn.Module):
         self.timestep_max = timestep_max
         self._names = list(inspect.signature(model.forward).parameters)
         self._timestep_input = find_timestep_input(model, self._names, timestep_input, settings)
-        self._step = _Step()
+        self._step = Step()
         self._latest: Tensor | None = None
         self._direction, self._fresh = 0, True
         self._made_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
@@ -178,11 +77,11 @@ class Modulated(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own outputs.
+        """Returns the model's outputs.
 
         Raises:
-            UserError: there are other samples than in the step before, or they go back in time, without `reset_cache()`; a cache
-                is of another shape; a model writes into the outputs of its layers.
+            UserError: without `reset_cache()`, the batch differs from the step before or goes back in time; a cache has another
+                shape; the model writes into the outputs of its layers.
         """
         x, timestep = batch_and_timestep(self._names, self._timestep_input, args, kwargs)
         if self._begin(x, timestep):
@@ -192,7 +91,7 @@ class Modulated(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Modulated:
         tables = self.tables
         super()._apply(fn, recurse)
-        self.tables = tables.to(self.tables.device)  # in FP32, whatever type the model is brought to
+        self.tables = tables.to(self.tables.device)  # stays FP32
         return self
 
     def _run(self, x: Tensor, timestep: Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -219,7 +118,7 @@ class Modulated(nn.Module):
     def _with_new_caches(
         self, x: Tensor, timestep: Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The first step of a batch of another size, which a compiled model does as it is."""
+        """Runs the first step of a batch of a new size, without torch.compile."""
         for layer in self.layers.values():
             layer.forget()
         self._step.makes = True
@@ -227,19 +126,19 @@ class Modulated(nn.Module):
             output = self._run(x, timestep, args, kwargs)
         finally:
             self._step.makes = False
-        self._made_for = _kind(x)
+        self._made_for = kind_of(x)
         return output
 
     @_not_compiled
     def _begin(self, x: Tensor, timestep: Tensor | None) -> bool:
-        """Whether caches have to be made. Refuses what does not go on from the step before."""
+        """Return whether the step must make caches. Refuses a batch that does not continue the step before."""
         if not self.settings.modulation:
             return False
-        if self._made_for != _kind(x):
+        if self._made_for != kind_of(x):
             if self._made_for is not None and not self._fresh:
                 shape, dtype, device = self._made_for
                 raise UserError(
-                    "the batch has changed between two steps",
+                    "the batch differs from the step before",
                     expected=f"{list(shape)} {dtype} on {device}, as in the step before",
                     got=f"{list(x.shape)} {x.dtype} on {x.device}",
                     remedy="call reset_cache() before the first step of a batch",
@@ -268,14 +167,14 @@ class Modulated(nn.Module):
                     expected=f"timesteps that {'rise' if self._direction > 0 else 'fall'}, as in the steps before",
                     got=f"{float(now[sample]):g} after {float(self._latest[sample]):g} of sample {sample}",
                     remedy="call reset_cache() before a new trajectory; or Settings(check_timesteps=False) for a sampler that "
-                    "goes to and fro: caches follow it, with larger deltas than were calibrated",
+                    "alternates: its deltas are larger than the calibrated ones",
                 )
             if not self._direction and bool(moved.any()):
                 self._direction = 1 if float(moved[moved != 0][0]) > 0 else -1
         self._latest = now
 
     def _apart(self, output: Any) -> Any:
-        """The output without memory that the next step changes."""
+        """Copies the parts of the output that share memory with caches."""
         compiling = torch.compiler.is_compiling()
         caches = () if compiling else {state.o_hat.data_ptr() for held in self.layers.values() for state in held.states}
 
@@ -286,10 +185,10 @@ class Modulated(nn.Module):
         return pytree.tree_map(apart, output)
 
     def reset_cache(self, samples: Tensor | Sequence[int] | None = None) -> None:
-        """Samples begin anew in the next step.
+        """Resets samples: their next step is a first step.
 
         Args:
-            samples: [B] bool, or indices; by default all, and the next step may have another batch, size or type.
+            samples: [B] bool, or indices. None: all, and the next step may have another batch, size or type.
         Raises:
             UserError: there are no such samples.
         """
@@ -305,29 +204,29 @@ class Modulated(nn.Module):
             self.reset[chosen if chosen.dtype == torch.bool else chosen.long()] = True
         except (IndexError, RuntimeError) as error:
             raise UserError(
-                "there are no such samples to begin",
+                "there are no such samples to reset",
                 expected=f"a mask or indices of the {len(self.reset)} samples of the step before",
                 got=str(error),
-                remedy="reset_cache() for a new batch",
+                remedy="give samples of the last batch, or reset_cache() for a new batch",
             ) from error
 
     def set_quant_state(self, weights: bool = True, activations: bool = True) -> None:
-        """What is quantised from now on; with neither the model is as it was. Caches begin anew."""
+        """Chooses what is quantised from now on, and resets the caches. With neither, the model computes in full precision."""
         for held in self.layers.values():
             held.layer.quantises_weights, held.layer.quantises_activations = weights, activations
         self.reset_cache()
 
     def simulate(self, simulated: bool = True) -> None:
-        """Whether products are simulated with numbers of the model's type, as other programs do, for comparisons of speed."""
+        """Simulates products in the model's type, for comparisons of speed."""
         for held in self.layers.values():
             held.layer.simulated = simulated
         self.reset_cache()
 
     def named_states(self) -> Iterator[tuple[str, Tensor]]:
-        """All caches as `layer.a_hat` and `layer.o_hat`; `layer#2.…` are those of a layer's second call in a step.
+        """Yields all caches as `layer.a_hat` and `layer.o_hat`; those of a layer's second call in a step as `layer#2.…`.
 
         Raises:
-            UserError: there are none before the first step.
+            UserError: there was no step yet.
         """
         self._require_states()
         for name, held in self.layers.items():
@@ -336,13 +235,13 @@ class Modulated(nn.Module):
                     yield f"{name}{f'#{call + 1}' if call else ''}.{kind}", cache
 
     def load_states(self, states: Mapping[str, Tensor]) -> None:
-        """Takes caches, as `named_states` gives them, so that the next step goes on from there. Their contents are copied.
+        """Copies caches of `named_states` into the model. The next step continues from them.
 
         Raises:
-            UserError: names, shapes or types are not those of the model's last batch, or there is NaN or Inf in them.
+            UserError: names, shapes or types differ from the model's last batch, or a cache has NaN or Inf.
         """
         own = dict(self.named_states())
-        remedy = "give what named_states() gave, of the same model, settings, batch and size"
+        remedy = "give the caches of named_states() of the same model, settings, batch and size"
         if odd := sorted(own.keys() ^ states.keys()):
             raise UserError(
                 "the caches are not those of this model",
@@ -368,10 +267,10 @@ class Modulated(nn.Module):
         self._fresh, self._latest = False, None
 
     def check_caches(self) -> None:
-        """Waits for the GPU.
+        """Checks the caches for NaN and Inf. Waits for the GPU.
 
         Raises:
-            UserError: NaN or Inf is in a cache of a sample that does not begin.
+            UserError: NaN or Inf is in a cache of a sample that was not reset.
         """
         for name, cache in self.named_states():
             _require_finite(name, cache[~self.reset] if len(cache) == len(self.reset) else cache)
@@ -380,14 +279,10 @@ class Modulated(nn.Module):
         if not any(held.states for held in self.layers.values()):
             raise UserError(
                 "there are no caches yet",
-                expected="a step of a batch before: its shapes decide those of caches",
+                expected="one step before, whose shapes the caches have",
                 got="no step" if self.settings.modulation else "a model without modulation, which has none",
                 remedy="call the model once with inputs of the batch, then reset_cache()",
             )
-
-
-def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return x.shape, x.dtype, x.device
 
 
 def modulate(
@@ -399,25 +294,21 @@ def modulate(
     timestep_input: str | None = None,
     timestep_max: float | None = None,
 ) -> Modulated:
-    """Puts modulated layers into a model in the place of linear layers and convolutions.
+    """Replaces linear layers and convolutions of a model by modulated layers.
 
     Args:
-        model: any denoiser; it is changed. settings: by default those of the calibration, or dynamic scales.
+        model: any denoiser; is changed. settings: by default those of the calibration, or dynamic scales.
         calibration: of the same weights and bits, see `trtconvert.modiff.calibrate`.
-        widths: of layers whose inputs are tensors beside each other, the channels of each; a calibration has them.
-        timestep_input: which argument of the model is the timestep; by default one that is called like one.
-        timestep_max: where timesteps end, 1,000 by default; a calibration has it.
+        widths: channels of each part of concatenated inputs, by layer. A calibration has them.
+        timestep_input: name of the model's timestep; by default found by `TIMESTEP_NAMES`.
+        timestep_max: end of the timesteps, by default the calibration's, or 1,000.
     Raises:
-        UserError: the model has no layers to replace, has been modulated before, or is not what was calibrated; a pattern
-            matches no layer; a weight is NaN or Inf.
+        UserError: the model has no layers to replace, was modulated before, or is not the calibrated one; a pattern matches no
+            layer; a weight is NaN or Inf.
     """
-    if any(isinstance(module, HeldLayer) for module in model.modules()):
-        raise UserError(
-            "the model has been modulated already",
-            expected="a model in full precision",
-            got="modulated layers in it",
-            remedy="load the model again, or use what modulate() gave: set_quant_state() and reset_cache() change it",
-        )
+    require_unmodulated(
+        model, "load the model again, or use the result of modulate() with set_quant_state() and reset_cache()"
+    )
     if calibration is not None:
         settings = calibration.require_fitting(model, settings)
     settings = settings or Settings(scales="dynamic")
@@ -430,7 +321,7 @@ def modulate(
         )
     chosen, left = candidates(model, settings)
     if calibration is not None:
-        left |= {name: "the calibration met no call of it" for name in chosen if name not in calibration.layers}
+        left |= {name: "the calibration saw no call of it" for name in chosen if name not in calibration.layers}
         chosen = {name: module for name, module in chosen.items() if name in calibration.layers}
     if not chosen:
         raise UserError(
@@ -463,10 +354,10 @@ def modulate(
 def batch_and_timestep(
     names: Sequence[str], timestep_input: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """What is denoised in a call, whose first axis is that of the samples, and [B] timesteps.
+    """Returns the denoised tensor of a call, whose first axis is the batch, and [B] timesteps.
 
     Raises:
-        UserError: there is no tensor to denoise, or another number of timesteps.
+        UserError: there is no tensor to denoise, or the number of timesteps does not fit.
     """
     named = dict(zip(names, args, strict=False)) | dict(kwargs)
     timestep = named.pop(timestep_input, None) if timestep_input is not None else None
@@ -474,9 +365,9 @@ def batch_and_timestep(
     if x is None:
         raise UserError(
             "the model is called without a tensor to denoise",
-            expected="a tensor whose first axis is that of the samples",
+            expected="a tensor whose first axis is the batch",
             got=f"arguments {', '.join(named) or 'none'}",
-            remedy="call it as the model in full precision is called",
+            remedy="call it like the model in full precision",
         )
     if timestep is None:
         return x, None
@@ -485,16 +376,16 @@ def batch_and_timestep(
         return x, timestep.expand(x.shape[0])
     if timestep.numel() % x.shape[0]:
         raise UserError(
-            "the timesteps are not those of the samples",
+            "the number of timesteps does not fit the samples",
             expected=f"one, or {x.shape[0]}",
             got=str(timestep.numel()),
             remedy="give one timestep for each sample",
         )
-    return x, timestep.view(x.shape[0], -1).amax(1)  # of tokens with timesteps of their own: the noisiest
+    return x, timestep.view(x.shape[0], -1).amax(1)  # timesteps per token: the noisiest one
 
 
 def candidates(model: nn.Module, settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
-    """Layers that are to be replaced, by name, and why others stay.
+    """Returns the layers to replace by name, and the reasons why others stay.
 
     Raises:
         UserError: a pattern matches no layer.
@@ -528,12 +419,12 @@ def candidates(model: nn.Module, settings: Settings) -> tuple[dict[str, Any], di
 
 
 def find_timestep_input(model: nn.Module, names: Sequence[str], given: str | None, settings: Settings) -> str | None:
-    """Which of a model's inputs is the timestep; None where nothing depends on it.
+    """Returns the name of a model's timestep, None if nothing depends on it.
 
     Args:
-        names: of all inputs; given: by the user.
+        names: of all inputs. given: by the user.
     Raises:
-        UserError: none is called like one, or the given one is none of them.
+        UserError: no input has a known name, or the given one does not exist.
     """
     if given is not None and given in names:
         return given
@@ -543,13 +434,13 @@ def find_timestep_input(model: nn.Module, names: Sequence[str], given: str | Non
     raise UserError(
         f"which input of {type(model).__name__} is the timestep?",
         expected=f"one of {', '.join(names)}",
-        got=repr(given) if given is not None else f"none that is called {', '.join(TIMESTEP_NAMES)}",
+        got=repr(given) if given is not None else f"no input named {', '.join(TIMESTEP_NAMES)}",
         remedy="name it: timestep_input=…; or Settings(bins=1), which needs none",
     )
 
 
 def _replace(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
-    """Puts modules in the place of others, under all the names that each has."""
+    """Replaces modules under all of their names."""
     by_id = {id(module): new[name] for name, module in old.items()}
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
@@ -560,9 +451,9 @@ def _replace(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, n
 def _require_finite(name: str, x: Tensor) -> None:
     if not is_finite(x):
         raise UserError(
-            f"there are numbers in {name} that are not finite",
+            f"{name} has NaN or Inf",
             expected="finite numbers",
             got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
-            remedy="of a cache: reset_cache() and look for what overflows (FP16 models: try float32 or bfloat16); of a weight: "
-            "get the model again",
+            remedy="of a cache: reset_cache(), and find the overflow (FP16 models: try float32 or bfloat16); of a weight: get "
+            "the model again",
         )

@@ -1,6 +1,6 @@
-"""What a modulated layer computes with: Triton's kernels on a GPU, plain torch elsewhere.
+"""The arithmetic of modulated layers: Triton's kernels on a GPU, plain torch elsewhere.
 
-Both are operators too, which is what torch.compile and exported graphs see of them.
+torch.compile and exported graphs see both as operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtconvert.modiff.reference import Geometry, Weight
 
 
 def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
-    """`reference.quantise_delta` by the fastest there is."""
+    """Computes `reference.quantise_delta` by the fastest implementation."""
     if torch.compiler.is_compiling():
         if a_hat is None:
             return _quantise_operator(x, rows, list(widths))
@@ -31,7 +31,7 @@ def add_product(
     codes: Tensor, rows: Tensor, widths: Sequence[int], weight: Weight, o_hat: Tensor | None, y: Tensor | None,
     geometry: Geometry, shifted: bool,
 ) -> None:  # fmt: skip
-    """`reference.add_product` by the fastest there is."""
+    """Computes `reference.add_product` by the fastest implementation."""
     if torch.compiler.is_compiling():
         points = [*geometry.stride, *geometry.padding, *geometry.dilation]
         if o_hat is not None:
@@ -48,7 +48,7 @@ def add_product(
 def measured(
     x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int], together: bool, symmetric: bool
 ) -> Tensor:
-    """`reference.measured` by the fastest there is."""
+    """Computes `reference.measured` by the fastest implementation."""
     if not torch.compiler.is_compiling() and (triton := _triton(x)) is not None:
         with torch.cuda.device(x.device):
             bounds = triton.delta_bounds(x, a_hat, rows, widths)
@@ -60,7 +60,7 @@ def _quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Seque
     triton = _triton(x)
     if triton is None:
         return reference.quantise_delta(x, a_hat, rows, widths)
-    with torch.cuda.device(x.device):  # Triton launches on the current one
+    with torch.cuda.device(x.device):  # Triton launches on the current device
         return triton.quantise_delta(x, a_hat, rows, widths)
 
 
@@ -77,7 +77,7 @@ def _add_product(
 
 
 def _triton(x: Tensor) -> ModuleType | None:
-    """Triton's kernels, for a tensor on a GPU where it is installed."""
+    """Returns Triton's kernels if x is on a GPU and Triton is installed."""
     return _kernels() if x.is_cuda else None
 
 

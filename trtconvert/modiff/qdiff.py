@@ -1,8 +1,7 @@
-"""Q-Diff's calibration of modulated layers: on a model's own trajectory, step by step.
+"""Q-Diff's calibration of modulated layers, on the model's own trajectories.
 
-Weights first, block by block in the order in which they run, each fed with what the quantised ones before it give; then the
-scales of activations and of their deltas since the step before. Source: Li et al. 2023 (arXiv 2302.04304); MoDiff takes deltas
-in the place of activations.
+Weights come first, block by block in running order, with inputs from the quantised blocks before. Then the scales of activations
+and deltas. Source: Li et al. 2023 (arXiv 2302.04304); MoDiff uses deltas instead of activations.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from trtconvert.errors import UserError
 from trtconvert.files import whole_file
 from trtconvert.interception import first_tensor
 from trtconvert.modiff.calibration import Calibration, LayerCalibration, digest
+from trtconvert.modiff.held_layers import require_unmodulated
 from trtconvert.modiff.layers import first_bits
-from trtconvert.modiff.modulated import HeldLayer, batch_and_timestep, candidates, find_timestep_input
+from trtconvert.modiff.modulated import batch_and_timestep, candidates, find_timestep_input
 from trtconvert.modiff.rounding import AdaRound, Example, adaround
 from trtconvert.modiff.scales import Seen, least_error
 from trtconvert.modiff.settings import Settings
@@ -36,27 +36,27 @@ from trtconvert.modiff.splits import find_widths
 from trtconvert.modiff.weights import Grid, round_to_nearest, search_grid
 from trtconvert.weights.tensor_files import raw_bytes
 
-_PER_CALL = 1024  # numbers that are kept of a layer's input in a call
+_PER_CALL = 1024  # kept numbers of a layer's input in a call
 _IDENTITY = "calibration.json"
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """What a denoiser is called with in a step."""
+    """The arguments of a denoiser's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 Trajectory = Sequence[RecordedCall]
-"""The calls of a denoiser that turn one batch of noise into images, in order."""
+"""The calls of a denoiser that draw one batch, in order."""
 
 
 def record(model: nn.Module, sample: Callable[[Callable[..., Any]], object]) -> list[RecordedCall]:
-    """A trajectory of a model in full precision.
+    """Records a trajectory of a model in full precision.
 
     Args:
-        sample: draws one batch with the denoiser that it is given, which is the model but for that its calls are kept.
+        sample: draws one batch with the given denoiser, which records its calls.
     """
     calls: list[RecordedCall] = []
 
@@ -88,32 +88,29 @@ def calibrate(
     seed: int = 0,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
-    """Rounds weights and finds scales. The model is as it was in the end.
+    """Rounds weights and finds scales. The model is unchanged afterwards.
 
-    `AdaRound(iterations=0)` rounds to the nearest: every layer by itself, with scales of least squared error. It is a baseline
-    like the LCQ of MoDiff's paper: calibrated layer by layer, without learned rounding.
+    `AdaRound(iterations=0)` rounds every layer to the nearest, with scales of least squared error: a baseline like the LCQ of
+    MoDiff's paper.
 
     Args:
-        model: in full precision and in evaluation mode.
-        trajectories: see `record`; each in the order in which a sampler calls the model. Two recorded steps, one after the other,
-            are one too.
-        settings: of the layers; scales are calibrated, and may still be dynamic at run time.
-        rounding: by default blocks are reconstructed. blocks: their classes; by default modules in lists that have several of
-            the layers, and those of the same classes.
-        widths: see `modulate`; by default they are found by following concatenations.
-        calls: that weights are rounded on, spread evenly over all that there are.
+        model: in full precision and evaluation mode.
+        trajectories: see `record`; calls in the order of the sampler. Two consecutive steps suffice.
+        settings: of the layers. Scales are calibrated, and may still be dynamic at run time.
+        rounding: by default blocks are reconstructed. blocks: classes of blocks; by default those of modules in lists that have
+            several of the layers.
+        widths: see `modulate`; by default found by following concatenations.
+        calls: number of calls for the rounding, spread evenly over all calls.
         timestep_input, timestep_max: see `modulate`.
-        work: a folder for what is done, from which a killed calibration goes on.
-        seed: of everything that is drawn.
-        on_progress: gets what is done, and how many of how many.
+        work: folder of finished work, from which a killed calibration goes on.
+        seed: of all random numbers.
+        on_progress: gets the stage, the number of finished steps, and their total.
     Raises:
-        UserError: there is no trajectory; the model has no layers to calibrate, or gives NaN or Inf; the folder is another
-            calibration's.
+        UserError: there is no trajectory; the model has no layers to calibrate, or gives NaN or Inf; the folder belongs to
+            another calibration.
     """
-    settings, rounding = (
-        replace(settings or Settings(), scales="calibrated", granularity="tensor"),
-        rounding or AdaRound(),
-    )
+    settings = replace(settings or Settings(), scales="calibrated", granularity="tensor")
+    rounding = rounding or AdaRound()
     paths = [list(path) for path in trajectories]
     every = [call for path in paths for call in path]
     if not every:
@@ -123,13 +120,7 @@ def calibrate(
             got="no call of the denoiser",
             remedy="record one: trtconvert.modiff.record(model, lambda denoiser: sampler(denoiser, …))",
         )
-    if any(isinstance(module, HeldLayer) for module in model.modules()):
-        raise UserError(
-            "the model has been modulated already",
-            expected="a model in full precision",
-            got="modulated layers in it",
-            remedy="load the model again, and calibrate it before modulate()",
-        )
+    require_unmodulated(model, "load the model again, and calibrate it before modulate()")
     chosen, _ = candidates(model, settings)
     names = list(inspect.signature(model.forward).parameters)
     timestep = find_timestep_input(model, names, timestep_input, settings)
@@ -143,10 +134,9 @@ def calibrate(
         )
     layers = {name: chosen[name] for name in order}
     said = on_progress or (lambda what, done, of: None)
-    found = (
-        widths if widths is not None else find_widths(model, layers, lambda: model(*every[0].args, **every[0].kwargs))
-    )
-    parts = {name: tuple(found.get(name, (module.weight.shape[1],))) for name, module in layers.items()}
+    if widths is None:
+        widths = find_widths(model, layers, lambda: model(*every[0].args, **every[0].kwargs))
+    parts = {name: tuple(widths.get(name, (module.weight.shape[1],))) for name, module in layers.items()}
     kept = _Work(
         Path(work) if work is not None else None, _identity(model, settings, rounding, paths, parts, calls, seed)
     )
@@ -198,7 +188,7 @@ def _in_order(
     names: Sequence[str],
     timestep: str | None,
 ) -> list[str]:
-    """Layers in the order in which they run, without those that have too few rows for a sample."""
+    """Returns the layers in running order, without those with too few rows per sample."""
     batch = len(batch_and_timestep(names, timestep, call.args, call.kwargs)[0])
     order: dict[str, bool] = {}
 
@@ -229,7 +219,7 @@ def _hooks(of: Mapping[nn.Module, Callable[[nn.Module, tuple[Any, ...]], None]])
 
 @contextmanager
 def _weights(layers: Mapping[str, Any]) -> Iterator[Callable[[str, Tensor | None], None]]:
-    """A function that puts another weight into a layer, or its own again (None); in the end all have their own."""
+    """Yields a function that replaces a layer's weight, or restores it (None). Restores all weights at the end."""
     own = {name: layer.weight.data for name, layer in layers.items()}
 
     def put(name: str, weight: Tensor | None) -> None:
@@ -245,7 +235,7 @@ def _weights(layers: Mapping[str, Any]) -> Iterator[Callable[[str, Tensor | None
 def _units(
     model: nn.Module, layers: Mapping[str, nn.Module], rounding: AdaRound, classes: Sequence[type[nn.Module]] | None
 ) -> dict[str, list[str]]:
-    """What is reconstructed as a whole, in the order in which its first layers run: names of modules, and of their layers."""
+    """Returns the names of the reconstructed modules in running order, with their layers."""
     found: dict[str, list[str]] = {}
     if not rounding.iterations or not rounding.by_block:
         return {name: [name] for name in layers}
@@ -277,7 +267,7 @@ def _round(
     widths: Mapping[str, Sequence[int]], calls: Sequence[RecordedCall], put: Callable[[str, Tensor | None], None],
     codes: Mapping[str, Tensor], how: AdaRound, seed: int,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Codes of a unit's layers, those of the units before it being known."""
+    """Rounds the layers of a unit, given the codes of the units before."""
     unit = model.get_submodule(name)
     wanted = [outputs for _, _, outputs in _calls_of(model, unit, calls)]
     for each, known in codes.items():
@@ -302,13 +292,13 @@ def _round(
 
 
 class _Reached(Exception):
-    """Nothing more of the model has to run."""
+    """Ends a forward behind the unit."""
 
 
 def _calls_of(
     model: nn.Module, unit: nn.Module, calls: Sequence[RecordedCall]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any], Tensor]]:
-    """What a unit is given and gives in calls of the model."""
+    """Returns the inputs and outputs of a unit in calls of the model."""
     seen: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -332,14 +322,14 @@ def _scales(
     settings: Settings, names: Sequence[str], timestep_input: str | None, timestep_max: float, seed: int,
     said: Callable[[str, int, int], None],
 ) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
-    """Tables of quantisers of deltas and of whole activations, [P, T + 1, 6] each, by layer."""
+    """Returns, by layer, tables [P, T + 1, 6] of quantisers of deltas and of whole activations."""
     generator = torch.Generator().manual_seed(seed)
     bins = settings.bins
     seen: dict[tuple[str, int, str, int], Seen] = {}  # layer, part, kind, bin
     before: dict[str, list[Tensor]] = {}
     calls: dict[str, int] = {}
-    ends: list[tuple[str, Tensor]] = []  # the least and the largest of what layers read in a step
-    place: tuple[int, bool] = (0, True)  # the step's bin, and whether a trajectory starts
+    ends: list[tuple[str, Tensor]] = []  # least and largest inputs of the step
+    place: tuple[int, bool] = (0, True)  # bin, and whether a trajectory starts
 
     def add(name: str, kind: str, at: int, x: Tensor) -> list[Tensor]:
         axis = 1 if x.dim() == 4 and isinstance(layers[name], nn.Conv2d) else -1
@@ -383,7 +373,7 @@ def _scales(
 
     def row(name: str, part: int, kind: str, at: int, bits: int, reset: bool) -> Tensor:
         near = sorted((b for n, p, k, b in seen if (n, p, k) == (name, part, kind)), key=lambda b: (abs(b - at), b))
-        if not near:  # one step alone has no delta: that of a whole activation will not be clipped
+        if not near:  # a single step has no delta: use whole activations
             return row(name, part, "activations", at, bits, reset)
         key = (name, part, kind, near[0])
         return least_error(seen[key], bits, settings.symmetric, reset, kind == "changes", generator)
@@ -405,17 +395,17 @@ def _scales(
 def _require_finite(ends: Sequence[tuple[str, Tensor]], step: int) -> None:
     """
     Args:
-        ends: of layers' inputs in the order in which they run, [2] each. They are looked at together: each look at a GPU waits.
+        ends: least and largest input [2] of the layers in running order. One check for all: each waits for the GPU.
     Raises:
         UserError: one of them is NaN or Inf.
     """
     finite = torch.stack([each for _, each in ends]).isfinite().all(1).tolist() if ends else []
     if not all(finite):
         raise UserError(
-            f"{ends[finite.index(False)][0]} reads numbers that are not finite",
+            f"{ends[finite.index(False)][0]} reads NaN or Inf",
             expected="finite activations on the model's own trajectory",
             got=f"NaN or Inf in step {step + 1} of a trajectory",
-            remedy="calibrate in float32, or look for what overflows",
+            remedy="calibrate in float32, or find the overflow",
         )
 
 
@@ -423,7 +413,7 @@ def _identity(
     model: nn.Module, settings: Settings, rounding: AdaRound, paths: Sequence[Trajectory], widths: Mapping[str, Sequence[int]],
     calls: int, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything that decides how weights are rounded, as JSON values."""
+    """Returns all inputs of the rounding as JSON values."""
     inputs = hashlib.sha256()
     for path in paths:
         for call in path:
@@ -440,7 +430,7 @@ def _identity(
 
 
 class _Work:
-    """What is done of a calibration, in a folder."""
+    """Finished work of a calibration in a folder."""
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -469,7 +459,7 @@ class _Work:
             )
 
     def read(self, index: int) -> dict[str, Tensor] | None:
-        """Codes of a unit that is done; what was damaged is done anew."""
+        """Returns the codes of a finished unit, None if they are missing or damaged."""
         if self._folder is None or not (path := self._path(index)).is_file():
             return None
         try:

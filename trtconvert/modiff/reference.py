@@ -2,17 +2,17 @@
 
     â ← â + Q(a − â)          ô ← ô + Ŵ · Q(a − â)          â = 0, ô = bias before a sample's first step
 
-a is a layer's input in a step, â and ô are its caches; what Q leaves out of a step is in the next one's a − â, so that errors of
-activations do not add up over steps. Source: MoDiff, equations 13 to 20. The first step takes this form too: Q(a − 0) is what a
-layer quantises without modulation, in bits of its own.
+a is a layer's input in a step, â and ô are its caches. The error of Q in a step is part of the next step's a − â, so that errors
+of activations do not accumulate. Source: MoDiff, equations 13 to 20. The first step has the same form: Q(a − 0), with bits of its
+own.
 
     Q(r) = s · (c − z),   c = clip(round(r · (1 / s)) + z, low, high)           Ŵ = s_w · w
 
-c and w are INT8 (fewer bits are a part of its range), and Ŵ · Q(r) is an exact product of integers, then multiplied by
-s · s_w. Inputs that are two tensors beside each other (a U-Net's skip connection) are two parts with scales of their own, and so
-are the weights that they meet: Q-Diff (Li et al. 2023, arXiv 2302.04304, section 3.3).
+c and w are INT8 (fewer bits use a part of the range). Ŵ · Q(r) is an exact integer product times s · s_w. Concatenated inputs (a
+U-Net's skip connection) are two parts with scales of their own, for activations and weights: Q-Diff (Li et al. 2023,
+arXiv 2302.04304, section 3.3).
 
-A quantiser is a row of numbers, one for each part and group of rows: see the columns below. Groups are samples, or single rows.
+A quantiser is a row of numbers for each part and group of rows, with the columns below. Groups are samples, or single rows.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.nn import functional as F
 from trtconvert.linear.reference import TINY_SCALE
 
 SCALE, LOW, HIGH, ZERO, RESET, PRODUCT = range(6)
-"""Columns of a quantiser: s; the least and the largest c; z; whether the rows begin (1, 0); and s again, which is NaN after
-`quantise_delta` has met NaN or Inf in the rows: their products are NaN then, whatever their codes are."""
+"""Columns of a quantiser: s; the least and the largest c; z; reset (1 or 0); and s again, which becomes NaN if `quantise_delta`
+meets NaN or Inf in the rows, so that their products are NaN."""
 COLUMNS = 6
 
 _EXACT = 2**24
-"""Integers up to here are FP32's own."""
+"""FP32 holds integers up to this exactly."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of a convolution without groups: sizes of its kernel, steps, zeros around images, and distances of the kernel's points."""
+    """The geometry of a convolution without groups."""
 
     kernel: tuple[int, int] = (1, 1)
     stride: tuple[int, int] = (1, 1)
@@ -46,7 +46,7 @@ class Geometry:
     dilation: tuple[int, int] = (1, 1)
 
     def output(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of what an image becomes."""
+        """Returns height and width of the result."""
         sizes = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
         h, w = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
         return h, w
@@ -57,7 +57,7 @@ class Weight(NamedTuple):
 
     Attributes:
         codes: [N, KH, KW, C] INT8; a linear layer's has a kernel of 1 × 1.
-        scale: [P, N] FP32; sums: [P, N] INT32 of the codes that each part of the inputs meets, which kernels subtract z times.
+        scale: [P, N] FP32. sums: [P, N] INT32 sums of the codes of each part, which kernels subtract z times.
         bias: [N] FP32, or None.
     """
 
@@ -68,13 +68,13 @@ class Weight(NamedTuple):
 
 
 def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
-    """The least and the largest code."""
+    """Returns the least and the largest code."""
     half = 1 << (bits - 1)
     return (1 - half if symmetric else -half), half - 1
 
 
 def quantiser(low: Tensor, high: Tensor, bits: int, symmetric: bool, reset: bool) -> Tensor:
-    """The quantisers whose codes reach from `low` to `high`, or as far on either side as the farther of them.
+    """Returns quantisers whose codes reach from `low` to `high`, symmetric ones to the larger magnitude on both sides.
 
     Args:
         low, high: […] FP32, finite; low ≤ 0 ≤ high.
@@ -86,7 +86,7 @@ def quantiser(low: Tensor, high: Tensor, bits: int, symmetric: bool, reset: bool
 
 
 def _reaching(low: Tensor, high: Tensor, least: Tensor, most: Tensor, reset: Tensor, symmetric: bool) -> Tensor:
-    """Quantisers [..., 6] whose codes `least` to `most` reach from `low` to `high`; all of one shape."""
+    """Returns quantisers [..., 6] whose codes `least` to `most` reach from `low` to `high`."""
     if symmetric:
         scale, zero = torch.maximum(high, -low) / most, torch.zeros_like(low)
     else:
@@ -99,11 +99,11 @@ def _reaching(low: Tensor, high: Tensor, least: Tensor, most: Tensor, reset: Ten
 def measured(
     x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int], together: bool, symmetric: bool
 ) -> Tensor:
-    """Quantisers for what is there: their range is that of a − â.
+    """Returns dynamic quantisers: their range is that of a − â.
 
     Args:
-        x, a_hat, rows, widths: see `quantise_delta`; of the rows the codes' range and `RESET` are read.
-        together: the groups that begin have one scale, and the others have one.
+        x, a_hat, rows, widths: see `quantise_delta`. Of the rows, the range of codes and `RESET` are read.
+        together: the groups that are reset share a scale, and so do the others.
     Returns:
         [P, G, 6] FP32.
     """
@@ -120,7 +120,7 @@ def measured(
 
 
 def of_bounds(bounds: Tensor, rows: Tensor, together: bool, symmetric: bool) -> Tensor:
-    """Quantisers with the codes' range and `RESET` of `rows` [P, G, 6] for deltas within `bounds` [2, P, G], see `measured`."""
+    """Returns quantisers for deltas within `bounds` [2, P, G], with codes and `RESET` of `rows` [P, G, 6], see `measured`."""
     low, high = bounds.nan_to_num(0, 0, 0)
     reset = rows[..., RESET] > 0
     if together:
@@ -131,7 +131,7 @@ def of_bounds(bounds: Tensor, rows: Tensor, together: bool, symmetric: bool) -> 
 
 
 def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
-    """c of a − â, and â with what it stands for. `a_hat` and the last column of `rows` are changed in place.
+    """Returns the codes of a − â. Updates `a_hat` and the last column of `rows` in place.
 
     Args:
         x: [R, C] of any floating-point type; a_hat: [R, C] FP32 or FP16, or None: without modulation.
@@ -144,7 +144,7 @@ def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequen
     codes = torch.clamp((delta.nan_to_num(0) * (1 / scale)).round() + zero, low, high)
     if a_hat is not None:
         before = torch.where(spread(rows[..., RESET], x.shape, widths) > 0, 0.0, a_hat.float())
-        # NaN stays where it came: the cache says so, see `Modulated.check_caches`.
+        # NaN stays in the cache, see `Modulated.check_caches`.
         a_hat.copy_(before + (codes - zero) * scale + delta * 0.0)
     finite = delta.isfinite().view(rows.shape[1], -1).all(1) if len(x) else torch.ones(rows.shape[1], dtype=torch.bool)
     rows[..., PRODUCT].masked_fill_(~finite, torch.nan)
@@ -159,7 +159,7 @@ def _delta(x: Tensor, a_hat: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, shape: torch.Size, widths: Sequence[int]) -> Tensor:
-    """[P, G] values for each element [R, C], or [R, 1] where all of a row have one."""
+    """Expands [P, G] values to elements [R, C], or to [R, 1] for one part."""
     of_rows = values.repeat_interleave(shape[0] // values.shape[1], 1).T
     if len(widths) == 1:
         return of_rows
@@ -170,12 +170,12 @@ def add_product(
     codes: Tensor, rows: Tensor, widths: Sequence[int], weight: Weight, o_hat: Tensor | None, y: Tensor | None,
     geometry: Geometry, shifted: bool,
 ) -> None:  # fmt: skip
-    """ô ← ô + Ŵ · Q in place, where rows begin bias + Ŵ · Q; and y ← ô in another type, or without a cache y ← bias + Ŵ · Q.
+    """Computes ô ← ô + Ŵ · Q in place, and ô ← bias + Ŵ · Q after a reset. y ← ô, or without a cache y ← bias + Ŵ · Q.
 
     Args:
         codes: [B, H, W, C] INT8; rows, widths: see `quantise_delta`; rows of pixels of the images.
         o_hat, y: [B, H', W', N] of a floating-point type, at least one of them.
-        shifted: whether z of any quantiser may be other than 0.
+        shifted: whether a quantiser may have z ≠ 0.
     """
     like = o_hat if o_hat is not None else y
     assert like is not None
@@ -195,7 +195,7 @@ def add_product(
 
 
 def _by_pixels(values: Tensor, like: Tensor) -> Tensor:
-    """[G] values for pixels [B, H, W, 1]: of samples, or of single rows."""
+    """Expands [G] values to pixels [B, H, W, 1]."""
     pixels = like.shape[0] * like.shape[1] * like.shape[2]
     return values.repeat_interleave(pixels // len(values)).view(*like.shape[:3], 1)
 

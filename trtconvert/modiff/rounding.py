@@ -1,7 +1,7 @@
-"""AdaRound: whether each weight is rounded up or down, by what comes out of its layer or block.
+"""AdaRound: rounds each weight up or down by the output error of its layer or block.
 
 Sources: Nagel et al. 2020 (arXiv 2004.10568, equations 21 to 24); reconstruction of whole blocks: Li et al. 2021 (BRECQ,
-arXiv 2102.05426), as Q-Diff takes it.
+arXiv 2102.05426), as in Q-Diff.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trtconvert.modiff.weights import Grid
 
 _STRETCH, _SHIFT = 1.2, -0.1  # of the sigmoid, so that it reaches 0 and 1
 _FIRST_BETA, _LAST_BETA = 20.0, 2.0
-_WARMUP = 0.2  # of all iterations, in which nothing draws to 0 or 1
+_WARMUP = 0.2  # share of the iterations without the term that draws to 0 or 1
 
 
 @dataclass(frozen=True)
 class AdaRound:
-    """How weights are rounded.
+    """Options of the rounding.
 
     Attributes:
-        iterations: of Adam for each layer or block; 0 rounds to the nearest. by_block: residual and transformer blocks are
-            reconstructed as wholes, layers outside of them by themselves; False: every layer by itself.
-        rate: of learning. weight: of the term that draws to 0 or 1, of all weights' mean, where the error of rounding to the
-            nearest counts 1. batch: samples of an iteration.
+        iterations: of Adam for each layer or block; 0 rounds to the nearest. by_block: reconstruct residual and transformer
+            blocks as wholes, other layers by themselves; False: every layer by itself.
+        rate: learning rate. weight: of the mean term that draws to 0 or 1, relative to the error of rounding to the nearest.
+        batch: samples of an iteration.
     """
 
     iterations: int = 2000
@@ -48,7 +48,7 @@ class AdaRound:
 
 @dataclass(frozen=True)
 class Example:
-    """A call of a unit: its inputs where the layers before it are quantised, and what it gives in full precision."""
+    """A call of a unit: inputs from quantised layers before it, and the output in full precision."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -64,18 +64,18 @@ def adaround(
     how: AdaRound,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """INT8 codes [N, C, …] of the weights of a unit's layers.
+    """Returns the INT8 codes [N, C, …] of the weights of a unit's layers.
 
     Args:
-        layers: of the unit, by their names in it; "" where the unit is one layer. grids, widths: of each.
+        layers: of the unit, by their names in it; "" if the unit is a layer. grids, widths: by layer.
         generator: chooses examples.
     """
     positions = {name: grids[name].position(layer.weight.detach(), widths[name]) for name, layer in layers.items()}
     below = {name: position.floor() for name, position in positions.items()}
-    # So that the first weights are those of full precision: h(v) is what is left of the position.
+    # The first weights are those of full precision: h(v) is the fraction of the position.
     logits = {name: _inverse(positions[name] - below[name]).requires_grad_() for name in layers}
     on_gpu = any(v.is_cuda for v in logits.values())
-    # One kernel for all layers: on a GPU launching takes longer than computing.
+    # One kernel for all layers: launches dominate on a GPU.
     optimizer = torch.optim.Adam(list(logits.values()), lr=how.rate, fused=on_gpu)
     scales = {name: grids[name].spread(grids[name].scale, below[name], widths[name]) for name in layers}
     nearest = {name: grids[name].values(position.round(), widths[name]) for name, position in positions.items()}
@@ -112,7 +112,6 @@ def _squared_error(
 def _error(
     unit: nn.Module, weights: Mapping[str, Tensor], layers: Mapping[str, Any], examples: Sequence[Example]
 ) -> float:
-    """The mean of all examples."""
     errors = [_squared_error(unit, weights, layers, each.args, each.kwargs, each.wanted) for each in examples]
     return float(torch.stack(errors).mean())
 
@@ -127,7 +126,7 @@ def _inverse(share: Tensor) -> Tensor:
 
 
 def _some(example: Example, batch: int, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """Samples of an example, where all its tensors have as many of them."""
+    """Returns a batch of an example's samples, if all its tensors have them as first axis."""
     count = len(example.wanted)
     tensors = [x for x in (*example.args, *example.kwargs.values()) if isinstance(x, Tensor) and x.dim()]
     if count <= batch or any(len(x) != count for x in tensors):

@@ -1,4 +1,4 @@
-"""Quantisers of least squared error, for activations and for their deltas from step to step."""
+"""Quantisers of least squared error for activations and deltas."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from trtconvert.modiff.reference import HIGH, LOW, SCALE, ZERO, quantiser
 
 _SHARES = torch.logspace(0, -1.5, 41, 10.0)
-"""Of the range that was seen, down to a thirtieth: with 3 bits the least error clips far below the largest delta."""
+"""Tried shares of the range, down to a thirtieth: with 3 bits the least error clips far below the largest delta."""
 
 VALUES = 4096
-"""Numbers that are kept of what a layer reads in a bin."""
+"""Kept numbers of a layer's input in a bin."""
 
 _STEPS = 6
-"""Of one direction, after which errors of deltas are compared."""
+"""Steps in one direction, after which errors of deltas are compared."""
 
 
 @dataclass
 class Seen:
-    """Some numbers of what a layer reads, drawn evenly from all its calls, and the range of all of them and 0.
+    """A sample of a layer's input, drawn evenly from all calls, and the range of all numbers and 0.
 
-    Adding waits for no GPU; `settle` does.
+    `add` does not wait for a GPU; `settle` does.
     """
 
     low: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -31,7 +31,7 @@ class Seen:
     values: list[Tensor] = field(default_factory=list)
 
     def add(self, x: Tensor, generator: torch.Generator, count: int) -> Tensor:
-        """Some numbers of a tensor. Gives its least and its largest, [2], on its device; both are NaN where it holds NaN."""
+        """Adds a sample of a tensor, and returns its least and largest number [2] on its device, NaN if it has NaN."""
         flat = x.detach().float().reshape(-1)
         least, most = flat.aminmax()
         self.low = torch.minimum(self.low.to(x.device), least)
@@ -41,11 +41,11 @@ class Seen:
         return torch.stack([least, most])
 
     def settle(self) -> None:
-        """Brings to the CPU what was added."""
+        """Moves the sample to the CPU."""
         self.low, self.high, self.values = self.low.cpu(), self.high.cpu(), [torch.cat(self.values).cpu()]
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        """At most `VALUES` of the numbers."""
+        """Returns at most `VALUES` of the numbers."""
         self.settle()
         every = self.values[0]
         return every[torch.randperm(len(every), generator=generator)[:VALUES]]
@@ -54,12 +54,11 @@ class Seen:
 def least_error(
     seen: Seen, bits: int, symmetric: bool, reset: bool, feedback: bool, generator: torch.Generator
 ) -> Tensor:
-    """The quantiser [6] whose squared error is the least of those that clip at a share of the range.
+    """Returns the quantiser [6] of least squared error among those that clip at a share of the range.
 
     Args:
-        feedback: the numbers are deltas, and a layer quantises each together with the error of the step before: a_t − â. The
-            error is that after some steps, each of which changes a number by as much: trajectories are smooth, so that what is
-            clipped in one step falls further behind in the next.
+        feedback: the numbers are deltas, and a layer quantises a_t − â, which includes the error of the step before. The error
+            is taken after some steps with the same delta: trajectories are smooth, and clipped parts accumulate.
     """
     x = seen.sample(generator)
     tried = quantiser(seen.low * _SHARES, seen.high * _SHARES, bits, symmetric, reset)

@@ -1,4 +1,4 @@
-"""How layers are quantised between the steps of a sampler: one plain description, which calibrations and models share."""
+"""Settings of modulated layers, shared by calibrations and models."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ CACHE_DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Settings:
-    """Bits, granularities, and which layers they are for.
+    """Bits, granularities, and patterns of layers.
 
     Attributes:
-        weight_bits: 4 or 8. activation_bits: 3 to 8, of what is quantised in a step: the delta since the step before, or,
-            without `modulation`, the activation itself.
-        first_bits: of the activations of a sample's first step, which are quantised whole. 8 whatever the deltas have: an error
-            of the first step stays in the cache until later steps have made up for it, and one step of many costs nothing.
-        modulation: quantise deltas, and add their products to a cache (MoDiff). Without it every step is quantised by itself.
-        symmetric: activations; asymmetric ones have a zero point of their own. weight_symmetric: weights; those of 4 bits may be
+        weight_bits: 4 or 8. activation_bits: 3 to 8, of the delta since the step before, or, without `modulation`, of the
+            activation.
+        first_bits: of the activations of a sample's first step, which are quantised whole. Use 8: an error of the first step
+            stays in the cache until later steps correct it.
+        modulation: quantise deltas, and add their products to a cache (MoDiff). Otherwise every step is quantised by itself.
+        symmetric: of activations; asymmetric ones have a zero point. weight_symmetric: of weights; only 4 bits may be
             asymmetric.
-        weight_granularity: a scale for each output channel, or one for the weight.
-        scales: "calibrated" needs a calibration; "dynamic" measures every tensor as it comes, which reads it twice.
-        granularity: of dynamic scales: one for all samples, for each sample, or for each row of a linear layer ("token"; of
-            convolutions each sample). Calibrated ones are for all samples at one timestep.
-        bins: of timesteps, each with scales of its own where they are calibrated.
-        cache_dtype: of both caches. By default float16 in FP16 models, and float32 in all others.
-        min_rows: rows that a linear layer's sample has at least to be quantised; those with fewer, such as a timestep's
-            embedding, take no time. min_channels: of inputs and of outputs; layers with fewer read or make images.
+        weight_granularity: a scale per output channel, or one for the weight.
+        scales: "calibrated" needs a calibration; "dynamic" measures every tensor, and reads it twice.
+        granularity: of dynamic scales: one for all samples, per sample, or per row of a linear layer ("token"; of convolutions
+            per sample). Calibrated scales hold for all samples at one timestep.
+        bins: of timesteps, with calibrated scales of their own.
+        cache_dtype: of both caches. By default float16 in FP16 models, float32 in others.
+        min_rows: least rows per sample of a linear layer; smaller layers, such as a timestep's embedding, take no time.
+            min_channels: least input and output channels; smaller layers read or write images.
         include, exclude: patterns (fnmatch) of names of layers.
-        shared_outputs: a layer's output is its cache, where both have one type. A model that writes into outputs in place, or
-            keeps them for its next step, needs copies.
-        check_timesteps: whether a sampler that goes back in time is refused. None: where the timesteps are on the CPU, since
-            reading them from a GPU makes the host wait.
+        shared_outputs: a layer's output is its cache if both have one type. Models that change outputs in place, or keep them
+            until the next step, need copies.
+        check_timesteps: whether to refuse a sampler that goes back in time. None: only if the timesteps are on the CPU, since
+            reading them from a GPU waits.
 
     Raises:
-        UserError: a value that is none of these.
+        UserError: an invalid value.
     """
 
     weight_bits: int = 8
@@ -76,7 +76,7 @@ class Settings:
                     f"{name} cannot be {getattr(self, name)!r}",
                     expected=f"one of {', '.join(map(str, valid))}",
                     got=repr(getattr(self, name)),
-                    remedy=f"Settings({name}={valid[-1]!r}) or another of these",
+                    remedy=f"Settings({name}={valid[-1]!r}) or another valid value",
                 )
         for name in ("bins", "min_rows", "min_channels"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -104,7 +104,7 @@ class Settings:
         if self.scales == "calibrated" and self.granularity != "tensor":
             raise UserError(
                 f"calibrated scales cannot be for each {self.granularity}",
-                expected="granularity='tensor': what a calibration finds holds for all samples at one timestep",
+                expected="granularity='tensor': a calibration holds for all samples at one timestep",
                 got=f"scales='calibrated', granularity={self.granularity!r}",
                 remedy=f"Settings(scales='dynamic', granularity={self.granularity!r})",
             )

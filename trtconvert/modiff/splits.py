@@ -1,6 +1,6 @@
-"""Which layers read tensors that were put beside each other, as a U-Net's do of its skip connections.
+"""Finds layers that read concatenated tensors, such as the skip connections of a U-Net.
 
-The two have other ranges, which one scale serves badly: Q-Diff (arXiv 2302.04304, section 3.3) gives each its own.
+The parts have different ranges: Q-Diff (arXiv 2302.04304, section 3.3) gives each part a scale.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Concatenations(TorchFunctionMode):
-    """Follows what two tensors became beside each other, through functions that keep channels where they are."""
+    """Follows concatenations of two tensors through functions that keep the shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._parts: dict[int, tuple[Tensor, tuple[int, ...]]] = {}  # with the tensor, so that no other takes its place
+        self._parts: dict[int, tuple[Tensor, tuple[int, ...]]] = {}  # holds the tensor, so that its id stays unique
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -32,7 +32,7 @@ class _Concatenations(TorchFunctionMode):
         return result
 
     def of(self, x: Tensor) -> tuple[int, ...] | None:
-        """Channels of the two tensors that x was made of."""
+        """Returns the channels of the two tensors that x concatenates."""
         found = self._parts.get(id(x))
         return None if found is None else found[1]
 
@@ -48,7 +48,7 @@ class _Concatenations(TorchFunctionMode):
 def find_widths(
     model: nn.Module, layers: Mapping[str, nn.Module], run: Callable[[], object]
 ) -> dict[str, tuple[int, ...]]:
-    """The widths of inputs that are two tensors beside each other, of the layers that read such.
+    """Returns the widths of the two parts of concatenated inputs, by layer.
 
     Args:
         layers: of the model, by name. run: calls the model once.

@@ -1,6 +1,6 @@
-"""How Triton cuts up the products of modulated layers: what may be the fastest for a size, and what was, kept between processes.
+"""Tiles of Triton's products of modulated layers: candidates for a size, and the measured choices, kept between processes.
 
-Each tile that is measured is a kernel that has to be compiled, so that few are, and none that an earlier process has measured.
+Each measured tile is a kernel to compile: only few are measured, and none again in later processes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from trtconvert.files import one_at_a_time, whole_file
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut up: rows of a tile, its output channels, channels that are multiplied at a time; warps and stages of
-    Triton's."""
+    """A tiling of a product: rows and output channels of a tile, channels multiplied at a time; warps and stages of Triton."""
 
     rows: int
     strip: int
@@ -41,23 +40,20 @@ TILES = (
     Tiles(64, 64, 128, 4, 4),
     Tiles(32, 64, 128, 4, 4),
 )
-"""What is tried, where it may win."""
+"""All candidates."""
 
 _LEAST_TRIED, _MOST_TRIED = 4, 6
 _WORSE = 1.5
-"""Times the least cost, above which tiles are measured only to have enough of them."""
+"""Tiles beyond this multiple of the least cost are measured only to reach `_LEAST_TRIED`."""
 _READ = 64.0
-"""What it costs to bring a number of a row or a column to a tile, in products."""
+"""Cost of reading a number of a row or column, in products."""
 
 
 def candidates(pixels: int, outputs: int, widths: Sequence[int], processors: int) -> tuple[Tiles, ...]:
-    """Tiles of which one should be the fastest, the likeliest first.
-
-    By a plain model: what a processor multiplies and reads, where all of them take the same number of tiles. A tile beyond the
-    output, or a few large ones that leave processors without work, cost what they waste.
+    """Returns likely fastest tiles, the best first, by a simple cost model: products and reads of a multiprocessor.
 
     Args:
-        pixels: rows of the product; widths: channels of each part of its input; processors: of the GPU.
+        pixels: rows of the product. widths: channels of each part of its input. processors: of the GPU.
     """
 
     def cost(tiles: Tiles) -> float:
@@ -76,7 +72,7 @@ class Choices:
     """The fastest tiles by size, in memory and in the user's cache folder.
 
     Args:
-        gpu: its name; version: of Triton; kernel: hash of the kernel, of which other ones' choices are forgotten.
+        gpu: name of the GPU. version: of Triton. kernel: hash of the kernel; choices of other kernels are dropped.
     """
 
     def __init__(self, gpu: str, version: str, kernel: str) -> None:
@@ -84,11 +80,11 @@ class Choices:
         self._known = dict(self._stored())
 
     def get(self, size: str) -> Tiles | None:
-        """What was the fastest for a size."""
+        """Returns the fastest tiles of a size."""
         return self._known.get(size)
 
     def add(self, size: str, tiles: Tiles) -> None:
-        """Keeps a choice, beside those that other processes have made meanwhile; in memory alone where no file can be written."""
+        """Keeps a choice, merged with those of other processes; only in memory if the file cannot be written."""
         self._known[size] = tiles
         if self._path is None:
             return
@@ -99,7 +95,7 @@ class Choices:
                 partial.write_text(json.dumps(said, indent=1))
 
     def _stored(self) -> Mapping[str, Tiles]:
-        """Of this kernel; none of a damaged file, and no tiles that are not tried any more."""
+        """Reads the choices of this kernel. Skips damaged files and unknown tiles."""
         try:
             said = parse_json(self._path.read_text()) if self._path is not None else {}
             if said.get("kernel") != self._kernel:

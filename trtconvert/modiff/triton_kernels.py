@@ -1,7 +1,7 @@
-"""Modulated layers on a GPU in Triton: `trtconvert.modiff.reference` specifies them.
+"""Modulated layers on a GPU in Triton: `trtconvert.modiff.reference` is the specification.
 
-Import it where there is a GPU: Triton comes with torch for CUDA, other builds of torch have none. A step of a layer reads its
-input and â once and writes â and the codes, then reads the codes and ô and writes ô; convolutions gather patches as they go.
+Import this module only with a GPU: Triton comes with torch for CUDA. One kernel reads the input and â, and writes â and codes. A
+second kernel reads codes and ô, and writes ô; convolutions gather patches inside.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ __all__ = ["TILES", "Tiles", "add_product", "delta_bounds", "quantise_delta"]
 _SCALE, _LOW, _HIGH, _ZERO = tl.constexpr(SCALE), tl.constexpr(LOW), tl.constexpr(HIGH), tl.constexpr(ZERO)
 _RESET, _PRODUCT, _COLUMNS = tl.constexpr(RESET), tl.constexpr(PRODUCT), tl.constexpr(COLUMNS)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
-"""Added and taken away it rounds FP32 to integers, halves to the even one."""
+"""Adding and subtracting this rounds FP32 to integers, ties to even."""
 _BEYOND = tl.constexpr(1024.0)
-"""Steps that are clipped whatever the zero point is."""
+"""Steps beyond this are clipped for any zero point."""
 
-_ELEMENTS, _WIDEST = 4096, 256  # of a tile of what is quantised, and its columns
+_ELEMENTS, _WIDEST = 4096, 256  # elements and columns of a tile
 _INT32 = 2**31
 
 
 _UNMEASURED = Tiles(128, 128, 64, 8, 3)
-_BAND = 8  # tiles of rows that come together, so that what they read stays in the L2 cache
+_BAND = 8  # tiles of rows that run together and share the L2 cache
 
 
-# Numbers that only bound loops and masks get no kernels of their own for 1 and for multiples of 16, as Triton makes them of all
-# integers; those that decide how memory lies do: channels, outputs, and where the second part begins.
+# Triton specialises kernels for integers that are 1 or multiples of 16. Numbers that only bound loops and masks are excluded.
 _ANY = ("count", "per_group", "groups")
 _ANY_IMAGE = (
     "pixels",
@@ -91,7 +90,7 @@ def _quantise_delta(
     steps = tl.clamp(known * inverse, -_BEYOND, _BEYOND)
     code = tl.clamp(((steps + _ROUNDING) - _ROUNDING) + zero, low, high)
     tl.store(q + at, code.to(tl.int8), there)
-    spoilt = delta * 0.0  # NaN of NaN and Inf
+    spoilt = delta * 0.0  # NaN for NaN and Inf
     if CACHED:
         tl.store(a_hat + at, (before + (code - zero) * scale + spoilt).to(a_hat.dtype.element_ty), there)
     bad = tl.sum(tl.where(there, spoilt, 0.0), 1)
@@ -129,7 +128,7 @@ def _bounds(
         most = tl.maximum(most, tl.max(delta, 1))
     low = bounds + part * groups
     high = low + PARTS * groups
-    if TOGETHER:  # all rows of the tile are of one group
+    if TOGETHER:  # all rows of the tile are in one group
         group = tl.program_id(0) * ROWS // per_group
         tl.atomic_min(low + group, tl.min(least, 0))
         tl.atomic_max(high + group, tl.max(most, 0))
@@ -188,7 +187,7 @@ def _add_product(
                 within[:, None] & real[None, :],
                 0,
             )
-            if SHIFTED:  # around the image lies the code of zero
+            if SHIFTED:  # padding has the code of zero
                 a = tl.where(within[:, None], a, zero.to(tl.int8)[:, None])
             b = tl.load(of_output + tap * channels + channel[:, None], real[:, None] & there[None, :], 0)
             products = tl.dot(a, b, products, out_dtype=tl.int32)
@@ -213,12 +212,12 @@ def _add_product(
 
 
 def _untyped(of_triton: Any) -> Any:
-    """What Triton's types say too little of: launches take more than a kernel's function, such as numbers of warps."""
+    """Drops Triton's incomplete types: launches take more arguments, such as numbers of warps."""
     return of_triton
 
 
 def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
-    """`reference.quantise_delta` on a GPU, in one pass; of one or two parts. `rows` is contiguous."""
+    """Computes `reference.quantise_delta` in one pass, for one or two parts and contiguous `rows`."""
     count, channels = x.shape
     x = x.contiguous()
     q = torch.empty(count, channels, dtype=torch.int8, device=x.device)
@@ -233,7 +232,7 @@ def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequen
 
 
 def delta_bounds(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
-    """The least and the largest a − â of each part and group, [2, P, G] FP32, at most and at least 0; NaN is passed by."""
+    """Returns the least (≤ 0) and largest (≥ 0) a − â of each part and group, [2, P, G] FP32. Ignores NaN."""
     count, channels = x.shape
     x = x.contiguous()
     groups = rows.shape[1]
@@ -254,10 +253,10 @@ def add_product(
     codes: Tensor, rows: Tensor, widths: Sequence[int], weight: Weight, o_hat: Tensor | None, y: Tensor | None,
     geometry: Geometry, shifted: bool, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
-    """`reference.add_product` on a GPU; of one or two parts. All tensors are contiguous.
+    """Computes `reference.add_product` for one or two parts and contiguous tensors.
 
     Args:
-        tiles: by default the fastest ones, measured at the first call of a size. While a CUDA graph is recorded nothing is.
+        tiles: by default the fastest ones, measured at the first call of a size, but not while a CUDA graph is recorded.
     """
     batch, height, width, channels = codes.shape
     outputs = len(weight.codes)
@@ -285,14 +284,16 @@ def add_product(
         if tiles is None and torch.cuda.is_current_stream_capturing():
             tiles = _UNMEASURED
         elif tiles is None:
-            # Sizes up to the next power of two have one choice, with a cache or without.
+            # Sizes up to the next power of two share a choice.
             size = f"{1 << (pixels - 1).bit_length()} {outputs} {[*widths]} {geometry} {shifted} {stored}"
             choices = _choices(codes.device)
             tiles = choices.get(size)
             if tiles is None:
                 processors = torch.cuda.get_device_properties(codes.device).multi_processor_count
                 tried = candidates(pixels, outputs, widths, processors)
-                own = [None if x is None else torch.empty_like(x) for x in (o_hat, y)]  # a cache is added to
+                own = [
+                    None if x is None else torch.empty_like(x) for x in (o_hat, y)
+                ]  # the product would change caches
                 tiles = fastest(
                     tried, lambda one: launch(one, o_hat, y, warmup=True), lambda one: launch(one, own[0], own[1])
                 )

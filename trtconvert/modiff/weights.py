@@ -11,16 +11,16 @@ from torch import Tensor
 from trtconvert.linear.reference import TINY_SCALE
 
 _SHARES = torch.linspace(1.0, 0.5, 26).tolist()
-"""Of a channel's largest weight, for scales that are searched: with 4 bits the least error has some weights clipped."""
+"""Tried shares of a channel's largest weight: with 4 bits the least error clips some weights."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers that a weight may become: s · (w − z), low ≤ w ≤ high.
+    """The values of a quantised weight: s · (w − z), low ≤ w ≤ high.
 
     Attributes:
-        scale: [P, N] FP32, of each part of the inputs and output channel; zero: [P, N] FP32, whole numbers.
-        low, high: of w. Codes are w − z, which INT8 holds.
+        scale: [P, N] FP32, by part of the inputs and output channel. zero: [P, N] FP32 whole numbers.
+        low, high: of w. Codes are w − z, in INT8.
     """
 
     scale: Tensor
@@ -29,35 +29,35 @@ class Grid:
     high: int
 
     def spread(self, values: Tensor, weight: Tensor, widths: Sequence[int]) -> Tensor:
-        """[P, N] values for each element of a weight [N, C, …], or [N, 1, …] where there is one part."""
+        """Expands [P, N] values to the elements of a weight [N, C, …], or to [N, 1, …] for one part."""
         of_channels = values.T
         if len(widths) > 1:
-            # Not repeat_interleave, which has to ask a GPU how long its result is.
+            # Not repeat_interleave, which waits for the GPU.
             parts = zip(values, widths, strict=True)
             of_channels = torch.cat([part[:, None].expand(-1, width) for part, width in parts], 1)
         return of_channels.reshape(*of_channels.shape, *[1] * (weight.dim() - 2))
 
     def position(self, weight: Tensor, widths: Sequence[int]) -> Tensor:
-        """Where weights [N, C, …] lie on the grid before they are rounded, as codes with fractions."""
+        """Returns the unrounded codes of weights [N, C, …]."""
         return weight.float() / self.spread(self.scale, weight, widths)
 
     def codes(self, position: Tensor, widths: Sequence[int]) -> Tensor:
-        """INT8 codes of rounded positions, clipped to the grid."""
+        """Clips rounded positions to the grid, and returns INT8 codes."""
         zero = self.spread(self.zero, position, widths)
         return torch.clamp(position, self.low - zero, self.high - zero).to(torch.int8)
 
     def values(self, codes: Tensor, widths: Sequence[int]) -> Tensor:
-        """FP32 weights of codes; of codes with fractions as well."""
+        """Returns the FP32 weights of codes, which may have fractions."""
         return codes.float() * self.spread(self.scale, codes, widths)
 
 
 def search_grid(
     weight: Tensor, widths: Sequence[int], bits: int, *, symmetric: bool = True, by_channel: bool = True
 ) -> Grid:
-    """The scales of least squared error; of 8 bits those that clip nothing, which are as close.
+    """Finds the scales of least squared error. With 8 bits nothing is clipped.
 
     Args:
-        weight: [N, C, …], finite; widths: of the parts that C consists of, each with scales of its own.
+        weight: [N, C, …], finite. widths: channels of the parts of C, each with scales of its own.
     """
     half = 1 << (bits - 1)
     low, high = (1 - half, half - 1) if symmetric else (0, 2 * half - 1)
@@ -85,5 +85,5 @@ def search_grid(
 
 
 def round_to_nearest(weight: Tensor, grid: Grid, widths: Sequence[int]) -> Tensor:
-    """INT8 codes [N, C, …] of a weight."""
+    """Returns the INT8 codes [N, C, …] of a weight, rounded to the nearest."""
     return grid.codes(grid.position(weight, widths).round(), widths)

@@ -1,4 +1,4 @@
-"""Group norms and sums of images in a graph, counted, and as the operators that they stand for."""
+"""Counts plugins of group norms and sums, and replaces them by standard operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shifts(model: ir.Model) -> int:
 
 
 def as_operators(model: ir.Model) -> ir.Model:
-    """Nodes that only TensorRT knows as the operators that they stand for."""
+    """Replaces plugins by standard operators."""
     for node in [*named(model, GROUP_NORM), *named(model, CHANNELS_LAST_ADD)]:
         new = list[ir.Node]()
 

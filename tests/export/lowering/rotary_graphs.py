@@ -1,4 +1,4 @@
-"""What tests of rotary embeddings and norms share: traced models, and nodes as the plugin computes them."""
+"""Helpers of tests of rotary embeddings and norms: traced models, and the plugin's arithmetic."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROTATED: Shapes = {"x": ("batch", TOKENS, WIDTH), "timestep": ("batch",)}
 
 
 def run(model: ir.Model, **dims: int) -> dict[str, np.ndarray]:
-    """What each node reads and what the model gives, where each attention gives random numbers, for random inputs."""
+    """Returns the inputs of each node and the model's output, with random outputs of attention."""
     model = model.clone()
     graph, sizes = model.graph, {"batch": 2, "tokens": 5} | dims
     for site, node in attention_nodes(model).items():
@@ -69,7 +69,7 @@ def run(model: ir.Model, **dims: int) -> dict[str, np.ndarray]:
         out = node.outputs[0]
         given = ir.Value(name=f"{site} out", shape=out.shape, type=out.type)
         graph.inputs.append(given)
-        if node.attributes["layout"].as_string() == "BHND":  # the same numbers as where it is folded to BNHD
+        if node.attributes["layout"].as_string() == "BHND":  # the same numbers as after folding to BNHD
             given.shape = ir.Shape([out.shape[axis] for axis in (0, 2, 1, 3)])
             back = ir.node("Transpose", [given], {"perm": [0, 2, 1, 3]})
             back.outputs[0].shape, back.outputs[0].type = out.shape, out.type
@@ -89,7 +89,7 @@ def run(model: ir.Model, **dims: int) -> dict[str, np.ndarray]:
 
 
 def as_the_plugin(read: Mapping[str, np.ndarray], site: str, index: int, node: ir.Node) -> np.ndarray:
-    """Queries (0) or keys (1) as attention sees them."""
+    """Queries (0) or keys (1) after the plugin's norm and rotation."""
     x = read[f"{site} {'qk'[index]}"]
     if x.ndim == 5:  # q, k and v in one
         x = x[:, :, index]
@@ -139,5 +139,5 @@ def lowered(model: ir.Model, **options: bool) -> ir.Model:
 
 
 def taken(model: ir.Model) -> dict[str, set[str]]:
-    """Which of the two each site takes."""
+    """The optional inputs of each site."""
     return {site: {"rotary", "norm"} & set(node.attributes) for site, node in attention_nodes(model).items()}

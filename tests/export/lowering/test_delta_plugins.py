@@ -1,4 +1,4 @@
-"""Linear layers that quantise deltas as plugins, in an evaluator of what their C APIs say, against the specification."""
+"""Linear layers that quantise deltas as plugins: an evaluator of their C APIs against the specification."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ way, and falls on other sides of INT8's edges."""
 
 
 def of_rows(numbers, x):
-    """Of samples, as a column of the rows that x has of each."""
+    """Expands values per sample to a column of rows."""
     return np.repeat(numbers, x.size // x.shape[-1] // len(numbers)).reshape(*x.shape[:-1], 1)
 
 
@@ -94,7 +94,7 @@ class InEvaluator(InOnnxRuntime):
 
 
 def lowered(made, dtype=torch.float16):
-    """A graph with plugins, and how many layers these compute."""
+    """A graph with plugins, and the number of their layers."""
     graph = made.graph(dtype)
     expand_layers(graph)
     if attention_nodes(graph):
@@ -152,7 +152,7 @@ def test_samples_begin_one_by_one_whatever_their_caches_hold(changed):
 
 
 def test_caches_of_folded_samples_are_seen_as_rows():
-    """A layer that is given several rows of images for each sample, and what equalises its input."""
+    """Several rows per sample, with equalised inputs."""
 
     def windows(self, x):
         return self.layer(x.flatten(0, 1)).unflatten(0, (-1, 2))

@@ -1,4 +1,4 @@
-"""Single group norms, and images as tokens: which are taken, and that the graph stays the same function."""
+"""Single group norms, patchify and unpatchify: matches, and equal results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ShiftedForOthersToo(Images):
 
 
 class ShiftedBySizes(Images):
-    """Of the sum another node reads the sizes, and it stays for that."""
+    """Another node reads the sum's sizes, so that the sum stays."""
 
     def forward(self, x: Tensor) -> Tensor:
         shifted = self.shifted(x)
@@ -70,7 +70,7 @@ class ShiftedBySizes(Images):
 
 
 class ShiftedAlike(Images):
-    """One vector for all images, in the place of one for each."""
+    """One vector for all images."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(F.silu(self.norm(self.first(x) + self.vector(x.mean((0, 2, 3)))[None, :, None, None])))
@@ -96,7 +96,7 @@ class GatedByAnother(Images):
 
 
 class Joined(Images):
-    """No convolution reads what is normed. A part of what is joined is a sum of which a convolution gives a part."""
+    """No convolution reads the norm. The input concatenates a sum with a convolution's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class InFrontOfOne(Images):
 
 
 class Tokens(Images):
-    """No convolution but of single pixels: a norm, tokens, and an image that they are added to."""
+    """Only 1 × 1 convolutions: a norm, tokens, and an image that they are added to."""
 
     def __init__(self, kind: str = "plain", width: int = 16, bias: bool = True) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Tokens(Images):
 def images(
     module: nn.Module, dtype: torch.dtype = torch.float16, channels: int = 16, width: int = 6, **dims: int
 ) -> tuple[ir.Model, Tensor]:
-    """A module of images [3, C, 4, W], traced, and such images. Named axes vary."""
+    """A traced module of images [3, C, 4, W], and images. Named axes are dynamic."""
     x = torch.randn(3, channels, 4, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     program = export(module.to(dtype), x, **dims)
     program.optimize()
@@ -237,7 +237,7 @@ def test_other_16_bits_and_the_most_channels():
 
 
 def test_a_norm_that_is_a_result_stays_one():
-    """Then it has no SiLU, and is no tokens."""
+    """Such norms have no SiLU, and no tokens."""
     for module in (Images(), Tokens("linear")):
         model, x = images(module)
         (last,) = (
@@ -271,7 +271,7 @@ def test_a_norm_that_is_called_twice_has_its_weights_once():
 @pytest.mark.parametrize(
     ("kind", "width", "bias", "last", "sums", "convolutions"),
     [
-        # Of the convolutions one makes x. The others are products where they turn images into tokens, or tokens into images.
+        # One convolution computes x. The others are products, in patchify and unpatchify.
         ("linear", 16, True, 1, 1, 1),
         ("plain", 16, True, 1, 1, 1),
         ("plain", 16, False, 1, 1, 1),
@@ -293,7 +293,7 @@ def test_images_become_tokens_and_back(
 ):
     model, x = images(Tokens(kind, width, bias), **dims)
     before = model.clone()
-    if width != 16 and "rows" in dims:  # of other channels the sizes have to be known
+    if width != 16 and "rows" in dims:  # other channels need fixed sizes
         sums, convolutions = 0, convolutions + 1
     assert fuse_group_norms(model) == 1 + sums
     assert flags(model, "channels_last") == [last] and len(named(model, CHANNELS_LAST_ADD)) == sums

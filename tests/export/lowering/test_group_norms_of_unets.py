@@ -1,4 +1,4 @@
-"""Group norms of U-Nets: which are taken, in which engines, and that the graph stays the same function."""
+"""Group norms of U-Nets: matches, engines, and equal results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiny_unets import UNETS, unet
 from tolerances import PIXELS_AS_TOKENS
 from torch import Tensor
 
-from trtconvert.engine import tensorrt
+from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
@@ -28,7 +28,7 @@ from trtconvert.recipe import EngineSection
 
 
 def run(model: ir.Model, **sizes: int) -> Tensor:
-    """What ONNX Runtime makes of a U-Net with TensorRT's own attention, whose shapes are what they are said to be."""
+    """Runs a U-Net with native attention in ONNX Runtime, and checks its shapes."""
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -55,7 +55,7 @@ def test_norms_of_unets_are_taken_and_the_function_stays(linear: bool, varying: 
     lower_to_native(model, list(attention_nodes(model)))
     before = model.clone()
     assert has_group_norms(model) and fuse_group_norms(model) == 21 + 4 and not has_group_norms(model)
-    model = model.clone()  # values that are in the graph by their names alone do not come along
+    model = model.clone()  # unused initializers are not serialised
     assert (len(named(model, GROUP_NORM)), len(named(model, CHANNELS_LAST_ADD))) == (21, 4)
     assert (sum(flags(model, "silu")), sum(flags(model, "channels_last")), shifts(model)) == (17, 4, 8)
     assert set(flags(model, "groups")) == {8}
@@ -97,7 +97,7 @@ def test_weights_in_files(tmp_path: Path):
     model = ir.load(tmp_path / "model.onnx")
     assert fuse_group_norms(model) == 25
     model = model.clone()
-    with storage.for_parser(model) as content:  # writes what the engine's builder reads
+    with storage.for_parser(model) as content:  # as for the engine's builder
         assert content
     ir.external_data.load_to_model(model)
     assert relative_error(run(as_operators(model), batch=2, height=8, width=8), expected) < PIXELS_AS_TOKENS
@@ -116,8 +116,8 @@ def test_weights_in_files(tmp_path: Path):
     ids=str,
 )
 def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: dict, count: int, native: bool):
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: False)
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: kernel)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: False)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: kernel)
     sites = list(attention_nodes(unet()))
     lowered = tensorrt.lowered(unet(), sites if native else [], EngineSection(**options), [{}])
     assert len(attention_nodes(lowered)) == (0 if native else len(sites))
@@ -127,8 +127,8 @@ def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: di
 
 
 def test_a_model_without_sites_keeps_its_norms(monkeypatch):
-    """As a VAE, whose images are larger than what the kernel is made for."""
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
+    """As a VAE with images too large for the kernel."""
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     model = unet()
     lower_to_native(model, list(attention_nodes(model)))
     assert has_group_norms(model) and not has_own_nodes(tensorrt.lowered(model, [], EngineSection(), [{}]))

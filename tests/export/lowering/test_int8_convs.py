@@ -1,4 +1,4 @@
-"""INT8 convolutions as plugins: the lowered graph computes what the layers specify, by an evaluator that knows the plugins."""
+"""INT8 convolutions as plugins: the lowered graph, in an evaluator of the plugins, equals the specification."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import Quiet
 from tiny_convs import CHANNELS, WIDE, Odd, traced
 from torch.nn import functional as F
 
-from trtconvert.engine import tensorrt
+from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import expand_layers, fuse_group_norms, lower_to_native, quantise_products
 from trtconvert.export.lowering.group_norms import GROUP_NORM
@@ -31,7 +31,7 @@ from trtconvert.recipe import EngineSection
 
 
 def lowered(modes, equalised: bool = True):
-    """A U-Net's graph with INT8 convolutions as plugins, and how many; inputs, and what the layers specify at timesteps."""
+    """A U-Net's graph with plugins, their number, inputs, and the specified outputs at timesteps."""
     graph, inputs, expected, _ = traced(modes, equalised)
     expand_layers(graph, offsets=True)
     assert fuse_group_norms(graph) == 4
@@ -42,7 +42,7 @@ def lowered(modes, equalised: bool = True):
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Convolutions of any size are taken."""
+    """Fuses convolutions of any size."""
     tiny_convs.take_any_size(monkeypatch)
 
 
@@ -129,7 +129,7 @@ def test_plugins_compute_what_the_layers_specify(everywhere, modes, equalised):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_image_that_is_not_finite_stays_so(everywhere, value):
-    """INT8 has no NaN: marks go from each norm to its convolution."""
+    """INT8 has no NaN: each norm passes marks to its convolution."""
     graph, _, inputs, _ = lowered([3])
     assert [node.inputs[1] for node in named(graph, INT8_CONV)] == [x.outputs[1] for x in named(graph, INT8_GROUP_NORM)]
     timestep = torch.tensor([100.0, 900.0])
@@ -168,18 +168,18 @@ def test_nothing_is_left_for_tensorrts_own(everywhere):
     ids=str,
 )
 def test_engines_have_them_where_they_can(everywhere, monkeypatch, options, taken):
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: True)
     graph = traced([3]).graph
     model = tensorrt.lowered(graph, list(attention_nodes(graph)), EngineSection(**options), [{}])
     assert len(named(model, INT8_CONV)) == taken and len(named(model, GROUP_NORM)) in (0, 4)
 
 
 def lowered_for_engines(monkeypatch, graph, **options):
-    monkeypatch.setattr(tensorrt, "has_group_norm_kernel", lambda: True)
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: True)
     sections = EngineSection(layers="plugin", **options)
-    left = tensorrt._convs_in_16_bits(graph, sections, [{}])
+    left = lowered_model.convs_in_16_bits(graph, sections, [{}])
     return tensorrt.lowered(graph, list(attention_nodes(graph)), sections, [{}]), left
 
 
@@ -197,12 +197,12 @@ def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
     model, in_16_bits = lowered_for_engines(monkeypatch, graph)
     assert in_16_bits == {
         "wide": "with padding as wide as the window",
-        "pixels": "of single pixels, which is a product",
-        "raw": "behind no group norm that would give its input in INT8",
-        "padded": "behind no group norm that would give its input in INT8",
-        "video": "over 3 dimensions, our kernel has the two of images",
-        "one": "of what others read too",
-        "other": "of what others read too",
+        "pixels": "of single pixels, which are products",
+        "raw": "without a group norm in front that writes INT8",
+        "padded": "without a group norm in front that writes INT8",
+        "video": "over 3 dimensions, our kernel supports two",
+        "one": "whose input other nodes read too",
+        "other": "whose input other nodes read too",
     }
     assert len(named(model, INT8_CONV)) == 4  # plain, shared twice, zeros
     shared = [node.inputs[2] for node in named(model, INT8_CONV) if "shared" in str(node.inputs[2].name)]
@@ -224,7 +224,7 @@ def test_the_finder_knows_which_convolutions_lie_behind_group_norms():
 
 
 def test_convolutions_that_stay_are_products_of_their_own_inputs(monkeypatch):
-    """Too small all of them: no factor is left in front of one, which would be a kernel more."""
+    """All are too small: no factor remains in front of them, which would cost a kernel."""
     graph = traced([3]).graph
     model, in_16_bits = lowered_for_engines(monkeypatch, graph)
     assert set(in_16_bits.values()) == {"of too few pixels to be faster in INT8"} and len(in_16_bits) == 4
@@ -237,7 +237,7 @@ def test_convolutions_that_stay_are_products_of_their_own_inputs(monkeypatch):
     ("options", "reason"),
     [
         ({"channels_last": False}, "in an engine whose group norms are TensorRT's own"),
-        ({"hardware_compatible": True}, "without group norms that give INT8: not every GPU that engine.hardware_compatible asks "
+        ({"hardware_compatible": True}, "without INT8 group norms: not every GPU that engine.hardware_compatible asks "
          "for has a kernel for them"),
     ],
     ids=["channels_last", "hardware_compatible"],

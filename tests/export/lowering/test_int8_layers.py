@@ -1,4 +1,4 @@
-"""INT8 layers as plugins: the lowered graph computes what the layers specify, by an evaluator that knows what plugins compute."""
+"""INT8 layers as plugins: the lowered graph, in an evaluator of the plugins, equals the specification."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def block() -> DiffusionModel:
 
 
 def tables(layer, modes, model) -> LayerTables:
-    """Of channels that are moved and equalised; activations of about N(0, 1) fit the scale."""
-    generator = torch.Generator().manual_seed(len(layer.input_group))  # all that read one tensor share them
+    """Tables with offsets and factors, for activations of about N(0, 1)."""
+    generator = torch.Generator().manual_seed(len(layer.input_group))  # an input group shares them
     factor = torch.rand(layer.in_channels, generator=generator) + 0.5
     offset = torch.randn(layer.in_channels, generator=generator) * 0.1
     weight = model.denoiser.get_submodule(layer.name).weight
@@ -95,12 +95,12 @@ def tables(layer, modes, model) -> LayerTables:
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Layers of any size are taken."""
+    """Fuses layers of any size."""
     take_any_size(monkeypatch)
 
 
 def lowered(modes, *, mixed=False):
-    """A block's graph with INT8 layers as plugins, TensorRT's own attention in the end; its inputs, and what it should give.
+    """A block's graph with INT8 layers as plugins and native attention; its inputs, and the expected output.
 
     Args:
         mixed: whether plugins lie between TensorRT's own norms, for layers that Q/DQ does not serve.
@@ -127,7 +127,7 @@ def lowered(modes, *, mixed=False):
         fuse_residual_norms(graph)
         count = fuse_int8_layers(graph, [{}])
     lower_to_native(graph)
-    # Rows in hand have scales of their own, not calibrated ones; what GEGLU gives keeps these where one serves all bins.
+    # Rows have dynamic scales. GEGLU's output keeps a calibrated scale if all bins are static.
     in_hand = torch.tensor(
         [LayerMode.DYNAMIC if mode == LayerMode.STATIC else mode for mode in modes], dtype=torch.int32
     )
@@ -143,7 +143,7 @@ def lowered(modes, *, mixed=False):
 
 
 def rows(x, inputs, mode_set, timestep_max, factor, offset, timestep):
-    """The payload of quantised rows as INT32 and their scales, as quantise.h says."""
+    """Returns the INT32 payload and the scales of quantised rows, see quantise.h."""
     given = list(inputs)
     x = x.astype(np.float32)
     of_factor = given.pop(0) if factor else 1.0
@@ -262,7 +262,7 @@ def test_plugins_compute_what_the_layers_specify(everywhere, modes, timesteps):
 
 
 def test_layers_whose_modes_change_with_the_timestep_are_plugins_between_norms_of_tensorrts_own():
-    """Of any size: the plan has decided that they are INT8, and the rest of the engine has no other way."""
+    """Of any size: the plan chose INT8, and Q/DQ cannot compute mixed modes."""
     graph, count, inputs, expected = lowered([1, 3], mixed=True)
     operators = [node.op_type for node in graph.graph if node.domain == DOMAIN]
     assert count == operators.count(INT8_LINEAR) == 10 and set(operators) == {INT8_LINEAR, QUANTISE_ROWS}
@@ -302,7 +302,7 @@ def test_small_layers_stay_products():
 
 
 class Modulated(nn.Module):
-    """Tokens that are scaled by rows of an embedding of the timestep, one product for all of them."""
+    """Tokens scaled by rows of a timestep embedding, which is one product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ def test_modulations_of_few_samples_read_int8_weights(samples, taken):
     expand_layers(graph)
     lower_to_native(graph)
     split_modulations(graph)
-    for value in graph.graph:  # as if the batch were a dimension that varies
+    for value in graph.graph:  # as if the batch were dynamic
         for output in value.outputs:
             if value.op_type == "Gemm" and output.shape is not None and output.shape[-1] == CHANNELS:
                 output.shape = ir.Shape(["B", CHANNELS])

@@ -35,7 +35,7 @@ ONE_BIN = (LayerMode.STATIC,)
 
 @pytest.fixture(scope="module")
 def static() -> Int8Model:
-    """Of one timestep bin: what Q/DQ computes is what the reference does."""
+    """Layers of one timestep bin, for which Q/DQ equals the reference."""
     return int8_model(modes=ONE_BIN)
 
 
@@ -52,13 +52,13 @@ def moved() -> Int8Model:
 
 
 def in_mode(model: Int8Model, mode: LayerMode) -> torch.Tensor:
-    """What the reference makes of the example with all layers in a mode."""
+    """The reference's output of the example with all layers in a mode."""
     layers = {name: replace(x, tables=x.tables.with_modes(mode)) for name, x in model.layers.items()}
     return Int8Model(model.model, layers, model.attention).torch(**model.example())
 
 
 def in_int8(model: ir.Model) -> list[ir.Node]:
-    """Products whose weight is one of an INT8 layer."""
+    """Products with weights of INT8 layers."""
     return [node for node in products(model) if int8_weight_of(node.inputs[1]) is not None]
 
 
@@ -72,7 +72,7 @@ def quantised(model: ir.Model) -> list[ir.Node]:
 
 
 def stored(model: ir.Model) -> dict[str, ir.TensorProtocol]:
-    """Initialisers of INT8 with more than one axis."""
+    """INT8 initialisers with more than one axis."""
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     return {name: x for name, x in tensors.items() if x.dtype == ir.DataType.INT8 and len(x.shape) > 1}
 
@@ -83,7 +83,7 @@ def stored(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 @pytest.mark.parametrize("offsets", [True, False])
 @pytest.mark.parametrize("of", ["plain", "moved"])
 def test_layers_become_products_that_remember_their_integers(request, of, offsets):
-    """Whether offsets are subtracted or their product with the weights is left out of the bias."""
+    """With subtracted offsets, and with offsets in the bias."""
     model = request.getfixturevalue(of)
     graph, inputs = model.graph(), model.example()
     assert expand_layers(graph, offsets=offsets) == len(CHOSEN)
@@ -144,7 +144,7 @@ def test_offsets_that_are_subtracted_are_what_the_reference_does(moved):
 
 
 def test_without_them_a_wider_scale_covers_what_they_would_have_moved(moved):
-    """TensorRT computes something else where a Q follows a subtraction."""
+    """TensorRT is wrong where a Q follows a subtraction."""
     graph, inputs = moved.graph(), moved.example()
     before = count(graph, "Sub")
     expand_layers(graph)
@@ -162,7 +162,7 @@ def test_without_them_a_wider_scale_covers_what_they_would_have_moved(moved):
 
 
 def test_each_product_has_a_q_dq_of_its_own(static):
-    """Of a DQ with two readers TensorRT computes the 16-bit tensor, and leaves one of the products in 16 bits."""
+    """TensorRT leaves a product of a DQ with two readers in 16 bits."""
     graph = static.graph()
     expand_layers(graph)
     quantise_products(graph)
@@ -235,7 +235,7 @@ def test_layers_whose_weights_alone_are_int8_stay_products(plain):
 
 
 def test_a_layer_of_few_inputs_is_a_gemm():
-    """[B, K], as pooled embeddings are: the exporter writes these so, and TensorRT fuses them so."""
+    """Inputs [B, K], such as pooled embeddings, become Gemm."""
     pooled = Called(lambda self, x: self.b(x), b=nn.Linear(32, 32))
     model = int8_model(model_of(pooled, ("batch", 32)), ONE_BIN, include=["b"])
     graph, inputs = model.graph(), model.example()

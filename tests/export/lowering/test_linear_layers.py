@@ -1,4 +1,4 @@
-"""Linear layers between plugins: which are taken, and that the graph stays the same function."""
+"""Linear layers between plugins: matches, and equal results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_residual_norms import as_operators as norms_as_operators
 from tiny_models import traced_blocks
 from torch import Tensor, nn
 
-from trtconvert.engine import tensorrt
+from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_function, lower_to_plugin
 from trtconvert.export.lowering.linear_layers import LINEAR, fuse_linear_layers
@@ -38,12 +38,12 @@ def taken(model: ir.Model) -> list[ir.Node]:
 
 
 def widths(model: ir.Model) -> list[tuple[int, bool]]:
-    """Outputs of the layers that were taken, and whether they are GEGLU."""
+    """Outputs of the fused layers, and whether they are GEGLU."""
     return [(node.outputs[0].shape[-1], bool(node.attributes["geglu"].as_int())) for node in taken(model)]
 
 
 def as_operators(model: ir.Model) -> ir.Model:
-    """Nodes that only TensorRT knows as the operators that they stand for."""
+    """Replaces plugins by standard operators."""
     for node in taken(model):
         x, weight, *bias = node.inputs
         geglu = node.attributes["geglu"].as_int()
@@ -96,7 +96,7 @@ def test_layers_between_plugins_are_taken():
     norms = [node for node in model.graph if node.op_type == RESIDUAL_NORM]
     assert len(norms) == 5 and all(node.attributes.get_int("starts_early", 0) for node in norms)
     used = {value for node in model.graph for value in node.inputs}
-    assert set(model.graph.initializers.values()) <= used  # nothing remains of the weights that lay the other way round
+    assert set(model.graph.initializers.values()) <= used  # the untransposed weights are gone
 
 
 @pytest.mark.first_case
@@ -109,8 +109,8 @@ def test_taken_layers_are_the_same_function(tmp_path: Path, files: bool):
         ir.save(model, tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
         model = ir.load(tmp_path / "model.onnx")
     assert fuse_linear_layers(model, PROFILES) == 15
-    model = model.clone()  # values that are in the graph by their names alone do not come along
-    with storage.for_parser(model) as content:  # writes what the engine's builder reads
+    model = model.clone()  # unused initializers are not serialised
+    with storage.for_parser(model) as content:  # as for the engine's builder
         assert content
     ir.external_data.load_to_model(model)
     np.testing.assert_array_equal(run(as_operators(model), 3), expected)
@@ -180,7 +180,7 @@ def test_other_gates_and_what_reads_them_are_left(gate: Callable[[], nn.Module],
 
 @pytest.mark.soak
 def test_layers_that_others_read_are_left():
-    """Queries that are a result too."""
+    """Queries that are also an output of the graph."""
     model = blocks()
     node = next(iter(attention_nodes(model).values()))
     product = node.inputs[0].producer().inputs[0]
@@ -202,7 +202,7 @@ def test_layers_that_others_read_are_left():
     ids=str,
 )
 def test_engines_have_them_where_the_gpu_has_a_kernel(monkeypatch, kernel: bool, options: dict, count: int):
-    monkeypatch.setattr(tensorrt, "has_linear_kernel", lambda: kernel)
+    monkeypatch.setattr(lowered_model, "has_linear_kernel", lambda: kernel)
     lowered = tensorrt.lowered(blocks(), [], EngineSection(**options), [{"batch": (1, 2048, 4096)}])
     assert len(taken(lowered)) == count
 

@@ -1,4 +1,4 @@
-"""Modulations as sums of rows: diffusers' transformers before and after, and what only looks like one."""
+"""Modulations as sums of rows: diffusers' transformers before and after, and similar graphs that stay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = 8
 
 
 class Denoiser(nn.Module):
-    """A transformer that is given latents alone; the timestep is one of their numbers, the text is constant."""
+    """A transformer with latents as the only input: the timestep is one of their numbers, the text is constant."""
 
     def __init__(self, transformer: nn.Module, **options: object) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_what_all_blocks_are_given_is_computed_in_rows(make: Callable[[], tuple[
     assert split_modulations(model) == 1
     assert count(model, "Gemm") == products + ROWS - 1
     assert relative_error(run(model, x).float(), before.float()) < tolerances.SAME_ARITHMETIC
-    # What is left to be cut are the tables, which a builder can cut itself, by the names that they had.
+    # Only tables are still split, under their names; a builder folds that.
     assert all(constant_behind(node.inputs[0]) for node in sixths(model))
     assert len(sixths(model)) == BLOCKS
     assert split_modulations(model) == 0
@@ -179,12 +179,12 @@ def count(model: ir.Model, op_type: str) -> int:
 
 
 def sixths(model: ir.Model) -> list[ir.Node]:
-    """Nodes that cut something into six rows."""
+    """Nodes that split a tensor into six rows."""
     return [node for node in model.graph if node.op_type == "Split" and len(node.outputs) == ROWS]
 
 
 def constant_behind(value: ir.Value) -> str | None:
-    """The name of the initializer that a value is, perhaps cast or with another axis; None for others."""
+    """The name of a value's initializer, behind casts and Unsqueezes."""
     while (node := value.producer()) is not None and node.op_type in ("Cast", "Unsqueeze"):
         value = node.inputs[0]
     return value.name if value.is_initializer() else None

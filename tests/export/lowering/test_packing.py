@@ -32,13 +32,13 @@ def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def in_files(model: ir.Model, folder) -> ir.Model:
-    """The model as it is read from a file with weights beside it."""
+    """Saves and loads a model with external weights."""
     ir.save(model, folder / "model.onnx", external_data="weights", size_threshold_bytes=storage.SMALL)
     return ir.load(folder / "model.onnx")
 
 
 def cut(model: ir.Model) -> ir.Model:
-    """The heads of each site taken out of what it shares, as the plugin reads them, so that the op's body can follow."""
+    """Slices the heads of each site out of the shared tensor, so that the body can run."""
     for node in attention_nodes(model).values():
         if "parts" in node.attributes:
             join_parts(node)
@@ -60,7 +60,7 @@ def cut(model: ir.Model) -> ir.Model:
 
 
 def join_parts(node: ir.Node) -> None:
-    """A node that takes and gives the tokens of two tensors made one of all tokens."""
+    """Replaces the two inputs and outputs of a node by joined tokens."""
     first, second, again = node.inputs[:3]
     assert second is again and node.attributes.pop("parts").as_int() == 2 and len(node.outputs) == 2
     packed = ir.node("Concat", [first, second], {"axis": 1})
@@ -184,7 +184,7 @@ def test_the_second_tokens_may_vary():
 
 
 def outputs_of(model: ir.Model, values: list[ir.Value], fed: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Values of a model, which is cut there in a copy."""
+    """Computes intermediate values of a model."""
     copy = model.clone()
     made = {value.name: value for node in copy.graph for value in node.outputs}
     copy.graph.outputs[:] = [made[value.name] for value in values]
@@ -229,7 +229,7 @@ TEXT = 24
 
 
 class Attention(nn.Module):
-    """Of tokens [B, N, 64] to a context [B, Nk, C], with projections that are made in one way or another."""
+    """Attention of tokens [B, N, 64] to a context [B, Nk, C], with projections in several ways."""
 
     def __init__(
         self, context: int = TEXT, heads: int = 2, kv_heads: int = 2, dim: int = 32, bias: bool = False
@@ -314,7 +314,7 @@ def feeds(batch: int = 2, tokens: int = 16, length: int = 7) -> dict[str, np.nda
 
 
 def keys_and_values(model: ir.Model, sites: list[str], fed: dict[str, np.ndarray]) -> list[list[np.ndarray]]:
-    """What nodes get for k and v, by site. The model is cut there."""
+    """Computes k and v of the nodes, by site."""
     nodes = attention_nodes(model)
     wanted = [nodes[site].inputs[index] for site in sites for index in (1, 2)]
     model.graph.outputs[:] = list(dict.fromkeys(wanted))

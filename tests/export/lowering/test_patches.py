@@ -1,4 +1,4 @@
-"""Patch embeddings as products: the same tokens, from the same weights, and what is left as it is."""
+"""Patch embeddings as products: equal tokens and weights, and graphs that stay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReadsPatchesTwice(Embeds):
 
 
 class KeepsRows(Embeds):
-    """One axis less is flattened, so the tokens are no rows."""
+    """Flattens one axis less, so that there are no rows of tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x).flatten(1, 2).transpose(1, 2)
@@ -103,7 +103,7 @@ def test_groups_stay():
 
 
 def test_images_of_any_size_stay():
-    """What does not fill a patch is left out by a convolution, and fails as patches."""
+    """A convolution drops incomplete patches; a reshape would fail."""
     module = Embeds((2, 2))
     model = exported(module, torch.randn(2, 3, 4, 6), height=2)
     assert multiply_patches(model) == 0

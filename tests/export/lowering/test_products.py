@@ -1,4 +1,4 @@
-"""Products of concatenations: Flux before and after, the error that two roundings more make, and what is left."""
+"""Products of concatenations: Flux before and after, the error of more roundings, and graphs that stay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OUT = 48
 
 
 class Flux(nn.Module):
-    """Single blocks, given latents alone; the timestep is one of their numbers, text and positions are constant."""
+    """Single blocks with latents as the only input: the timestep is one of their numbers, text and positions are constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def feeds(model: ir.Model) -> dict[str, np.ndarray]:
 
 
 def rounded_at_every_node(model: ir.Model) -> np.ndarray:
-    """What NumPy makes of a model, which sums products of half precision in FP32."""
+    """Runs a model in NumPy, which sums FP16 products in FP32."""
     return ReferenceEvaluator(ir.to_proto(model)).run(None, feeds(model))[0]
 
 
@@ -142,7 +142,7 @@ def test_the_narrowest_part_gets_the_bias_and_the_widest_is_last():
 
 
 def test_weights_in_files_stay_there(tmp_path):
-    """Rows lie one after the other, so that no weight is copied into the graph, of which a parser takes 2 GiB."""
+    """External weights stay in their file: parsers take graphs of at most 2 GiB."""
     ir.save(product(), tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
     model = ir.load(tmp_path / "model.onnx")
     inputs = feeds(model)

@@ -1,4 +1,4 @@
-"""Residual connections and their layer norms beside plugins: which are taken, and that the graph stays the same function."""
+"""Residual norms beside plugins: matches, and equal results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 64
 
 
 class Scaled(tiny_models.Blocks):
-    """Its first sum is of a residual and of attention that a number for each token has scaled: no linear layer."""
+    """The first sum adds attention scaled per token, which is no linear layer."""
 
     def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         normed = self.norms[0](x)
@@ -30,7 +30,7 @@ class Scaled(tiny_models.Blocks):
 
 
 class Given(tiny_models.Blocks):
-    """Its first sum is a result as well."""
+    """The first sum is also an output of the graph."""
 
     def forward(self, x: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         normed = self.norms[0](x)
@@ -42,7 +42,7 @@ def taken(model: ir.Model) -> list[ir.Node]:
 
 
 def as_operators(model: ir.Model) -> ir.Model:
-    """Nodes that only TensorRT knows as the two operators that they stand for."""
+    """Replaces plugins by the two standard operators."""
     for node in taken(model):
         x, residual, weight, bias = node.inputs
         add = ir.node("Add", [x, residual])
@@ -92,7 +92,7 @@ def test_taken_sums_are_the_same_function():
     model = traced_blocks(tiny_models.Blocks(epsilon=0.5), dtype=torch.float16)
     expected = run(lowered_to_function(model.clone()), 3)
     assert fuse_residual_norms(model) == 5
-    model = model.clone()  # values that are in the graph by their names alone do not come along
+    model = model.clone()  # unused initializers are not serialised
     assert {node.attributes["epsilon"].as_float() for node in taken(model)} == {0.5}
     assert all(list(value.shape)[1:] == [16, WIDTH] for node in taken(model) for value in node.outputs)
     np.testing.assert_array_equal(run(lowered_to_function(as_operators(model)), 3), expected)

@@ -1,6 +1,6 @@
-"""Rotary embeddings and norms that nodes take from the graph: what the plugin makes of its inputs is what attention read before.
+"""Fused rotary embeddings and norms: the plugin's results equal the former inputs of attention.
 
-The plugin's part is done here in NumPy, as its interface says; the rest of the graphs runs in ONNX Runtime.
+NumPy computes the plugin's part; ONNX Runtime runs the rest of the graph.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Rotated(nn.Module):
         return x + (out + rotated_q if self.kind == "read elsewhere" else out).flatten(2)
 
     def attended_heads_first(self, *qkv: Tensor) -> Tensor:
-        """q, k and v [B, N, H, D], whose rotation is that of [B, H, N, D]."""
+        """q, k and v [B, N, H, D], rotated as [B, H, N, D]."""
         q, k, v = (y.transpose(1, 2) for y in qkv)
         if self.kind == "heads first, then norm":
             q, k = (F.rms_norm(y, (CHANNELS,), self.norms[name].weight, 1e-5) for name, y in (("q", q), ("k", k)))
@@ -152,7 +152,7 @@ Part = tuple[float | None, slice]
 
 
 class Parts(nn.Module):
-    """One attention that rotates some tokens of its queries and keys. Those that it does not may be of another tensor."""
+    """One attention that rotates some tokens of its queries and keys. The others may come from another tensor."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -165,7 +165,7 @@ class Parts(nn.Module):
         """x [B, N, WIDTH] → [B, N, WIDTH]."""
         parts, half = PARTS[self.kind], x.shape[1] // 2
         other = self.other(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        if self.kind == "half of the tokens":  # not known when traced, if these are not
+        if self.kind == "half of the tokens":  # unknown when traced, if the others are
             parts = (100.0, slice(0, half)), (None, slice(half, None))
         q, k = self.joined(parts, self.q(x), other), self.joined(PARTS_OF_K.get(self.kind, parts), self.k(x), other)
         q, k = (y if self.heads_first else y.transpose(1, 2) for y in (q, k))
@@ -340,7 +340,7 @@ def test_rotations_and_norms():
     sizes = {kind: [HEADS, CHANNELS] if "across" in kind else [CHANNELS] for kind in (*BOTH, *ALONE)}
     assert {kind: list(nodes[kind].inputs[-1].shape) for kind in sizes} == {kind: [2, *x] for kind, x in sizes.items()}
     assert_same_after(model, after)
-    # What rotated is gone, but where the result is also read by others.
+    # The rotation is gone unless other nodes read its result.
     left = {node.name for node in after.graph}
     rotated = {kind: node.inputs[0] for kind, node in zip(kinds, attention_nodes(model).values(), strict=True)}
     assert [kind for kind, value in rotated.items() if value.producer().name in left] == ["read elsewhere"]
@@ -437,7 +437,7 @@ def test_other_norms_are_left():
 
 
 def test_what_is_rotated_and_normed_in_fp32_is_left():
-    """Casts to FP16 come in front of the plugin: it would rotate rounded numbers."""
+    """The plugin would rotate numbers rounded to FP16."""
     model = traced(Blocks("norm", "norm alone", "across heads alone"), ROTATED, torch.float32)
     assert (fuse_rotary(model), fuse_norms(model)) == (0, 0)
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings and norms that nodes take from the graph, as published models write them."""
+"""Fused rotary embeddings and norms of published models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtconvert.export.nodes.attention import attention_nodes
 
 
 class Flux(nn.Module):
-    """With the positions of the tokens as inputs, as its pipeline calls it, or constant."""
+    """With positions as inputs, as from the pipeline, or constant."""
 
     def __init__(self, double_blocks: int):
         super().__init__()
@@ -175,7 +175,7 @@ FLUX: Shapes = {"x": (1, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (
 
 @pytest.mark.parametrize("positions", ["constant", "inputs"])
 def test_flux(positions):
-    """Double blocks norm and project text and image apart: each with weights of its own, which the node takes."""
+    """Double blocks norm and project text and image with separate weights."""
     computed = positions == "inputs"
     shapes = FLUX | ({"image_positions": (4, 3), "text_positions": (3, 3)} if computed else {})
     model = traced(Flux(double_blocks=int(computed)), shapes)
@@ -214,7 +214,7 @@ def test_wan():
 
 
 def test_cogvideox():
-    """The text before the video is not rotated, and its own rows of the table say so. Its norms are not RMS norms."""
+    """The text before the video is not rotated: its rows of the table are 1 and 0. The norms are no RMS norms."""
     model = traced(CogVideoX(), {"x": (1, 2, 4, 4, 4), "timestep": (1,), "text": (1, 3, 8)})
     assert "ScatterND" not in {node.op_type for node in model.graph}
     after = lowered(model)
@@ -266,7 +266,7 @@ def test_other_norms_of_joined_tokens_are_left(kind):
 
 
 def test_norms_of_joined_tokens():
-    """Of projections that are one product, cut in three: the node takes the norms, and nothing is joined that was not."""
+    """The projections are one product, split in three: norms are fused, and nothing more is joined."""
     model = traced(Joined("two runs"), ROTATED)
     after = lowered(model)
     assert list(taken(after).values()) == [{"norm"}]
@@ -277,7 +277,7 @@ def test_norms_of_joined_tokens():
 
 @pytest.mark.soak
 def test_wan_of_any_size():
-    """Its positions are joined and its norms and rotation are taken though batch, frames, height and width vary."""
+    """Norms and rotation are fused with dynamic batch, frames, height and width."""
     shapes: Shapes = {"x": ("batch", 4, "frames", "height", "width"), "timestep": ("batch",), "text": ("batch", 3, 8)}
     model = traced(Wan(layers=2), shapes)
     assert "ScatterND" not in {node.op_type for node in model.graph}

@@ -1,4 +1,4 @@
-"""Regions without autocast in an exported program: their nodes become those of the program, with the same results."""
+"""Regions without autocast are inlined, with equal results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complex numbers of a model in pairs of real ones: the same numbers in ONNX Runtime, and Qwen-Image, which needs it."""
+"""Complex numbers as pairs of real ones: equal results in ONNX Runtime, and Qwen-Image."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_real_programs_stay_as_they_are():
 
 
 class Denoiser(nn.Module):
-    """Takes what `QwenImageTransformer2DModel` takes in its pipeline, or turns by an operation that is not known."""
+    """Calls `QwenImageTransformer2DModel` as its pipeline does, optionally with an unsupported operation."""
 
     def __init__(self, known: bool) -> None:
         super().__init__()

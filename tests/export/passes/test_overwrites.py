@@ -14,7 +14,7 @@ from trtconvert.export.passes.sizes import fold_sizes
 
 
 class Overwrites(nn.Module):
-    """Part of an axis of a tensor of four is written; with heads first, as attention reads it, or as it is."""
+    """Overwrites part of an axis of a rank-4 tensor, with heads first or not."""
 
     def __init__(self, axis: int, start: int, stop: int):
         super().__init__()
@@ -52,7 +52,7 @@ class Written(nn.Module):
 
 
 def export(module: nn.Module, x: Tensor, **dims: int) -> ir.Model:
-    """Optimised, as the rewrite expects it. Named axes vary."""
+    """Exports and optimises a module. Named axes are dynamic."""
     program = exports.export(module, x, **dims)
     fold_sizes(program.model)
     program.optimize()
@@ -67,7 +67,7 @@ def operators(model: ir.Model) -> list[str]:
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 @pytest.mark.parametrize(("start", "stop", "kept"), [(2, 6, 1), (0, 4, 1), (1, 3, 2)])
 def test_consecutive_rows_become_one_concatenation(axis, start, stop, kept):
-    """What is not written is cut once, before or after, or twice; the part that is squared is cut as well."""
+    """Remaining rows are sliced once or twice; the squared part is sliced too."""
     module, x = Overwrites(axis, start, stop), torch.randn(6, 6, 6, 6)
     model = export(module, x)
     assert operators(model).count("ScatterND") == 1

@@ -12,7 +12,7 @@ from trtconvert.export.passes.concats import drop_rejoins
 
 
 class Rejoins(nn.Module):
-    """`parts(x)` beside each other along the second axis, as the blocks of Flux do with text and image."""
+    """Concatenates `parts(x)` along the second axis, as Flux does with text and image."""
 
     def __init__(self, parts):
         super().__init__()

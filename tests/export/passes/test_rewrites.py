@@ -1,4 +1,4 @@
-"""What the exporter leaves undone: torch's module against ONNX Runtime on its export, before and after each rewrite."""
+"""Repairs of the export: torch against ONNX Runtime, before and after each pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stacks(nn.Module):
 
 
 class Masks(nn.Module):
-    """Truth values where others are: what is true is hidden, or shown, or replaced by other truth values."""
+    """Where of booleans in several forms."""
 
     def forward(self, x):
         shown, beyond = x > 0, x[:1] > 1
@@ -129,7 +129,7 @@ def test_a_graph_without_such_nodes_stays_as_it_is(rewrite):
 
 
 class Divides(nn.Module):
-    """By tensors that are kept from 0 by a number, on either side of it, or by one that the model has as a tensor."""
+    """Divides by sums with an epsilon as number, on either side, or as tensor."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ def test_weights_keep_their_names_through_folding():
 
 
 class Twins(nn.Module):
-    """Layers whose weights are equal: the exporter's optimisation would leave one of each."""
+    """Layers with equal weights, which the exporter's optimisation would merge."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def test_equal_weights_stay_weights_of_their_own():
 
 
 def test_sizes_that_do_not_vary_become_constants():
-    """Single ones of a tensor whose first axis varies: forwards, backwards, and of a part of the shape."""
+    """Single sizes of a tensor with a dynamic first axis: from both ends, and of a part of the shape."""
     model = ir.from_onnx_text("""
         <ir_version: 10, opset_import: ["": 20]>
         sizes (float[N, 3, 4] x, int64 which)

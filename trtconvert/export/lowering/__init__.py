@@ -1,5 +1,8 @@
-"""Rewrites of a model in place, each with the count of nodes that it changed: the three ways in which an `Int8Attention`
-node meets a runtime, the folding of transposes into its layout, and what TensorRT computes sooner in another form."""
+"""Rewrites of a model in place. Each returns the number of its changes.
+
+Nodes of our domain are lowered in three ways: `function`, `native` and `plugin`. Other rewrites fuse nodes into plugins, or
+change into forms that TensorRT computes faster.
+"""
 
 from trtconvert.export.lowering.delta_plugins import can_fuse_deltas, fuse_deltas
 from trtconvert.export.lowering.delta_qdq import has_deltas, lower_deltas

@@ -1,4 +1,4 @@
-"""What is left of a graph after a rewrite."""
+"""Cleanup after rewrites."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 
 
 def remove_unused(model: ir.Model) -> None:
-    """Drop the nodes, bodies and domains that nothing needs any more, in place."""
+    """Removes unused nodes, functions and opset imports, in place."""
     for clean in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
         clean(model)

@@ -1,9 +1,7 @@
-"""The lowering of linear layers that quantise deltas to plugins: one kernel quantises the deltas of rows and writes the new â,
-another multiplies and adds to ô.
+"""Lowers linear layers that quantise deltas to plugins: one kernel quantises rows and writes the new â, another adds to ô.
 
-Around Q/DQ every product is followed by kernels that scale, add and write; here each number of a cache is read once and written
-once, and what a layer gives is its ô. Samples begin where a scale is negative: that goes with the rows from one kernel to the
-other, which read no cache then.
+Q/DQ needs further kernels that scale, add and write. Here each number of a cache is read and written once, and the output is ô.
+A negative scale means reset: the kernels do not read the caches of such samples.
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ from trtconvert.export.nodes.layers import INPUT_GROUP_METADATA, LAYER_METADATA,
 from trtconvert.linear.modes import LayerMode
 
 QUANTISE_DELTAS = "QuantiseChangedRows"
-"""The operator of the plugin."""
+"""Operator of the plugin."""
 
 _GELUS = {"none": 2, "tanh": 3}  # TrtConvertActivation of activation.h
 
 
 def fuse_deltas(model: ir.Model) -> int:
-    """Replace the linear layers that quantise deltas, in place: those with FP16 caches.
+    """Replaces linear layers that quantise deltas and have FP16 caches, in place.
 
     Layers that read one tensor are replaced together, unless a convolution reads the tensor too. `lower_deltas` lowers the other
     layers.
 
     Returns:
-        How many layers were replaced.
+        The number of replaced layers.
     """
     taken = _taken(model)
     if not taken:
@@ -56,12 +54,12 @@ def fuse_deltas(model: ir.Model) -> int:
 
 
 def can_fuse_deltas(model: ir.Model) -> bool:
-    """Whether `fuse_deltas` would replace a layer."""
+    """Return whether `fuse_deltas` would replace a layer."""
     return bool(_taken(model))
 
 
 def _taken(model: ir.Model) -> dict[ir.Node, list[ir.Node]]:
-    """The nodes that quantise deltas, and of each the layers that read its codes, where all of these can be taken."""
+    """Returns the quantising nodes whose readers are all supported, with these layers."""
     found: dict[ir.Node, list[ir.Node]] = {}
     for node in delta_nodes(model):
         if node.op_type != QUANTISE or {inputs_of(node)["x"].dtype, cache_of(node).dtype} != {ir.DataType.FLOAT16}:
@@ -73,7 +71,7 @@ def _taken(model: ir.Model) -> dict[ir.Node, list[ir.Node]]:
 
 
 def _signed(tape: Tape, scales: ir.Value, reset: ir.Value) -> ir.Value:
-    """[B, S], negative where a sample is reset."""
+    """Returns the scales [B, S], negative where a sample is reset."""
     anew = tape.op("Reshape", [reset, tape.op("Constant", [], {"value": ir.tensor(np.array([-1, 1]))})])
     signed = tape.op("Where", [anew, tape.op("Neg", [scales]), scales])
     signed.type, signed.shape = copy.copy(scales.type), scales.shape
@@ -81,7 +79,7 @@ def _signed(tape: Tape, scales: ir.Value, reset: ir.Value) -> ir.Value:
 
 
 def _quantised(node: ir.Node, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The payload and the scales of rows; the new â takes the place of the node's."""
+    """Replaces a quantising node, and returns the payload and the scales of rows."""
     graph, inputs = node.graph, inputs_of(node)
     assert isinstance(graph, ir.Graph)
     x, activation = _before_gelu(inputs["x"])
@@ -103,7 +101,6 @@ def _quantised(node: ir.Node, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _add_product(node: ir.Node, payload: ir.Value, row_scale: ir.Value) -> None:
-    """What the layer gives takes the place of the node's."""
     graph, inputs, o_hat = node.graph, inputs_of(node), inputs_of(node)["o_hat"]
     weight, layer = inputs["weight"], node.metadata_props[LAYER_METADATA]
     assert isinstance(graph, ir.Graph) and weight.shape is not None and payload.shape is not None
@@ -128,7 +125,7 @@ def _add_product(node: ir.Node, payload: ir.Value, row_scale: ir.Value) -> None:
 
 
 def _before_gelu(x: ir.Value) -> tuple[ir.Value, int]:
-    """What rows are quantised of, and the kernel's own GELU in front of that."""
+    """Returns the input of a GELU that only this node reads, and the kernel's code of it, else the value and 0."""
     gelu = producer_of(x, "Gelu")
     if gelu is None or not is_read_once(x) or gelu.inputs[0] is None or gelu.inputs[0].shape is None:
         return x, 0
@@ -137,7 +134,7 @@ def _before_gelu(x: ir.Value) -> tuple[ir.Value, int]:
 
 
 def _shaped(tape: Tape, cache: ir.Value, shape: ir.Shape) -> ir.Value:
-    """A cache [B, n, …, C] as rows are seen, [B · n, …, C]. All axes but the first are of one size, as those of caches are."""
+    """Reshapes a cache [B, n, …, C] to the shape of rows, [B · n, …, C]."""
     assert cache.shape is not None
     if len(cache.shape) == len(shape):
         return cache
@@ -149,7 +146,7 @@ def _shaped(tape: Tape, cache: ir.Value, shape: ir.Shape) -> ir.Value:
 
 
 def _insert(node: ir.Node, before: Tape, new: ir.Node, result: ir.Value, old: ir.Value) -> None:
-    """A node, and what it needs, in front of another, whose output it replaces."""
+    """Inserts a node in front of another, and replaces one of its outputs."""
     graph = node.graph
     assert isinstance(graph, ir.Graph) and old.shape is not None and result.shape is not None
     nodes = [*before.nodes, new]

@@ -1,8 +1,7 @@
-"""The lowering of layers that quantise deltas to Q/DQ around ordinary products, for runtimes that host none of our nodes.
+"""Lowers layers that quantise deltas to Q/DQ around ordinary products, for runtimes without our plugins.
 
-A Q has one scale, which the runtime wants to know when it builds; the scale of a delta follows the timestep. So deltas are
-multiplied by S / s before they are quantised with S, and products and codes by s / S behind it. S is the largest of the scales:
-products stay as large as those of whole activations, and so within FP16.
+A Q needs a constant scale, but the scale s of a delta follows the timestep. Deltas are multiplied by S / s, quantised with S, and
+codes and products multiplied by s / S. S is the largest scale, which keeps products in the range of FP16.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from trtconvert.export.nodes.layers import table_of
 
 @dataclass(frozen=True)
 class _Scales:
-    """Of all tensors that layers read, in the type of the caches.
+    """Scales of all input groups, in the type of the caches.
 
     Attributes:
-        largest: S of each.
+        largest: S of each group.
         ratios, inverses: [B, S] s / S and S / s.
     """
 
@@ -35,15 +34,15 @@ class _Scales:
 
 
 def has_deltas(model: ir.Model) -> bool:
-    """Whether layers of a model quantise deltas."""
+    """Return whether layers of a model quantise deltas."""
     return bool(delta_nodes(model))
 
 
 def lower_deltas(model: ir.Model) -> int:
-    """Replace the nodes, in place. All is computed in the type of the caches.
+    """Replaces the nodes, in place. Computes in the type of the caches.
 
     Returns:
-        How many layers were lowered.
+        The number of lowered layers.
     """
     nodes, count = delta_nodes(model), 0
     if not nodes:
@@ -67,7 +66,7 @@ def lower_deltas(model: ir.Model) -> int:
 
 
 def _scales(tape: Tape, scales: ir.Value, largest: list[float], dtype: ir.DataType) -> _Scales:
-    """At once for all: small operations on each tensor's would be kernels of their own."""
+    """Computes the ratios of all groups together, which saves small kernels."""
     at_most = _constant(tape, np.array(largest, np.float32))
     ratios, inverses = (
         tape.op("Cast", [tape.op("Div", pair)], {"to": dtype}) for pair in ([scales, at_most], [at_most, scales])
@@ -109,30 +108,30 @@ def _added(tape: Tape, node: ir.Node, inputs: Mapping[str, ir.Value], scales: _S
             attributes | {"kernel_shape": list(weight.shape.numpy()[2:])},
         )
     else:
-        # TensorRT would have to move a Transpose between a DQ and a product.
+        # Not a Transpose: TensorRT would have to move it between DQ and product.
         turned = tape.op("DequantizeLinear", [_turned(node, weight), *per_output], {"axis": 1})
         product = tape.op("MatMul", [x, turned])
     if _rank(q) != rank:
         product = tape.op("Reshape", [product, tape.op("Shape", [o_hat])])
-    bias = bias.reshape(-1, *[1] * sizes)  # of channels, whatever is in front of them
+    bias = bias.reshape(-1, *[1] * sizes)  # broadcasts over channels
     anew = _by_sample(tape, inputs["begins"], rank)
     known = tape.op("Where", [anew, _constant(tape, bias.astype(dtype.numpy())), o_hat])
     return tape.op("Add", [known, tape.op("Mul", [product, _column(tape, scales.ratios, place, rank)])])
 
 
 def _of_q(tape: Tape, scales: _Scales, place: int, dtype: ir.DataType) -> list[ir.Value]:
-    """The scale and the zero point of a tensor's codes."""
+    """Returns the scale and the zero point of a group's codes."""
     scale = np.array(scales.largest[place], dtype.numpy())
     return [_constant(tape, scale), _constant(tape, np.array(0, np.int8))]
 
 
 def _column(tape: Tape, of_all: ir.Value, place: int, rank: int) -> ir.Value:
-    """[B, 1, …] of [B, S]."""
+    """Returns a column of [B, S] as [B, 1, …]."""
     return _by_sample(tape, tape.op("Gather", [of_all, _constant(tape, np.array([place]))], {"axis": 1}), rank)
 
 
 def _turned(node: ir.Node, weight: ir.Value) -> ir.Value:
-    """A weight [K, N] of one [N, K], once for all layers that have it."""
+    """Returns a weight [N, K] as [K, N], shared by tied layers."""
     graph, shape = node.graph, weight.shape
     assert isinstance(graph, ir.Graph) and shape is not None
     outputs, channels = shape.numpy()
@@ -140,7 +139,7 @@ def _turned(node: ir.Node, weight: ir.Value) -> ir.Value:
 
 
 def _by_sample(tape: Tape, value: ir.Value, rank: int) -> ir.Value:
-    """[B] or [B, 1] numbers as [B, 1, …]."""
+    """Reshapes [B] or [B, 1] to [B, 1, …]."""
     return tape.op("Reshape", [value, _constant(tape, np.array([-1, *[1] * (rank - 1)]))])
 
 
@@ -153,7 +152,6 @@ def _place(node: ir.Node) -> int:
 
 
 def _dtype(node: ir.Node) -> ir.DataType:
-    """Of a node's cache."""
     dtype = cache_of(node).dtype
     assert dtype is not None  # the exporter types every value
     return dtype

@@ -1,4 +1,4 @@
-"""The `function` lowering: every node is computed by its op's own body. Exact INT8 numerics, slow on purpose."""
+"""The `function` lowering: every node runs its body. Exact INT8 numerics, but slow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trtconvert.export.nodes.deltas import delta_body, delta_nodes, overload_of,
 from trtconvert.export.nodes.layers import layer_body, layer_nodes, variant_of_layer
 
 OVERLOADS_SINCE = 10
-"""First IR version in which functions have overloads."""
+"""First IR version with overloads of functions."""
 
 
 def lower_to_function(model: ir.Model) -> int:
-    """Attach to the model the bodies that its nodes of attention and of layers need, and point each node at its own.
+    """Adds the bodies of all attention nodes and layers to the model.
 
     Returns:
-        How many nodes were lowered.
+        The number of lowered nodes.
     Raises:
-        UserError: the model has neither.
+        UserError: the model has no such node.
     """
     layers, deltas = layer_nodes(model), delta_nodes(model)
     nodes = attention_nodes(model) if layers or deltas else require_attention_nodes(model)

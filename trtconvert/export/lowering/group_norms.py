@@ -1,10 +1,8 @@
-"""Group norms of images, and what turns images into tokens and back, for plugins that keep channels last.
+"""Fuses group norms of images, patchify and unpatchify into plugins that keep channels last.
 
-TensorRT convolves images whose channels lie last, and has group norms, SiLU and transposes of images whose channels lie first. Of
-a step of Stable Diffusion 1.5, 7,196 µs (H100, 2026-11-25, kernels of an engine), the copies from one to the other are 921, the
-group norms 326 and SiLU 129 beside. A plugin that norms images as they lie has nothing copied, takes SiLU along, and what a
-timestep adds to each channel in front. Where tokens follow, they are what lies there: no transpose, and a convolution of single
-pixels is a product of tokens.
+TensorRT convolves images with channels last, but its group norms, SiLU and transposes have channels first: the copies between the
+layouts take more time than the norms. The plugin norms images in place of the layout, with the SiLU behind it and the timestep's
+shift of channels in front. Tokens that follow need no transpose, and a convolution of single pixels becomes a product of tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +23,13 @@ from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.export.nodes.layers import CONV
 
 GROUP_NORM = "GroupNorm"
-"""Operator of the plugin: x [B, C, H, W], weight, bias [C], and perhaps shift [B, C] → the group norm of x + shift, which is
-rounded before, of neighbouring channels in as many `groups`; with `silu` the SiLU of it. [B, H, W, C] with `channels_last`, else
-as x."""
+"""Operator of the plugin: x [B, C, H, W], weight, bias [C], optional shift [B, C] → the group norm of x + shift, rounded before,
+in `groups` of neighbouring channels; with `silu` its SiLU. [B, H, W, C] with `channels_last`, else as x."""
 CHANNELS_LAST_ADD = "ChannelsLastAdd"
-"""Operator of the plugin: x [B, C, H, W], y [B, H, W, C] → the sum, as x."""
+"""Operator of the plugin: x [B, C, H, W], y [B, H, W, C] → the sum in the layout of x."""
 
 _MOST_CHANNELS = 4096  # TRTCONVERT_GROUP_NORM_MOST_CHANNELS of group_norm.h
-_VECTOR = 8  # channels that the kernels take at once
+_VECTOR = 8  # channels per vector of the kernels
 _CHANNELS_LAST, _CHANNELS_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 
 _Shape = Sequence[int | ir.SymbolicDim] | ir.Shape
@@ -45,7 +42,7 @@ class _GroupNorm:
     Attributes:
         x: [B, C, H, W]; shift: [B, C].
         weight, bias: [C, 1, 1], constants of x's type.
-        last: the node whose output it is.
+        last: the node of the result.
     """
 
     x: ir.Value
@@ -64,7 +61,7 @@ class _GroupNorm:
 
 @dataclass(frozen=True)
 class _Entry:
-    """How an image [B, C, H, W] becomes tokens [B, H·W, O]. Without the convolution of single pixels O is C."""
+    """Patchify: image [B, C, H, W] to tokens [B, H·W, O]. O is C without the convolution of single pixels."""
 
     conv: ir.Node | None
     transpose: ir.Node
@@ -73,7 +70,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Exit:
-    """x [B, O, H, W] + what tokens [B, H·W, C] are as an image. Without the convolution of single pixels O is C."""
+    """Unpatchify: x [B, O, H, W] plus tokens [B, H·W, C] as an image. O is C without the convolution of single pixels."""
 
     x: ir.Value
     reshape: ir.Node
@@ -83,34 +80,32 @@ class _Exit:
 
 
 def has_group_norms(model: ir.Model) -> bool:
-    """Whether `fuse_group_norms` would take any."""
+    """Return whether `fuse_group_norms` would match."""
     return any(_taken(node) is not None for node in model.graph)
 
 
 def fuse_group_norms(model: ir.Model) -> int:
-    """Replace group norms beside convolutions by nodes `GroupNorm`, in place, and sums of images and tokens by `ChannelsLastAdd`.
+    """Replaces group norms beside convolutions by `GroupNorm`, in place, and sums of images and tokens by `ChannelsLastAdd`.
 
-    A norm takes the SiLU behind it, and a sum in front that nothing else reads, of an image and a vector [B, C]. Where
-    transformers turn the image into tokens behind it, perhaps through a convolution of single pixels, it gives the channels last;
-    the convolution becomes a product of tokens. So does that behind a transformer, whose tokens are added to an image.
+    A norm takes the SiLU behind it, and the shift [B, C] in front. If patchify follows, the norm writes channels last, and a
+    convolution of single pixels becomes a product of tokens; so does the one of unpatchify.
 
-    Only images in 16 bits, of as many channels as the kernels take, and norms with a weight and a bias. And only of images that
-    convolutions make or read: elsewhere nothing is copied, and TensorRT fuses by itself. Weights get another name: not for
-    engines whose weights are to be replaced. Comes before `fuse_residual_norms` and `fuse_linear_layers`, which look at products.
+    Only 16-bit images that convolutions write or read, of supported numbers of channels: elsewhere TensorRT copies nothing and
+    fuses itself. Weights are renamed: not for refittable engines. Runs before `fuse_residual_norms` and `fuse_linear_layers`.
 
     Returns:
-        How many nodes the graph has got. Where it has no such norm nothing is changed.
+        The number of new nodes. Without a matching norm nothing is changed.
     """
-    norms = sum(_take_norm(node) for node in list(model.graph))
+    norms = sum(_fuse_norm(node) for node in list(model.graph))
     if not norms:
         return 0
-    sums = sum(_take_sum(node) for node in list(model.graph))  # one by one: a sum may be part of the next one
+    sums = sum(_fuse_sum(node) for node in list(model.graph))  # one by one: sums may be nested
     RemoveUnusedNodesPass()(model)
     return norms + sums
 
 
 def _taken(candidate: ir.Node) -> tuple[_GroupNorm, _Entry | None] | None:
-    """The norm whose middle a node is, and how its result becomes tokens; None where it is left as it is."""
+    """Matches the norm around an InstanceNormalization, and its patchify."""
     norm = _group_norm(candidate)
     if norm is None:
         return None
@@ -118,7 +113,7 @@ def _taken(candidate: ir.Node) -> tuple[_GroupNorm, _Entry | None] | None:
     return (norm, entry) if entry is not None or _is_beside_convolution(norm) else None
 
 
-def _take_norm(candidate: ir.Node) -> bool:
+def _fuse_norm(candidate: ir.Node) -> bool:
     found = _taken(candidate)
     if found is None:
         return False
@@ -146,7 +141,7 @@ def _take_norm(candidate: ir.Node) -> bool:
     return True
 
 
-def _take_sum(candidate: ir.Node) -> bool:
+def _fuse_sum(candidate: ir.Node) -> bool:
     found = _exit(candidate)
     if found is None:
         return False
@@ -166,11 +161,11 @@ def _take_sum(candidate: ir.Node) -> bool:
     return True
 
 
-# What is taken --------------------------------------------------------------------------------------------------------------
+# Matching -------------------------------------------------------------------------------------------------------------------
 
 
 def _group_norm(norm: ir.Node) -> _GroupNorm | None:
-    """The norm whose middle a node is, as the exporter writes it: of each group's elements in a row."""
+    """Matches the exporter's group norm: an InstanceNormalization of the elements of each group."""
     if norm.op_type != "InstanceNormalization" or norm.domain:
         return None
     flat, scale, offset = norm.inputs
@@ -182,7 +177,7 @@ def _group_norm(norm: ir.Node) -> _GroupNorm | None:
         return None
     x, normed = reshape.inputs[0], added.outputs[0]
     channels = _channels(x)
-    # The result has as many elements as x, so it is of x's shape before the weight as well.
+    # The result has the elements of x, so the value before the weight has x's shape too.
     if x is None or channels is None or not is_same_shape(normed.shape, x.shape):
         return None
     groups = _groups(flat, x)
@@ -197,7 +192,7 @@ def _group_norm(norm: ir.Node) -> _GroupNorm | None:
 
 
 def _only_reader_but_casts(value: ir.Value, op_type: str) -> ir.Node | None:
-    """As `only_reader`, but for casts of others to a value's type, in which the exporter leaves the weights of a norm in BF16."""
+    """Like `only_reader`, but ignores CastLike to the value's type, as of BF16 weights."""
     readers = [reader for reader, index in value.uses() if (reader.op_type, index) != ("CastLike", 1)]
     if len(readers) != 1 or value.is_graph_output():
         return None
@@ -205,7 +200,7 @@ def _only_reader_but_casts(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def _channels(image: ir.Value | None) -> int | None:
-    """Of an image [B, C, H, W] of a type and of channels that the kernels take."""
+    """Returns the channels of an image [B, C, H, W] that the kernels support, else None."""
     if image is None or image.dtype not in HALF or image.shape is None or len(image.shape) != 4:
         return None
     channels = image.shape[1]
@@ -213,7 +208,7 @@ def _channels(image: ir.Value | None) -> int | None:
 
 
 def _groups(flat: ir.Value, x: ir.Value) -> int | None:
-    """How many groups [B, G, n] there are in what is seen so of an image."""
+    """Returns G if a value is an image as [B, G, n]."""
     assert x.shape is not None
     if flat.shape is None or len(flat.shape) != 3 or not is_same_shape(flat.shape[:1], x.shape[:1]):
         return None
@@ -222,13 +217,13 @@ def _groups(flat: ir.Value, x: ir.Value) -> int | None:
 
 
 def _is_all(value: ir.Value | None, number: float) -> bool:
-    """Whether a constant has no other elements."""
+    """Return whether all elements of a constant are a number."""
     elements = constant_of(value)
     return elements is not None and bool((elements == number).all())
 
 
 def _of_channels(node: ir.Node, value: ir.Value, x: ir.Value) -> ir.Value | None:
-    """The constant [C, 1, 1] of an image's type that a node has beside a value."""
+    """Returns the other operand of a node if it is a constant [C, 1, 1] of the image's type."""
     (other,) = (operand for operand in node.inputs if operand is not value)
     cast = producer_of(other, "CastLike")
     constant = other if cast is None else cast.inputs[0]
@@ -239,7 +234,7 @@ def _of_channels(node: ir.Node, value: ir.Value, x: ir.Value) -> ir.Value | None
 
 
 def _silu(value: ir.Value) -> ir.Node | None:
-    """What gives the SiLU of a value, if that is all that is done with it: value · sigmoid(value)."""
+    """Returns the Mul of value · sigmoid(value) if nothing else reads the value."""
     readers = {reader for reader, _ in value.uses()}
     sigmoid = next((reader for reader in readers if reader.op_type == "Sigmoid" and not reader.domain), None)
     product = only_reader(sigmoid.outputs[0], "Mul") if sigmoid is not None else None
@@ -247,11 +242,11 @@ def _silu(value: ir.Value) -> ir.Node | None:
 
 
 def _shift(x: ir.Value, reshape: ir.Node, back: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """The image and the vector [B, C] whose sum is what is normed, and read by nothing else."""
+    """Returns the image and the vector [B, C] whose sum only the norm reads."""
     add, sizes = producer_of(x, "Add"), back.inputs[1]
     norm = {reshape}
     if sizes is not None and is_read_once(sizes) and (shape := producer_of(sizes, "Shape")) is not None:
-        norm.add(shape)  # where sizes vary
+        norm.add(shape)  # dynamic sizes
     if add is None or x.shape is None or x.is_graph_output() or not {reader for reader, _ in x.uses()} <= norm:
         return None
     for image, spread in (add.inputs, add.inputs[::-1]):
@@ -269,14 +264,14 @@ def _is_beside_convolution(norm: _GroupNorm) -> bool:
 
 
 def _is_before_convolution(reader: ir.Node) -> bool:
-    """Whether a node is a convolution, or the factor of an INT8 one's input."""
+    """Return whether a node is a convolution, or the factor in front of an INT8 one."""
     if reader.op_type == "Mul" and not reader.domain and constant_of(reader.inputs[1]) is not None:
         return any(_is_convolution(further) for further, _ in reader.outputs[0].uses())
     return _is_convolution(reader)
 
 
 def _is_of_convolution(value: ir.Value) -> bool:
-    """Whether a convolution gives a value, or a part of it if it is a sum or a concatenation."""
+    """Return whether a convolution computes a value or a part of a sum or Concat."""
     pending, seen = [value], set[ir.Node]()
     while pending:
         producer = pending.pop().producer()
@@ -291,12 +286,12 @@ def _is_of_convolution(value: ir.Value) -> bool:
 
 
 def _is_convolution(node: ir.Node) -> bool:
-    """One of the model, or a layer of ours that `expand_layers` will make one of."""
+    """Return whether a node is a convolution, or our layer that becomes one."""
     return (node.domain, node.op_type) in (("", "Conv"), (DOMAIN, CONV))
 
 
 def _entry(norm: _GroupNorm) -> _Entry | None:
-    """How a norm's result becomes tokens, if that is all that is done with it."""
+    """Matches the patchify of a norm's result."""
     conv = only_reader(norm.result, "Conv")
     if norm.silu or (conv is not None and not _is_of_pixels(conv)):
         return None
@@ -325,7 +320,7 @@ def _exit(add: ir.Node) -> _Exit | None:
 
 
 def _is_sum_of_tokens(found: _Exit) -> bool:
-    """Whether all shapes are as `_Exit` says, and the plugin takes them."""
+    """Return whether the shapes are as in `_Exit`, and the plugin supports them."""
     x, tokens, image = found.x.shape, found.reshape.inputs[0], found.reshape.outputs[0]
     if x is None or _channels(found.x) is None or not is_same_shape(x, found.add.outputs[0].shape):
         return False
@@ -338,7 +333,7 @@ def _is_sum_of_tokens(found: _Exit) -> bool:
         return image.shape[3] == x[1]
     if not _is_of_pixels(found.conv) or not is_same_shape(found.conv.outputs[0].shape, x):
         return False
-    # Of as many channels it is the same Reshape, of others one to sizes that have to be known.
+    # The Reshape is reused for equal channels; else all sizes must be known.
     return image.shape[3] == x[1] or _are_known(x[2:])
 
 
@@ -347,7 +342,7 @@ def _are_known(sizes: _Shape) -> bool:
 
 
 def _are_tokens(tokens: ir.Value, image: ir.Value) -> bool:
-    """Whether tokens [B, H·W, C] are the pixels of an image [B, H, W, C], of which they have as many elements."""
+    """Return whether tokens [B, H·W, C] are the pixels of an image [B, H, W, C] of as many elements."""
     few, many = tokens.shape, image.shape
     if few is None or many is None or len(few) != 3 or len(many) != 4:
         return False
@@ -355,7 +350,7 @@ def _are_tokens(tokens: ir.Value, image: ir.Value) -> bool:
 
 
 def _is_of_pixels(conv: ir.Node) -> bool:
-    """Whether a convolution is of single pixels, with constant weights [O, C, 1, 1] and perhaps [O]."""
+    """Return whether a convolution has a 1 × 1 kernel and constant weights."""
     weights = [value.const_value if value is not None else None for value in conv.inputs[1:]]
     if any(weight is None for weight in weights):
         return False
@@ -363,17 +358,17 @@ def _is_of_pixels(conv: ir.Node) -> bool:
     return list(weights[0].shape[2:]) == [1, 1] and is_of_patches(conv, (1, 1))
 
 
-# What takes its place -------------------------------------------------------------------------------------------------------
+# Replacement ----------------------------------------------------------------------------------------------------------------
 
 
 def _vector(node: ir.Node, constant: ir.Value) -> ir.Value:
-    """A constant [C, 1, 1] as [C], in the graph of a node."""
+    """Returns a constant [C, 1, 1] as [C]."""
     assert constant.const_value is not None
     return changed_initializer(_graph(node), constant, "flat", (constant.const_value.size,), np.ravel)
 
 
 def _product(tokens: ir.Value, conv: ir.Node, shape: _Shape) -> list[ir.Node]:
-    """What a convolution of single pixels makes of these as tokens [B, N, C], [B, N, O]."""
+    """Returns the nodes of a 1 × 1 convolution as a product of tokens [B, N, C] → [B, N, O]."""
     weight, *bias = conv.inputs[1:]
     assert weight is not None
     nodes = [_node("MatMul", [tokens, columns_of(_graph(conv), weight)], tokens, shape)]
@@ -383,7 +378,7 @@ def _product(tokens: ir.Value, conv: ir.Node, shape: _Shape) -> list[ir.Node]:
 
 
 def _reshaped(value: ir.Value, shape: _Shape) -> list[ir.Node]:
-    """A value [B, …] in another shape, of which one size but the batch may vary."""
+    """Returns the nodes of a reshape of [B, …]. One size besides the batch may be dynamic."""
     sizes = [0, *(size if isinstance(size, int) else -1 for size in shape[1:])]  # 0: as in the input
     constant = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, np.int64))})
     constant.outputs[0].type, constant.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([len(sizes)])
@@ -398,14 +393,14 @@ def _node(
     attributes: Mapping[str, Any] | None = None,
     domain: str = "",
 ) -> ir.Node:
-    """A node of one output, of the type of another value."""
+    """Makes a node with one output of the type of another value."""
     node = ir.node(op_type, inputs, attributes, domain=domain)
     node.outputs[0].type, node.outputs[0].shape = copy.copy(like.type), ir.Shape(shape)
     return node
 
 
 def _replace(last: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Let the last one of new nodes give what a node gave. What that read alone is nobody's any more, and goes in the end."""
+    """Replaces the last node of a pattern. Its unused inputs are removed later."""
     ir.convenience.replace_nodes_and_values(_graph(last), last, [last], new, last.outputs, new[-1].outputs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +11,7 @@ from trtconvert.export.lowering.int8_weights import Int8Weight
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
-    """A tensor as an initializer of its name, which no other may have."""
+    """Adds a tensor as an initializer of its name, which must be new."""
     assert isinstance(tensor.shape, ir.Shape)
     value = ir.Value(name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
     graph.register_initializer(value)
@@ -19,41 +19,51 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 def named_constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    """Numbers as an initializer of a name of ours. One of that name is taken again: a module may be called twice."""
+    """Returns the initializer of a name of ours, or adds one. Names are reused: a module may be called twice."""
     name = f"trtconvert/{name}"
     if name in graph.initializers:
         return graph.initializers[name]
     return add_initializer(graph, ir.Tensor(np.asarray(array, order="C"), name=name))
 
 
+def lazy_initializer(
+    graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int] | ir.Shape, numbers: Callable[[], np.ndarray]
+) -> ir.Value:
+    """Returns the initializer of a name, or adds one whose numbers are computed when they are written.
+
+    Names are reused: a module may be called twice.
+    """
+    if name in graph.initializers:
+        return graph.initializers[name]
+
+    def computed() -> ir.Tensor:
+        return ir.Tensor(np.ascontiguousarray(numbers()), dtype=dtype)
+
+    return add_initializer(graph, ir.LazyTensor(computed, dtype, ir.Shape(shape), name=name))
+
+
 def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Value:
-    """Rows of a matrix, or numbers of a vector, as an initializer, where these lie: in the model's files, or in memory."""
+    """Returns rows of a matrix or vector as an initializer. External rows stay in their file."""
     tensor = weight.const_value
     assert tensor is not None and tensor.dtype is not None
     name = f"{weight.name}, {count} rows from {start}"
-    if name in graph.initializers:  # a module that is called twice
+    if name in graph.initializers:
         return graph.initializers[name]
     if isinstance(tensor, Int8Weight):
         return add_initializer(graph, tensor.part(name, 0, start, count))
     shape = ir.Shape([count, *tensor.shape[1:]])  # type: ignore[arg-type]
-    if isinstance(tensor, ir.ExternalTensor):
-        row = tensor.nbytes // tensor.shape.numpy()[0]
-        offset = (tensor.offset or 0) + start * row
-        rows: ir.TensorProtocol = ir.ExternalTensor(
-            tensor.location, offset, count * row, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
-        )
-    else:
-        rows = ir.LazyTensor(
-            lambda: ir.Tensor(tensor.numpy()[start : start + count], dtype=tensor.dtype),
-            tensor.dtype,
-            shape,
-            name=name,
-        )
+    if not isinstance(tensor, ir.ExternalTensor):
+        return lazy_initializer(graph, name, tensor.dtype, shape, lambda: tensor.numpy()[start : start + count])
+    row = tensor.nbytes // tensor.shape.numpy()[0]
+    offset = (tensor.offset or 0) + start * row
+    rows = ir.ExternalTensor(
+        tensor.location, offset, count * row, tensor.dtype, shape=shape, name=name, base_dir=tensor.base_dir
+    )
     return add_initializer(graph, rows)
 
 
 def columns_of(graph: ir.Graph, weight: ir.Value) -> ir.Value:
-    """A convolution's weight [O, C, *patch] as the matrix [C·patch, O]."""
+    """Returns a convolution's weight [O, C, *patch] as the matrix [C·patch, O]."""
     tensor = weight.const_value
     assert tensor is not None
     out = int(tensor.shape[0])  # type: ignore[arg-type]
@@ -70,27 +80,25 @@ def changed_initializer(
     dtype: ir.DataType | None = None,
     axis: int | None = None,
 ) -> ir.Value:
-    """What a constant is changed to, seen in a shape, as an initializer that is computed when it is written.
+    """Returns a changed constant as an initializer, see `lazy_initializer`.
 
     Args:
-        how: it is changed, for the initializer's name. One of that name is taken again: a module may be called twice.
-        dtype: of what it is changed to, where that is another.
-        axis: of the output channels then, where a weight of an INT8 layer is to stay one.
+        how: describes the change, for the name.
+        shape: of the result.
+        dtype: of the result, if it differs.
+        axis: output channels of the result. If given, weights of INT8 layers stay `Int8Weight`.
     """
     tensor = value.const_value
     assert tensor is not None and tensor.dtype is not None
     dtype = dtype or tensor.dtype
     name = f"{value.name}, {how}"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    if axis is not None and isinstance(tensor, Int8Weight):
+    if axis is not None and isinstance(tensor, Int8Weight) and name not in graph.initializers:
         return add_initializer(graph, tensor.changed(name, change, shape, axis))
 
-    def changed() -> ir.Tensor:
-        # A copy: the file is let go.
-        result = np.array(change(tensor.numpy()), order="C").reshape(shape)
+    def changed() -> np.ndarray:
+        result = np.array(change(tensor.numpy()), order="C").reshape(shape)  # a copy: the file is released
         if isinstance(tensor, ir.ExternalTensor):
             tensor.release()
-        return ir.Tensor(result, dtype=dtype)
+        return result
 
-    return add_initializer(graph, ir.LazyTensor(changed, dtype, ir.Shape(shape), name=name))
+    return lazy_initializer(graph, name, dtype, shape, changed)

@@ -1,8 +1,7 @@
-"""INT8 convolutions behind group norms, for plugins that compute them: the norm gives INT8, and the convolution reads it.
+"""Fuses INT8 convolutions behind group norms into plugins: the norm's kernel writes INT8, and the convolution reads INT8.
 
-TensorRT's own INT8 convolutions want another layout of images than its 16-bit ones and our group norms, and gain nothing between
-them. Here the norm's kernel, which has the image's numbers in its registers, rounds them to INT8, and an implicit product of
-windows and weights reads these. A convolution adds the residual connection behind it as well.
+TensorRT's INT8 convolutions need another layout than its 16-bit ones and our group norms, and gain nothing between them. The
+plugin's convolution is an implicit product of windows and weights, and adds the residual behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.group_norms import GROUP_NORM, fuse_group_norms
-from trtconvert.export.lowering.initializers import add_initializer, named_constant
+from trtconvert.export.lowering.initializers import lazy_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Int8Weight, int8_weight_of
 from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, producer_of
@@ -34,13 +33,13 @@ MARK_WORDS = IMAGE_MARKS // 4
 
 @dataclass(frozen=True)
 class _Conv:
-    """A convolution of a group norm's result.
+    """A convolution behind a group norm.
 
     Attributes:
-        norm: node `GroupNorm`, whose result nothing else reads.
-        factor: [C] FP32 that the result is multiplied by, or None.
+        norm: node `GroupNorm`, which only the convolution reads.
+        factor: [C] FP32 between norm and convolution, or None.
         conv: node `Conv`; weight: its weight.
-        residual: what is added to its result, and nothing else is done with that; add: the node that does it.
+        residual, add: the tensor that the only reader of the result adds, and that reader, or None.
     """
 
     norm: ir.Node
@@ -56,36 +55,33 @@ class _Conv:
 
 
 def fuse_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
-    """Replace convolutions with INT8 weights behind nodes `GroupNorm` by nodes `Int8Conv`, and the norms by `Int8GroupNorm`, in
-    place.
+    """Replaces convolutions with INT8 weights behind nodes `GroupNorm` by `Int8Conv`, and the norms by `Int8GroupNorm`, in place.
 
-    Only those whose activations are INT8 in all timestep bins, and of sizes that the kernel is made for; the others stay as they
-    are. Comes behind `fuse_group_norms`.
+    Only static layers of sizes that pay. Runs after `fuse_group_norms`.
 
     Args:
-        profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
+        profiles: opt sizes of the dynamic dimensions in each optimisation profile.
     Returns:
-        How many convolutions were replaced.
+        The number of replaced convolutions.
     """
     count = 0
-    for node in list(model.graph):  # one by one: what one adds may be another one's result
+    for node in list(model.graph):  # one by one: a residual may be another one's result
         found = _found(node, profiles)
         if isinstance(found, _Conv):
             _replace(found)
             count += 1
     if count:
-        RemoveUnusedNodesPass()(model)  # weights, norms and factors that nothing reads any more
+        RemoveUnusedNodesPass()(model)  # unused weights, norms and factors
     return count
 
 
 def left_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """The convolutions in INT8 that `fuse_int8_convs` would leave in 16 bits, and why.
+    """Returns the INT8 convolutions that `fuse_int8_convs` would leave in 16 bits, with the reasons.
 
-    These are to be 16-bit products of their own inputs from the start: a factor in front of one is a kernel more, and hides from
-    `fuse_group_norms` what becomes tokens.
+    They must be expanded as 16-bit convolutions: a factor in front costs a kernel, and hides tokens from `fuse_group_norms`.
 
     Args:
-        model: with `Int8Conv` nodes of ours; it stays as it is.
+        model: with our `Int8Conv` nodes; is not changed.
         profiles: as in `fuse_int8_convs`.
     """
     names = [name for name, node in layer_nodes(model).items() if node.op_type == CONV]
@@ -105,7 +101,7 @@ def left_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> dict[s
 
 
 def _found(conv: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Conv | str | None:
-    """A convolution with INT8 weights, or why it stays in 16 bits; None for other nodes."""
+    """Matches a convolution with INT8 weights, or returns why it stays in 16 bits; None for other nodes."""
     weight = int8_weight_of(conv.inputs[1]) if conv.op_type == "Conv" and not conv.domain else None
     if weight is None:
         return None
@@ -126,7 +122,7 @@ def _found(conv: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Conv | str 
     if x is None or norm is None or norm.domain != DOMAIN or norm.op_type != GROUP_NORM:
         return NOT_NORMED
     if not read_once or norm.attributes["channels_last"].as_int():
-        return "of what others read too"
+        return "whose input other nodes read too"
     if reason := _too_small(conv, weight, profiles):
         return reason
     residual, add = _residual(conv)
@@ -138,7 +134,7 @@ def _too_small(conv: ir.Node, weight: Int8Weight, profiles: Sequence[Mapping[str
     for sizes in profiles:
         known = shape.evaluate(sizes) if shape is not None else None
         if known is None or not known.is_static():
-            return "of sizes that the graph does not tell"
+            return "of unknown sizes"
         batch, outputs, height, width = known.numpy()
         if reason := too_small(batch * height * width, outputs, math.prod(weight.shape.numpy()[1:])):
             return reason
@@ -146,7 +142,7 @@ def _too_small(conv: ir.Node, weight: Int8Weight, profiles: Sequence[Mapping[str
 
 
 def _residual(conv: ir.Node) -> tuple[ir.Value | None, ir.Node | None]:
-    """What is added to a convolution's result, an image of the same size."""
+    """Returns the image that the only reader of a convolution adds, and that reader."""
     result = conv.outputs[0]
     add = only_reader(result, "Add")
     if add is None or not is_read_once(result):
@@ -194,10 +190,10 @@ def _replace(taken: _Conv) -> None:
 def _int8_norm(
     graph: ir.Graph, taken: _Conv, table: Sequence[ir.Value], of_table: Mapping[str, Any]
 ) -> tuple[ir.Value, ir.Value]:
-    """What the group norm in front of a convolution gives.
+    """Adds the INT8 norm in front of a convolution.
 
     Returns:
-        The payload, INT32 [B, H, W, C / 4], four channels in each, and the marks of its images, INT32 [B, MARK_WORDS].
+        The payload, INT32 [B, H, W, C / 4] with four channels in each, and the marks of its images, INT32 [B, MARK_WORDS].
     """
     norm = taken.norm
     inputs = [value for value in norm.inputs if value is not None]
@@ -218,15 +214,11 @@ def _int8_norm(
 
 
 def _packed(graph: ir.Graph, weight: Int8Weight) -> ir.Value:
-    """A weight as INT32 [N, R, S, C / 4], four channels in each."""
-    name = f"trtconvert/{weight.name}, channels last"
-    if name in graph.initializers:
-        return graph.initializers[name]
+    """Returns a weight as INT32 [N, R, S, C / 4], four channels in each."""
     outputs, channels, *kernel = weight.shape.numpy()
     shape = (outputs, *kernel, channels // 4)
 
-    def packed() -> ir.Tensor:
-        last = np.ascontiguousarray(weight.integers().transpose(0, 2, 3, 1))
-        return ir.Tensor(last.view(np.int32).reshape(shape), dtype=ir.DataType.INT32)
+    def packed() -> np.ndarray:
+        return np.ascontiguousarray(weight.integers().transpose(0, 2, 3, 1)).view(np.int32).reshape(shape)
 
-    return add_initializer(graph, ir.LazyTensor(packed, ir.DataType.INT32, ir.Shape(shape), name=name))
+    return lazy_initializer(graph, f"trtconvert/{weight.name}, channels last", ir.DataType.INT32, shape, packed)

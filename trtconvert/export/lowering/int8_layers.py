@@ -1,14 +1,10 @@
-"""INT8 layers beside plugins, for plugins that compute them: rows are quantised by the norm in front of them, or by a kernel of
-their own, and multiplied by INT8 weights; GEGLU too.
+"""Fuses INT8 layers next to plugins into plugins, GEGLU included. The norm in front or a kernel of its own quantises the rows.
 
-Beside plugins TensorRT has no product to fuse a Q with, so that Q/DQ gains nothing there: in Stable Diffusion's U-Nets a
-step takes as long as in 16 bits. Rows that a kernel quantises are in its registers as a whole, so that each has the scale
-of its own data, whatever
-was calibrated: that costs no time, and is closer (`LayerMode.DYNAMIC` in place of `STATIC`). Only what GEGLU gives to the next
-layer keeps its calibrated scale: its kernel has a tile of a row at a time, and quantises it on the way out.
+Next to plugins TensorRT cannot fuse a Q with a product, and Q/DQ gains nothing. The quantising kernel holds whole rows, and gives
+each row a scale of its own data: that costs no time and is more exact (`LayerMode.DYNAMIC` in place of `STATIC`). Only the output
+of GEGLU keeps its calibrated scale: the kernel holds a tile of a row.
 
-Layers of few rows, as modulations, take as long as their weights take to be read: with INT8 weights half as long, whatever lies
-around them (`fuse_few_row_layers`).
+Layers of few rows, such as modulations, are bound by reading their weights: INT8 weights halve the time (`fuse_few_row_layers`).
 """
 
 from __future__ import annotations
@@ -23,12 +19,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.lowering.initializers import add_initializer, named_constant
+from trtconvert.export.lowering.initializers import lazy_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.lowering.layers import REFIT_METADATA, bias_name, expand_layers
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.matching import constant_of, only_reader, producer_of
+from trtconvert.export.matching import constant_of, geglu_behind, only_reader, producer_behind_reshapes, producer_of
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.linear.modes import LayerMode
@@ -37,24 +33,24 @@ INT8_LINEAR, QUANTISE_ROWS, INT8_RESIDUAL_NORM = "Int8Linear", "QuantiseRows", "
 """Operators of the plugins."""
 
 Table = Literal["weight", "weight_scale", "bias"]
-"""Of a layer's tables, those that follow from its weights."""
+"""A table of a layer that is computed from its weights."""
 
 _OWN = (RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, "Linear", "GroupNorm")
-"""Plugins that give rows."""
+"""Plugins that compute rows."""
 
 _FEWEST_ROWS, _FEWEST_OUTPUTS = 1024, 2**21
-"""With fewer the kernel leaves multiprocessors idle, as it does not split the depth."""
+"""Below these limits the kernel, which does not split the depth, leaves multiprocessors idle."""
 
 _SAVED_PER_OPERATION = 0.74e-9
-"""Microseconds that INT8 products save on an H100: the difference of the rates of both kernels."""
+"""µs per operation that INT8 products save on an H100."""
 _ROWS_APART, _PER_NUMBER_APART = 3.0, 1e-6
-"""Microseconds of a kernel that quantises rows, and of each of their numbers: two bytes are read, one is written."""
+"""µs of a kernel that quantises rows, and µs of each number: two bytes are read, one is written."""
 _LEAST_SAVED, _LEAST_DEPTH = 0.5, 640
-"""What a product has to save all the same; and channels below which its result takes most of the time, but for GEGLU's,
-half as wide."""
+"""µs that a product must save, and the least depth: below it writing the result dominates, except for GEGLU, whose result is half
+as wide."""
 
 _GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
-_MOST_FEW_ROWS = 16  # of the kernel that is made for few
+_MOST_FEW_ROWS = 16  # limit of the kernel for few rows
 _NORMED, _SUM = 1, 0  # outputs of ResidualNorm
 
 
@@ -63,11 +59,11 @@ class _Layer:
     """x̂ @ weight (+ bias), or GEGLU of it.
 
     Attributes:
-        x: rows that x̂ is made of, [..., K]; factor, offset: [K] or None.
+        x: rows [..., K]; factor, offset: [K] or None, of x̂.
         weight: of x̂, [K, N], or [N, K] of a Gemm; with geglu 2 N output channels.
         bias: [N] FP32 or None.
-        nodes: what computes it, the last one last.
-        refitted: the layer's name, where its weights are to be replaced.
+        nodes: that compute the result, the last one last.
+        refitted: the layer's name if its weights can be replaced.
     """
 
     x: ir.Value
@@ -85,39 +81,40 @@ class _Layer:
 
     @property
     def rows_of(self) -> tuple[ir.Value, str]:
-        """What is quantised once for several layers."""
+        """Key of rows that several layers share."""
         return self.x, self.weight.activation.input_group
 
 
 def fuse_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
-    """Replace products with INT8 weights, and GEGLU of them, by nodes `Int8Linear` on quantised rows, in place.
+    """Replaces products with INT8 weights, and their GEGLU, by nodes `Int8Linear` on quantised rows, in place.
 
-    Those whose rows a plugin or a layer norm gives, of sizes that the kernel is made for; the others stay products. Comes behind
-    `fuse_residual_norms`, whose nodes give quantised rows themselves where INT8 layers read them.
+    Only layers behind a plugin or a layer norm, and of sizes that pay. Runs after `fuse_residual_norms`: their nodes quantise
+    rows for INT8 layers.
 
     Args:
-        profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
+        profiles: opt sizes of the dynamic dimensions in each optimisation profile.
     Returns:
-        How many layers were replaced.
+        The number of replaced layers.
     """
-    return _take(model, lambda layer: _is_border(layer.x) and _pays(layer, profiles))
+    return _fuse(model, lambda layer: _is_border(layer.x) and _pays(layer, profiles))
 
 
 def fuse_mixed_layers(model: ir.Model) -> int:
-    """Replace products whose activations are INT8 in some timestep bins and of 16 bits in others, as Q/DQ cannot have them, by
-    nodes `Int8Linear` on rows that are quantised where the timestep says so, in place.
+    """Replaces products whose activations are INT8 in some timestep bins and 16 bits in others by nodes `Int8Linear`, in place.
+
+    Q/DQ cannot follow the timestep; the kernel that quantises the rows does.
 
     Returns:
-        How many layers were replaced.
+        The number of replaced layers.
     """
-    return _take(model, lambda layer: layer.weight.activation.is_mixed)
+    return _fuse(model, lambda layer: layer.weight.activation.is_mixed)
 
 
-def _take(model: ir.Model, takes: Callable[[_Layer], bool]) -> int:
+def _fuse(model: ir.Model, fits: Callable[[_Layer], bool]) -> int:
     rows: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
     count = 0
-    for geglu in (True, False):  # the latter may read the former
-        layers = [layer for node in model.graph if (layer := _layer(node)) is not None and takes(layer)]
+    for geglu in (True, False):  # layers may read GEGLU
+        layers = [layer for node in model.graph if (layer := _layer(node)) is not None and fits(layer)]
         found = [layer for layer in layers if layer.geglu == geglu]
         for layer in found:
             if layer.rows_of not in rows:
@@ -125,23 +122,22 @@ def _take(model: ir.Model, takes: Callable[[_Layer], bool]) -> int:
             _replace(layer, rows[layer.rows_of])
         count += len(found)
     if count:
-        RemoveUnusedNodesPass()(model)  # weights, offsets and factors that nothing reads any more
+        RemoveUnusedNodesPass()(model)  # unused weights, offsets and factors
         for node in model.graph:
-            if node.domain == DOMAIN and node.op_type in (RESIDUAL_NORM, INT8_RESIDUAL_NORM, QUANTISE_ROWS):
-                # That layer's kernel leaves it little room.
-                behind = any(_producer(value, INT8_LINEAR) for value in node.inputs[:2])
-                if behind:
-                    node.attributes["starts_early"] = ir.AttrInt64("starts_early", 1)
+            of_rows = node.domain == DOMAIN and node.op_type in (RESIDUAL_NORM, INT8_RESIDUAL_NORM, QUANTISE_ROWS)
+            if of_rows and any(map(_is_int8_linear, node.inputs[:2])):
+                # The layer's kernel leaves little room.
+                node.attributes["starts_early"] = ir.AttrInt64("starts_early", 1)
     return count
 
 
 def refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> set[str]:
-    """The INT8 layers that are worth a plugin between TensorRT's own layers, as refittable engines keep these.
+    """Returns the INT8 layers that pay as plugins in refittable engines.
 
-    Only plugins read INT8 weights as they are given, so that new ones can take their place.
+    Only plugins read INT8 weights unchanged, so that new weights can replace them.
 
     Args:
-        model: with `Int8Linear` nodes; it stays as it is.
+        model: with `Int8Linear` nodes; is not changed.
         profiles: as in `fuse_int8_layers`.
     """
     model = model.clone()
@@ -157,30 +153,30 @@ def refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) ->
 
 
 def fuse_refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
-    """Replace the products that are left of INT8 layers by nodes `Int8Linear`, in place.
+    """Replaces the remaining products of INT8 layers by nodes `Int8Linear`, in place.
 
     Args:
-        model: in which all but `refittable_layers` are 16-bit products already.
+        model: in which all layers but `refittable_layers` are 16-bit products.
     Returns:
-        How many layers were replaced.
+        The number of replaced layers.
     """
-    count = fuse_few_row_layers(model, profiles) + _take(model, lambda layer: True)
-    # One that stayed would have a weight of no name that it could be replaced by.
+    count = fuse_few_row_layers(model, profiles) + _fuse(model, lambda layer: True)
+    # The weight of a remaining product could not be replaced by name.
     assert not any(int8_weight_of(value) is not None and value.uses() for value in model.graph.initializers.values())
     return count
 
 
 def refitted_constants(model: ir.Model) -> dict[str, tuple[str, Table]]:
-    """The constants of a graph whose numbers follow from a layer's weights: its name, and which of its tables it is.
+    """Returns (layer, table) of the constants that are computed from a layer's weights, by their names.
 
-    A weight is INT32, with four channels in each; scales and biases are FP32, biases rounded to the model's type.
+    Weights are INT32 with four channels each. Scales and biases are FP32, biases rounded to the model's type.
     """
     found: dict[str, tuple[str, Table]] = {}
     for node in model.graph:
         layer = node.metadata_props.get(REFIT_METADATA)
         if layer is None or node.domain != DOMAIN or node.op_type != INT8_LINEAR:
             continue
-        quantised = node.inputs[1] is not None and node.inputs[1].const_value is None  # rows' scales come behind rows
+        quantised = node.inputs[1] is not None and node.inputs[1].const_value is None  # the scales of the rows
         constants = node.inputs[2 if quantised else 1 :]
         tables: tuple[Table, ...] = ("weight", "weight_scale", *(("bias",) if node.attributes["bias"].as_int() else ()))
         for value, table in zip(constants, tables, strict=False):
@@ -190,14 +186,12 @@ def refitted_constants(model: ir.Model) -> dict[str, tuple[str, Table]]:
 
 
 def fuse_few_row_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
-    """Replace products of few rows with INT8 weights, activations in 16 bits, by nodes `Int8Linear`, in place.
-
-    Comes behind `split_modulations`, which makes several products of one.
+    """Replaces products of few 16-bit rows with INT8 weights by nodes `Int8Linear`, in place. Runs after `split_modulations`.
 
     Args:
         profiles: as in `fuse_int8_layers`.
     Returns:
-        How many layers were replaced.
+        The number of replaced layers.
     """
     layers = [layer for node in model.graph if (layer := _of_few_rows(node, profiles)) is not None]
     for layer in layers:
@@ -230,7 +224,7 @@ def _layer(node: ir.Node) -> _Layer | None:
 
 
 def _product(node: ir.Node) -> _Layer | None:
-    """A product of activations as they are with INT8 weights, and its bias."""
+    """Matches a product with INT8 weights, and its bias."""
     weight = int8_weight_of(node.inputs[1]) if node.op_type in ("MatMul", "Gemm") and not node.domain else None
     refitted = node.metadata_props.get(REFIT_METADATA, "")
     moved, product = node.inputs[0] if node.inputs else None, node.outputs[0]
@@ -250,12 +244,12 @@ def _product(node: ir.Node) -> _Layer | None:
 
 
 def _is_bias_of(added: ir.Value, layer: str) -> bool:
-    """Of a refitted layer: another vector of the model, added to what it gives, is replaced by the name that it has."""
+    """Return whether a vector is the bias of a refitted layer. Other vectors of the model are replaced by their own names."""
     return added.dtype is not None and added.name == bias_name(layer, added.dtype)
 
 
 def _before_moving(moved: ir.Value) -> tuple[ir.Value, np.ndarray | None, np.ndarray | None]:
-    """x of x̂ = (x − offset) · factor, as `expand_layers` wrote it."""
+    """Matches x̂ = (x − offset) · factor of `expand_layers`, and returns x, factor and offset."""
     x, factor, offset = moved, None, None
     for op_type in ("Mul", "Sub"):
         node = producer_of(x, op_type)
@@ -271,28 +265,13 @@ def _before_moving(moved: ir.Value) -> tuple[ir.Value, np.ndarray | None, np.nda
 
 
 def _as_geglu(layer: _Layer) -> _Layer | None:
-    """Two layers in one product, and what GEGLU does with them."""
-    split = only_reader(layer.result, "Split")
-    if split is None or len(split.outputs) != 2:
-        return None
-    value, gate = split.outputs
-    gelu, product = only_reader(gate, "Gelu"), only_reader(value, "Mul")
-    if gelu is None or product is None or gelu.attributes.get_string("approximate", "none") != "none":
-        return None
-    joined, half = layer.result.shape, product.outputs[0].shape
-    if only_reader(gelu.outputs[0], "Mul") is not product or joined is None or half is None:
-        return None
-    if split.attributes.get_int("axis", 0) % len(joined) != len(joined) - 1 or joined[-1] != 2 * half[-1]:
-        return None
-    return replace(layer, nodes=(*layer.nodes, split, gelu, product), geglu=True)
+    geglu = geglu_behind(layer.result)
+    return replace(layer, nodes=(*layer.nodes, *geglu), geglu=True) if geglu is not None else None
 
 
 def _is_border(value: ir.Value) -> bool:
-    """Whether a plugin or a layer norm makes rows."""
-    producer = value.producer()
-    while producer is not None and producer.op_type == "Reshape" and not producer.domain:
-        source = producer.inputs[0]
-        producer = source.producer() if source is not None else None
+    """Return whether a plugin or a layer norm computes rows."""
+    producer = producer_behind_reshapes(value)
     if producer is None:
         return False
     own = is_attention(producer) or (producer.domain == DOMAIN and producer.op_type in _OWN)
@@ -301,7 +280,7 @@ def _is_border(value: ir.Value) -> bool:
 
 
 def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
-    """Whether the sizes are known, and in each profile such that the kernel fills the GPU and saves more than its rows cost."""
+    """Return whether in each profile the kernel fills the GPU, and saves more than quantising its rows costs."""
     shape, depth = layer.result.shape, int(layer.weight.shape.numpy()[1 - layer.weight.axis])
     apart = not _comes_from_norm(layer)
     if shape is None:
@@ -322,13 +301,13 @@ def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
 
 
 def _comes_from_norm(layer: _Layer) -> bool:
-    """Whether its rows are normed by a plugin, which quantises them on the way."""
+    """Return whether a plugin norms the rows, and can quantise them."""
     norm = layer.x.producer()
     return norm is not None and norm.op_type == RESIDUAL_NORM and layer.x is norm.outputs[_NORMED]
 
 
 def _quantised(layer: _Layer, layers: Sequence[_Layer]) -> tuple[ir.Value, ir.Value]:
-    """The payload and the scales of the rows that a layer reads: from the norm that gives them, or from a kernel of their own."""
+    """Returns the payload and the scales of a layer's rows, from the norm or GEGLU in front, or from a kernel of their own."""
     producer = layer.x.producer()
     if producer is not None and _comes_from_norm(layer):
         return _from_norm(layer, layers, producer)
@@ -345,7 +324,7 @@ def _quantised(layer: _Layer, layers: Sequence[_Layer]) -> tuple[ir.Value, ir.Va
 
 
 def _from_norm(layer: _Layer, layers: Sequence[_Layer], norm: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """A norm behind a residual, with quantised rows among its outputs; the normed rows too, where others read them."""
+    """Replaces a residual norm by one with quantised rows. Normed rows stay an output if other nodes read them."""
     graph = norm.graph
     assert isinstance(graph, ir.Graph)
     inputs, attributes = _rows_inputs(graph, layer)
@@ -368,14 +347,14 @@ def _from_norm(layer: _Layer, layers: Sequence[_Layer], norm: ir.Node) -> tuple[
     if normed:
         ir.convenience.replace_nodes_and_values(graph, norm, [norm], [node], replaced, by)
     else:
-        # What reads the normed rows is replaced by its layers, and goes.
+        # The layers will replace the readers of the normed rows.
         graph.insert_after(norm, node)
         ir.convenience.replace_all_uses_with(replaced, by, replace_graph_outputs=True)
     return payload, row_scale
 
 
 def _takes_static_rows(layer: _Layer, layers: Sequence[_Layer], producer: ir.Node) -> bool:
-    """Whether rows come from GEGLU of INT8 rows, nothing else reads them, and calibrated scales serve all timesteps."""
+    """Return whether rows come from an INT8 GEGLU, only such layers read them, and all modes are static."""
     if producer.domain != DOMAIN or producer.op_type != INT8_LINEAR or layer.x.is_graph_output():
         return False
     attributes = producer.attributes
@@ -387,11 +366,11 @@ def _takes_static_rows(layer: _Layer, layers: Sequence[_Layer], producer: ir.Nod
 
 
 def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """GEGLU with quantised rows in place of its result."""
+    """Adds a GEGLU with quantised rows."""
     graph, activation, input_group = geglu.graph, layer.weight.activation, layer.weight.activation.input_group
     assert isinstance(graph, ir.Graph)
     inputs, attributes = _rows_inputs(graph, layer)
-    del inputs[int(layer.factor is not None) + int(layer.offset is not None) :]  # modes: there is one
+    del inputs[int(layer.factor is not None) + int(layer.offset is not None) :]  # no modes: there is one
     timed = len(set(activation.scales)) > 1
     scales = activation.scales if timed else activation.scales[:1]
     if timed:
@@ -406,12 +385,12 @@ def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
     payload, row_scale = node.outputs
     _type_rows(payload, row_scale, layer)
     graph.insert_after(geglu, node)
-    # What reads the result is replaced by its layers, and goes with it.
+    # The layers will replace the readers of the old GEGLU.
     return payload, row_scale
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:
-    """Products that read a value, through offsets and factors; else what reads it."""
+    """Yields the readers of a value, through offsets and factors."""
     for reader, _ in value.uses():
         if reader.op_type in ("Sub", "Mul") and not reader.domain and constant_of(reader.inputs[1]) is not None:
             yield from _readers(reader.outputs[0])
@@ -420,13 +399,12 @@ def _readers(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[str, Any]]:
-    """How rows are quantised: the inputs and attributes that plugins which give such rows have in common."""
+    """Returns the inputs and attributes that all plugins with quantised rows share."""
     activation, input_group = layer.weight.activation, layer.weight.activation.input_group
     modes = _modes(activation)
-    mode_set = sum(1 << mode for mode in sorted(set(modes)))
     timed = len(set(modes)) > 1
     attributes: dict[str, Any] = {
-        "mode_set": mode_set,
+        "mode_set": _mode_set(activation),
         "timestep_max": float(activation.timestep_max),
         "factor": int(layer.factor is not None),
         "offset": int(layer.offset is not None),
@@ -445,8 +423,12 @@ def _rows_inputs(graph: ir.Graph, layer: _Layer) -> tuple[list[ir.Value], dict[s
 
 
 def _modes(activation: Activation) -> tuple[int, ...]:
-    """Of each bin, as the plugins compute them: rows in hand have scales of their own."""
+    """Returns the plugins' mode of each bin: static becomes dynamic."""
     return tuple(int(LayerMode.DYNAMIC if mode == LayerMode.STATIC else mode) for mode in activation.modes)
+
+
+def _mode_set(activation: Activation) -> int:
+    return sum(1 << mode for mode in set(_modes(activation)))
 
 
 def _type_rows(payload: ir.Value, row_scale: ir.Value, layer: _Layer) -> None:
@@ -458,12 +440,12 @@ def _type_rows(payload: ir.Value, row_scale: ir.Value, layer: _Layer) -> None:
 
 
 def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
-    """By a node that reads rows: a payload and their scales, or 16-bit ones."""
+    """Replaces a layer by a node on rows: payload and scales, or 16-bit rows."""
     last, old = layer.nodes[-1], layer.result
     graph = last.graph
     assert isinstance(graph, ir.Graph) and old.dtype is not None
     weight, scale, bias = layer.weight, layer.weight.scale, layer.bias
-    # Equal weights are one constant, unless they may differ later.
+    # Equal weights share a constant unless refits may change them.
     outputs, name = len(scale), layer.refitted or weight.name
     in_two = (2, outputs // 2) if layer.geglu else (outputs,)
     inputs = [
@@ -473,9 +455,8 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
     ]
     if bias is not None:
         inputs.append(named_constant(graph, f"{name}: bias of {last.name or old.name}", bias.reshape(in_two)))
-    mode_set = sum(1 << mode for mode in sorted(set(_modes(weight.activation))))
     attributes = {
-        "mode_set": mode_set,
+        "mode_set": _mode_set(weight.activation),
         "activation": _GEGLU if layer.geglu else 0,
         "bias": int(bias is not None),
         "residual": 0,
@@ -490,23 +471,16 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
 
 
 def _packed(graph: ir.Graph, weight: Int8Weight, rows: tuple[int, ...], name: str) -> ir.Value:
-    """A weight as INT32 [*rows, K / 4], four channels in each, of a name."""
-    if name in graph.initializers:
-        return graph.initializers[name]
-    channels = weight.shape.numpy()[1 - weight.axis]
-    shape = (*rows, channels // 4)
+    """Returns a weight as INT32 [*rows, K / 4], four channels in each."""
+    shape = (*rows, int(weight.shape.numpy()[1 - weight.axis]) // 4)
 
-    def packed() -> ir.Tensor:
+    def packed() -> np.ndarray:
         integers = weight.integers()
-        by_output = np.ascontiguousarray(integers if weight.axis == 0 else integers.T)
-        return ir.Tensor(by_output.view(np.int32).reshape(shape), dtype=ir.DataType.INT32)
+        return np.ascontiguousarray(integers if weight.axis == 0 else integers.T).view(np.int32).reshape(shape)
 
-    return add_initializer(graph, ir.LazyTensor(packed, ir.DataType.INT32, ir.Shape(shape), name=name))
+    return lazy_initializer(graph, name, ir.DataType.INT32, shape, packed)
 
 
-def _producer(value: ir.Value | None, op_type: str) -> bool:
-    """Whether one of our plugins makes a value, perhaps seen in another shape."""
-    while (reshape := producer_of(value, "Reshape")) is not None:
-        value = reshape.inputs[0]
-    producer = value.producer() if value is not None else None
-    return producer is not None and producer.domain == DOMAIN and producer.op_type == op_type
+def _is_int8_linear(value: ir.Value | None) -> bool:
+    producer = producer_behind_reshapes(value)
+    return producer is not None and producer.domain == DOMAIN and producer.op_type == INT8_LINEAR

@@ -1,8 +1,7 @@
 """Weights of INT8 layers in a graph of 16-bit products.
 
-`expand_layers` makes ordinary products of `Int8Linear` and `Int8Conv` nodes, so that every rewrite that looks for products, joins
-them or cuts them finds what it knows. Their weights remember the integers that they are made of. What becomes of them is said
-last: INT8 products (`quantise_products`), our plugin, or the 16-bit products that they are.
+`expand_layers` replaces `Int8Linear` and `Int8Conv` nodes by ordinary products, which other rewrites match, join and split. The
+weights keep their integers. In the end products become INT8 (`quantise_products`), plugins, or stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import onnx_ir as ir
 from trtconvert.linear.modes import LayerMode
 
 Integers = Callable[[], np.ndarray]
-"""Gives a weight's integers, read or joined when they are written: none of it stays in memory."""
+"""Computes a weight's integers on demand."""
 
 
 @dataclass(frozen=True)
 class Activation:
-    """How the input of a layer is quantised: equal for all that read the same tensor.
+    """The quantisation of a layer's input, equal for all layers of an input group.
 
     Attributes:
-        input_group: the first layer that reads it.
+        input_group: name of the first layer of the group.
         scales: of each timestep bin.
         modes: `LayerMode` of each bin.
-        timestep: [B] FP32; None where there is one bin.
-        timestep_max: at which the last bin ends.
+        timestep: [B] FP32; None for one bin.
+        timestep_max: end of the last bin.
     """
 
     input_group: str
@@ -39,28 +38,27 @@ class Activation:
 
     @property
     def is_int8(self) -> bool:
-        """Whether activations are INT8 in some bin."""
+        """True if activations are INT8 in some bin."""
         return any(mode != LayerMode.WEIGHT_ONLY for mode in self.modes)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether they are INT8 in some bins and not in others."""
+        """True if activations are INT8 in some bins and 16-bit in others."""
         return self.is_int8 and LayerMode.WEIGHT_ONLY in self.modes
 
 
 class Int8Weight(ir.LazyTensor):
-    """A weight whose 16-bit numbers are computed when they are read, of its integers and their scales.
+    """A lazy 16-bit weight: integers times scales.
 
     Args:
         integers: INT8, of the weight's shape.
         scale: [N] FP32.
-        axis: of the weight's output channels.
-        activation: of what it is multiplied with.
-        dtype: of the numbers.
+        axis: of the output channels.
+        activation: of the input.
+        dtype: of the 16-bit numbers.
 
     Attributes:
-        integers_name: what its integers are called: the first name that it has. Tied weights of inputs that are quantised
-            differently have names of their own, and the same integers.
+        integers_name: name of the integers. Tied weights with differently quantised inputs share it.
     """
 
     __slots__ = ("activation", "axis", "integers", "integers_name", "scale")
@@ -86,7 +84,7 @@ class Int8Weight(ir.LazyTensor):
         return ir.Tensor(numbers.astype(self.dtype.numpy()), dtype=self.dtype)
 
     def part(self, name: str, axis: int, start: int, count: int) -> Int8Weight:
-        """Neighbours along an axis."""
+        """Returns a slice along an axis."""
         chosen = [slice(None)] * len(self.shape)
         chosen[axis] = slice(start, start + count)
         shape = list(self.shape.numpy())
@@ -102,10 +100,10 @@ class Int8Weight(ir.LazyTensor):
     def changed(
         self, name: str, change: Callable[[np.ndarray], np.ndarray], shape: Sequence[int], axis: int
     ) -> Int8Weight:
-        """Its integers in another order.
+        """Returns the weight with rearranged integers.
 
         Args:
-            axis: where the output channels are then.
+            axis: of the output channels in the result.
         """
         integers = self.integers
 
@@ -116,7 +114,7 @@ class Int8Weight(ir.LazyTensor):
 
     @staticmethod
     def beside(name: str, weights: Sequence[Int8Weight]) -> Int8Weight:
-        """Weights beside each other along their output channels; all of one activation."""
+        """Concatenates weights of one activation along their output channels."""
         first = weights[0]
         shape = list(first.shape.numpy())
         shape[first.axis] = sum(len(weight.scale) for weight in weights)
@@ -130,13 +128,13 @@ class Int8Weight(ir.LazyTensor):
 
 
 def int8_weight_of(value: ir.Value | None) -> Int8Weight | None:
-    """The weight that a value is, if it is one of an INT8 layer."""
+    """Returns the INT8 weight of a value, if any."""
     tensor = value.const_value if value is not None else None
     return tensor if isinstance(tensor, Int8Weight) else None
 
 
 def all_of_one_activation(tensors: Sequence[ir.TensorProtocol]) -> list[Int8Weight] | None:
-    """Tensors, if all are weights of INT8 layers that read one tensor; else nothing."""
+    """Returns the tensors if all are INT8 weights of one activation, else None."""
     weights = [tensor for tensor in tensors if isinstance(tensor, Int8Weight)]
     alike = len(weights) == len(tensors) and len({(weight.activation, weight.axis) for weight in weights}) == 1
     return weights if alike else None

@@ -1,9 +1,9 @@
-"""The lowerings of `Int8Linear` and `Int8Conv` nodes: to ordinary products, and of these to INT8 ones by Q/DQ.
+"""Lowers `Int8Linear` and `Int8Conv` nodes to ordinary products, and these to INT8 products by Q/DQ.
 
-TensorRT, TensorRT-RTX and ONNX Runtime fuse a QuantizeLinear and a DequantizeLinear around a product's inputs into INT8 kernels:
-one scale for all activations of a tensor, one for each output channel of the weight. What is done with activations in
-front of it, offsets and factors, becomes a part of the kernel that computes them. INT8 has no code for NaN and infinities: what
-such a kernel makes of them is the runtime's own, where our kernels (`int8_layers.py`) and the nodes' bodies keep them.
+TensorRT, TensorRT-RTX and ONNX Runtime fuse Q/DQ around a product's inputs into INT8 kernels, with one scale per activation
+tensor and one per output channel of the weight. Offsets and factors become part of the kernel in front. INT8 has no code for NaN
+and
+infinities: such kernels give arbitrary results, whereas our kernels (`int8_layers.py`) and the nodes' bodies keep them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.bundle import TRANSPOSED
 from trtconvert.export.lowering.cleaning import remove_unused
-from trtconvert.export.lowering.initializers import add_initializer, named_constant
+from trtconvert.export.lowering.initializers import add_initializer, lazy_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.matching import is_read_once, producer_of
 from trtconvert.export.nodes.layers import (
@@ -37,13 +37,13 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 REFIT_METADATA = "trtconvert.refitted"
-"""Metadata key of a product whose INT8 weights are to be replaced: the name of its layer."""
+"""Metadata key of a product with replaceable INT8 weights: the name of its layer."""
 
 
 @contextlib.contextmanager
 def timesteps_kept(model: ir.Model) -> Iterator[None]:
-    """Keeps what INT8 layers read of the timestep, by which nodes of plugins find their modes and scales, although between
-    `expand_layers` and these nodes nothing may read it. In place.
+    """Keeps the timesteps of INT8 layers alive inside the block, in place: after `expand_layers` nothing may read them until
+    nodes of plugins do.
     """
     outputs, nodes = model.graph.outputs, layer_nodes(model).values()
     timesteps = dict.fromkeys(x for node in nodes if (x := inputs_of(node).get(TIMESTEP)) is not None and x.producer())
@@ -58,17 +58,17 @@ def timesteps_kept(model: ir.Model) -> Iterator[None]:
 def expand_layers(
     model: ir.Model, *, exact: bool | Collection[str] = False, offsets: bool = False, refittable: bool = False
 ) -> int:
-    """Replace INT8 layers by offsets, factors and products in the type of their inputs, in place. Weights are `Int8Weight`.
+    """Replaces INT8 layers by offsets, factors and products in the type of their inputs, in place. Weights are `Int8Weight`.
 
     Args:
-        offsets: subtract them from activations, for our kernels. Without, activations have a scale that covers the offsets too:
-            TensorRT 10.6 gives wrong results where a Q follows a subtraction (it quantises what is subtracted from), also
-            where it tells of no such thing.
-        exact: products of the layers' own inputs, in 16 bits, with the numbers that their weights in INT8 stand for. Weights and
-            biases have their names in the state dict, as the exporter gives them. Of all layers, or of those of some names.
-        refittable: the others tell which layer they are (`REFIT_METADATA`), and have a bias where another weight may need one.
+        offsets: subtract offsets from activations, for our kernels. Otherwise a larger scale covers the offsets: TensorRT 10.6
+            gives wrong results where a Q follows a subtraction.
+        exact: True, or the names of layers, that become 16-bit products of their own inputs with the dequantised weights. Weights
+            and biases get their names in the state dict.
+        refittable: mark the other products with their layer (`REFIT_METADATA`), and give them a bias where a new weight may need
+            one.
     Returns:
-        How many nodes were replaced.
+        The number of replaced nodes.
     """
     moved: dict[tuple[ir.Value, str], ir.Value] = {}
     nodes = layer_nodes(model)
@@ -91,14 +91,13 @@ def expand_layers(
 
 
 def quantise_products(model: ir.Model) -> int:
-    """Put Q/DQ in front of the products whose weights are `Int8Weight`, in place, where activations are INT8 in all
-    timestep bins.
+    """Adds Q/DQ to the products with `Int8Weight` whose activations are INT8 in all timestep bins, in place.
 
-    One scale serves all bins and tokens: the largest of the calibrated ones, so that nothing more is clipped. The other products
-    stay in 16 bits, as they are: those of mixed modes too, see `fuse_mixed_layers`.
+    The largest calibrated scale serves all bins, so that nothing more is clipped. Other products, such as those of mixed modes
+    (`fuse_mixed_layers`), stay in 16 bits.
 
     Returns:
-        How many products are INT8 now.
+        The number of INT8 products.
     """
     count = 0
     for node in list(model.graph):
@@ -107,8 +106,7 @@ def quantise_products(model: ir.Model) -> int:
             continue
         graph, x, stored = node.graph, node.inputs[0], node.inputs[1]
         assert isinstance(graph, ir.Graph) and x is not None and stored is not None
-        # Each product has a Q/DQ of its own. TensorRT computes equal ones once, but of a DQ with two readers it computes
-        # the 16-bit tensor, and leaves one of the products in 16 bits.
+        # Each product has its own Q/DQ. TensorRT computes equal ones once, but leaves a product of a shared DQ in 16 bits.
         quantised = _quantised(graph, x, max(weight.activation.scales))
         graph.insert_before(node, quantised)
         dequantised = _dequantised(graph, weight)
@@ -133,13 +131,7 @@ def _quantised(graph: ir.Graph, x: ir.Value, scale: float) -> list[ir.Node]:
 
 
 def _dequantised(graph: ir.Graph, weight: Int8Weight) -> ir.Node:
-    name = weight.integers_name
-    stored = graph.initializers.get(name)
-    if stored is None:  # else tied layers, or one that is called twice
-        lazily = ir.LazyTensor(
-            lambda: ir.Tensor(weight.integers(), dtype=ir.DataType.INT8), ir.DataType.INT8, weight.shape, name=name
-        )
-        stored = add_initializer(graph, lazily)
+    stored = lazy_initializer(graph, weight.integers_name, ir.DataType.INT8, weight.shape, weight.integers)
     scale = named_constant(graph, f"{weight.name}, scale", weight.scale.astype(weight.dtype.numpy()))
     zero = named_constant(graph, f"zero points {len(weight.scale)}", np.zeros(len(weight.scale), np.int8))
     dq = ir.node("DequantizeLinear", [stored, scale, zero], {"axis": weight.axis})
@@ -148,7 +140,7 @@ def _dequantised(graph: ir.Graph, weight: Int8Weight) -> ir.Node:
 
 
 class _New:
-    """Nodes of the type of x that take the place of one."""
+    """Collects the nodes, in the type of x, that replace one node."""
 
     def __init__(self, graph: ir.Graph, x: ir.Value, result: ir.Value) -> None:
         self.graph, self.nodes = graph, list[ir.Node]()
@@ -171,8 +163,7 @@ class _New:
 
 
 def _moved(new: _New, node: ir.Node, offsets: bool) -> ir.Value:
-    """x̂ of a node, of x or, where that is a concatenation of channels, of each of its parts, so that products can still
-    be split."""
+    """Computes x̂ of a node. The parts of a Concat of channels are moved one by one, so that `split_products` still matches."""
     inputs, input_group = inputs_of(node), node.metadata_props[INPUT_GROUP_METADATA]
     factor = table_of(inputs["x_factor"])
     offset = _offset_of(inputs) if offsets else np.zeros_like(factor)
@@ -193,7 +184,7 @@ def _moved(new: _New, node: ir.Node, offsets: bool) -> ir.Value:
 
 
 def _widths(concat: ir.Node, x: ir.Value) -> list[int] | None:
-    """Channels of the parts of a concatenation along them."""
+    """Returns the channels of the parts of a Concat along the last axis."""
     if x.shape is None or concat.attributes.get_int("axis", 0) % len(x.shape) != len(x.shape) - 1:
         return None
     widths = [part.shape[-1] for part in concat.inputs if part is not None and part.shape is not None]
@@ -216,7 +207,7 @@ def _moved_part(
 
 
 def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
-    """The layer as the exporter writes it, of x itself: its weight without the factors, its bias without the offsets."""
+    """Computes a layer from x itself: the weight without factors, the bias without offsets."""
     inputs, result, metadata = inputs_of(node), node.outputs[0], node.metadata_props
     tensor = ir.convenience.get_const_tensor(inputs["weight"])
     assert tensor is not None and inputs["weight"].name is not None
@@ -243,7 +234,7 @@ def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
 
 
 def exact_names(node: ir.Node, name: str) -> tuple[str, str]:
-    """What the 16-bit product of a layer of some name calls its weight and its bias, but for `TRANSPOSED`."""
+    """Returns the names of weight and bias in a layer's 16-bit product, without `TRANSPOSED`."""
     weight, metadata = inputs_of(node)["weight"], node.metadata_props
     return metadata.get(WEIGHT_METADATA) or f"{weight.name}, exact", metadata.get(
         BIAS_METADATA
@@ -251,7 +242,7 @@ def exact_names(node: ir.Node, name: str) -> tuple[str, str]:
 
 
 def _without_offset(node: ir.Node) -> np.ndarray:
-    """[N] the bias of a layer's own input."""
+    """Returns the bias [N] for the layer's own input."""
     inputs = inputs_of(node)
     bias, offset = table_of(inputs["bias"]), _offset_of(inputs)
     if not offset.any():
@@ -263,15 +254,7 @@ def _without_offset(node: ir.Node) -> np.ndarray:
 
 
 def _lazy(new: _New, name: str, numbers: Callable[[], np.ndarray], shape: Sequence[int]) -> ir.Value:
-    """A weight that is computed when it is written; one of a name serves all that are tied."""
-    if name in new.graph.initializers:
-        return new.graph.initializers[name]
-    dtype = new.dtype
-
-    def computed() -> ir.Tensor:
-        return ir.Tensor(np.ascontiguousarray(numbers().astype(dtype.numpy())), dtype=dtype)
-
-    return add_initializer(new.graph, ir.LazyTensor(computed, dtype, ir.Shape(shape), name=name))
+    return lazy_initializer(new.graph, name, new.dtype, shape, lambda: numbers().astype(new.dtype.numpy()))
 
 
 def _conv_attributes(node: ir.Node, shape: Sequence[int]) -> dict[str, object]:
@@ -283,12 +266,12 @@ def _conv_attributes(node: ir.Node, shape: Sequence[int]) -> dict[str, object]:
 
 
 def _offset_of(inputs: Mapping[str, ir.Value]) -> np.ndarray:
-    """[K] what is subtracted; zeros for a convolution."""
+    """Returns the offsets [K], zeros for a convolution."""
     return table_of(inputs["x_offset"]) if "x_offset" in inputs else np.zeros_like(table_of(inputs["x_factor"]))
 
 
 def bias_name(layer: str, dtype: ir.DataType) -> str:
-    """What the bias of a layer is called where it is not that of the state dict."""
+    """Returns the name of a layer's bias that is not in the state dict."""
     return f"{layer}:bias, {dtype}"
 
 
@@ -311,7 +294,7 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, re
     stored, scale = inputs["weight"], table_of(inputs["weight_scale"])
     tensor = ir.convenience.get_const_tensor(stored)
     assert tensor is not None
-    # One name for one weight: tied layers have one initialiser.
+    # Tied layers share one initialiser.
     in_place = Int8Weight(
         f"{stored.name}, expanded", _read(tensor), tensor.shape.numpy(), scale, 0, activation, new.dtype
     )  # type: ignore[union-attr]
@@ -336,7 +319,7 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, re
 
 
 def _read(tensor: ir.TensorProtocol):
-    """Reads a tensor's numbers, and lets the file go that it is in."""
+    """Returns a function that reads a tensor's numbers, and releases its file."""
 
     def read() -> np.ndarray:
         if not isinstance(tensor, ir.ExternalTensor):
@@ -359,7 +342,7 @@ def _weight(new: _New, weight: Int8Weight) -> ir.Value:
     ):
         return there
     name, count = weight.name, 1
-    while weight.name in graph.initializers:  # tied weights of inputs that are quantised differently
+    while weight.name in graph.initializers:  # tied weights with differently quantised inputs
         count += 1
         weight.name = f"{name}, {count}"
     return add_initializer(graph, weight)

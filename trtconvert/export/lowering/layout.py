@@ -1,7 +1,7 @@
-"""Folding of transposes into the node's layout, so that a plugin reads projections where they lie.
+"""Folds transposes into the layout of attention nodes.
 
-Models project to [B, N, H·D], view that as [B, N, H, D], transpose to heads first for `scaled_dot_product_attention`, and
-transpose back. A plugin would make TensorRT copy all four tensors; with layout BNHD the transposes are gone.
+Models project to [B, N, H·D], view [B, N, H, D], and transpose to heads first for `scaled_dot_product_attention`. Beside a plugin
+TensorRT would copy all four tensors. Layout BNHD needs no transposes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ PERMUTATION = [0, 2, 1, 3]
 
 
 def fold_transposes(model: ir.Model) -> int:
-    """Turn nodes of layout BHND whose q, k and v are all transposed from BNHD, or joined of tokens that are, into nodes of
-    layout BNHD.
+    """Changes BHND nodes to BNHD if q, k and v are transposes of BNHD, or concatenations of such.
 
-    The output is transposed back unless every use of it does the opposite; those uses then read it directly.
+    Uses that transpose the output back read it directly; other uses get a transpose.
 
     Returns:
-        How many nodes were folded.
+        The number of folded nodes.
     """
     count = 0
     for node in attention_nodes(model).values():
@@ -44,7 +43,7 @@ def _is_transpose(node: ir.Node | None) -> bool:
 
 
 def _untransposed(value: ir.Value | None) -> list[ir.Value]:
-    """The tensor [B, N, H, D] whose transpose a value is, or the tensors if it joins the transposes along their tokens."""
+    """Returns the tensors [B, N, H, D] whose transposes a value concatenates, else []."""
     joined = runs_of(value, axis=2)
     producers = [run.producer() if run is not None else None for run in joined]
     sources = [node.inputs[0] for node in producers if node is not None and _is_transpose(node)]
@@ -53,18 +52,18 @@ def _untransposed(value: ir.Value | None) -> list[ir.Value]:
 
 
 def _replace_input(node: ir.Node, index: int, runs: list[ir.Value]) -> None:
-    """Give a node tokens of tensors [B, N, H, D], one after another, for what has heads first."""
+    """Replaces a heads-first input by the concatenation of [B, N, H, D] tensors."""
     old = node.inputs[index]
     joined = runs_of(old, axis=2)
     node.replace_input_with(index, one_after_another(runs, axis=1, before=node))
-    for value in dict.fromkeys((old, *joined)):  # once, where nothing was joined
+    for value in dict.fromkeys((old, *joined)):  # without a Concat both are equal
         producer = value.producer() if value is not None else None
         if value is not None and producer is not None and not value.uses() and not value.is_graph_output():
             producer.graph.remove(producer, safe=True)  # type: ignore[union-attr]
 
 
 def output_tokens_first(node: ir.Node) -> None:
-    """Give the node an output in BNHD; consumers that want BHND get it through a transpose."""
+    """Changes the output of a node to BNHD, with a transpose for the readers of BHND."""
     out = node.outputs[0]
     heads_first = out.shape
     if heads_first is not None:
@@ -76,7 +75,7 @@ def output_tokens_first(node: ir.Node) -> None:
     if others or out.is_graph_output():
         transposed = ir.node("Transpose", [out], {"perm": PERMUTATION})
         result = transposed.outputs[0]
-        # A type of its own: what is done to that of the output is not done to this one.
+        # A copy: the types change independently.
         result.name, result.shape, result.type = f"{out.name}_heads_first", heads_first, copy.copy(out.type)
         graph.insert_after(node, transposed)
         for user, index in others:

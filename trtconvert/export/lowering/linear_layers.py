@@ -1,10 +1,7 @@
-"""Linear layers between plugins, and gated MLPs (GEGLU), for a plugin that computes them.
+"""Fuses linear layers between plugins, and gated MLPs (GEGLU), into plugins.
 
-TensorRT's products have costs of their own where a plugin comes behind them: for 2,048 tokens of SDXL's 1,280 channels it zeroes
-memory in front of most, and takes 16 µs and 5 beside, the plugin's kernel 13 (H200, kernels of an engine). What TensorRT could
-fuse with them it cannot there: all that reads them are plugins. GEGLU takes it two products that each read the same tensor, and a
-multiplication besides where a plugin reads what it gives: 89 to 102 µs of 2,048 tokens, 135 of 8,192 with 640 channels. The
-plugin's kernel takes 78 and 88.
+Between plugins TensorRT's products have nothing to fuse with, and zero memory before most of them. GEGLU becomes two products of
+one tensor and a multiplication. The plugin's kernels are faster there.
 """
 
 from __future__ import annotations
@@ -23,22 +20,21 @@ from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NO
 from trtconvert.export.lowering.int8_weights import int8_weight_of
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.matching import only_reader
+from trtconvert.export.matching import geglu_behind, only_reader, producer_behind_reshapes
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 
 LINEAR = "Linear"
-"""Operator of the plugin: x [..., K], weight [N, K], and perhaps bias [N] → x @ weightᵀ + bias. With the attribute `geglu` weight
-[2, N, K] and bias [2, N] are of two such layers: the first one's result times the GELU of the second's."""
+"""Operator of the plugin: x [..., K], weight [N, K], optional bias [N] → x @ weightᵀ + bias. With the attribute `geglu`: weight
+[2, N, K], optional bias [2, N] → the first layer's result times the GELU of the second's."""
 
 _MOST_CHANNELS = 65536  # of linear.h
-_VECTOR = 8  # channels that the kernel wants rows in whole numbers of
+_VECTOR = 8  # the kernel wants multiples of so many channels
 _FEWEST_ROWS = 1024
 _FEWEST_OUTPUTS = 2**21
-"""With fewer the kernel leaves multiprocessors idle, as it does not split the depth."""
+"""Below these limits the kernel, which does not split the depth, leaves multiprocessors idle."""
 _MOST_OUTPUTS = 6 * 132 * 128 * 160
-"""Six tiles of the kernel for each multiprocessor of an H100 or H200. In larger products there is little beside the sums, for
-which TensorRT has many kernels to choose from."""
+"""Six tiles of the kernel for each multiprocessor of an H100 or H200. For larger products TensorRT's choice of kernels wins."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class _Layer:
 
     Attributes:
         x: [..., K]; weight: [K, N] and bias: [N], constants of x's type; with geglu of 2 N columns.
-        nodes: what computes it, the last one last.
+        nodes: that compute the result, the last one last.
     """
 
     x: ir.Value
@@ -62,20 +58,19 @@ class _Layer:
 
 
 def fuse_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]], *, beside_int8: bool = False) -> int:
-    """Replace GEGLU, and linear layers that only plugins read, by nodes `Linear`, in place.
+    """Replaces GEGLU, and linear layers that only plugins read, by nodes `Linear`, in place.
 
-    Only those of 16 bits that read what a plugin gives, or a layer norm: what TensorRT fuses with products it no longer does once
-    a plugin reads the result. And only of sizes at which the kernel is no slower. The weights get another name, and lie the other
-    way round: not for engines whose weights are to be replaced. Comes behind `fuse_residual_norms`, whose nodes are plugins too.
+    Only 16-bit layers behind a plugin or a layer norm, which TensorRT does not fuse, and of sizes at which the kernel is no
+    slower. Weights are transposed and renamed: not for refittable engines. Runs after `fuse_residual_norms`.
 
     Args:
-        profiles: sizes of the dimensions that vary, for each optimisation profile, at which the engine is to be fast.
-        beside_int8: take those with INT8 weights too, which `fuse_int8_layers` has left in 16 bits.
+        profiles: opt sizes of the dynamic dimensions in each optimisation profile.
+        beside_int8: also take layers with INT8 weights, which `fuse_int8_layers` left in 16 bits.
     Returns:
-        How many nodes the graph has got.
+        The number of new nodes.
     """
     count = 0
-    for find in (_geglu, _alone):  # the latter may read the former
+    for find in (_geglu, _alone):  # layers may read GEGLU
         candidates = [layer for node in model.graph if (layer := find(node, beside_int8)) is not None]
         found = [layer for layer in candidates if _pays(layer, profiles)]
         for layer in found:
@@ -85,44 +80,34 @@ def fuse_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]], *
         if node.op_type == RESIDUAL_NORM and any(_is_linear(value) for value in node.inputs[:2]):
             node.attributes["starts_early"] = ir.AttrInt64(
                 "starts_early", 1
-            )  # that layer's kernel leaves it little room
+            )  # the layer's kernel leaves little room on the GPU
     if count:
-        RemoveUnusedNodesPass()(model)  # weights that nothing reads any more
+        RemoveUnusedNodesPass()(model)  # unused weights
     return count
 
 
 def _alone(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
-    """A linear layer that only plugins read."""
     layer = _layer(matmul, beside_int8)
     readers = list(_readers(layer.result)) if layer is not None else []
     return layer if readers and all(_is_plugin(node) for node in readers) else None
 
 
 def _geglu(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
-    """Two layers in one product, and what GEGLU does with them."""
     layer = _layer(matmul, beside_int8)
-    split = only_reader(layer.result, "Split") if layer is not None else None
-    if layer is None or split is None or len(split.outputs) != 2:
+    geglu = geglu_behind(layer.result) if layer is not None else None
+    if layer is None or geglu is None:
         return None
+    split, _, product = geglu
     value, gate = split.outputs
-    gelu = only_reader(gate, "Gelu")
-    product = only_reader(value, "Mul")
-    if gelu is None or product is None or gelu.attributes.get_string("approximate", "none") != "none":
+    shape = product.outputs[0].shape
+    half = shape[-1] if shape is not None else None
+    if product.outputs[0].is_graph_output() or value.shape != gate.shape or not isinstance(half, int) or half % _VECTOR:
         return None
-    joined, half = layer.result.shape, product.outputs[0].shape
-    if only_reader(gelu.outputs[0], "Mul") is not product or product.outputs[0].is_graph_output():
-        return None
-    if joined is None or half is None:
-        return None
-    if split.attributes.get_int("axis", 0) % len(joined) != len(joined) - 1 or value.shape != gate.shape:
-        return None
-    if not isinstance(half[-1], int) or half[-1] % _VECTOR or joined[-1] != 2 * half[-1]:
-        return None
-    return replace(layer, nodes=(*layer.nodes, split, gelu, product), geglu=True)
+    return replace(layer, nodes=(*layer.nodes, *geglu), geglu=True)
 
 
 def _layer(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
-    """A linear layer of sizes that the kernel takes, whose input TensorRT does not fuse with what makes it."""
+    """Matches a linear layer of supported sizes behind a plugin or a layer norm."""
     if matmul.op_type != "MatMul" or matmul.domain:
         return None
     x, weight = matmul.inputs
@@ -156,16 +141,13 @@ def _is_linear(value: ir.Value | None) -> bool:
 
 
 def _is_border(value: ir.Value) -> bool:
-    """Whether a plugin or a layer norm makes a value."""
-    producer = value.producer()
-    while producer is not None and producer.op_type == "Reshape" and not producer.domain:
-        source = producer.inputs[0]
-        producer = source.producer() if source is not None else None
+    """Return whether a plugin or a layer norm computes a value."""
+    producer = producer_behind_reshapes(value)
     return _is_plugin(producer) or (producer is not None and producer.op_type == "LayerNormalization")
 
 
 def _bias(product: ir.Value, width: int) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
-    """A constant [N] that is all that is done with a product, and the node that adds it."""
+    """Returns the constant [N] that the only reader of a product adds, and that node."""
     add = only_reader(product, "Add")
     if add is None:
         return None, None
@@ -174,7 +156,7 @@ def _bias(product: ir.Value, width: int) -> tuple[ir.Value, ir.Node] | tuple[Non
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:
-    """Of a value, through views of it. A result of the graph has none that are known."""
+    """Yields the readers of a value through reshapes; none for outputs of the graph."""
     if value.is_graph_output():
         return
     for reader, _ in value.uses():
@@ -185,7 +167,7 @@ def _readers(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
-    """Whether the sizes are known, and in each profile such that the kernel is no slower."""
+    """Return whether the kernel is no slower in each profile."""
     shape = layer.result.shape
     assert shape is not None
     for sizes in profiles:
@@ -213,7 +195,7 @@ def _replace(layer: _Layer) -> None:
 
 
 def _turned(graph: ir.Graph, weight: ir.Value, in_two: bool) -> ir.Value:
-    """A matrix [K, N] as [N, K], or [K, 2 N] as [2, N, K]."""
+    """Returns a matrix [K, N] as [N, K], or [K, 2 N] as [2, N, K]."""
     assert weight.const_value is not None
     depth, width = weight.const_value.shape.numpy()  # type: ignore[union-attr]
     shape = (2, width // 2, depth) if in_two else (width, depth)
@@ -221,6 +203,6 @@ def _turned(graph: ir.Graph, weight: ir.Value, in_two: bool) -> ir.Value:
 
 
 def _in_two(graph: ir.Graph, bias: ir.Value) -> ir.Value:
-    """A vector [2 N] as [2, N]."""
+    """Returns a vector [2 N] as [2, N]."""
     assert bias.const_value is not None
     return changed_initializer(graph, bias, "in two", (2, bias.const_value.shape.numpy()[0] // 2), np.ravel)  # type: ignore[union-attr]

@@ -1,15 +1,9 @@
-"""Modulations: rows of a sum that are computed as rows, so that TensorRT has nothing to cut.
+"""Splits the products of modulations into products of single rows.
 
-The blocks of PixArt, Sana and Wan add a table [1, 6, C] of their own to what all are given, an embedding of the timestep
-[B, 6, C], and take the sum apart: shifts, scales and gates. The embedding is one product. TensorRT cuts it in the kernel that
-modulates the tokens first, once for every token: on an H200 620 µs of a step of Wan at 17,160 tokens, and 290 more in each block.
-With a product for each row a step of three blocks took 15.5 instead of 16.2 ms with the plugin, and as long as before with
-TensorRT's own attention: there, by a profile, that kernel also writes out rows that later blocks read. (With the tables cut row
-by row, and the embedding as before, it took 2 % longer.)
-
-The blocks of Flux and SD3 have no table: a product of each block's own is cut into shifts, scales and gates. With plugins
-between the blocks a row that a product needs as a whole, a gate, is written out by the kernel that modulates the tokens: 67 µs
-instead of 29 in two of three double blocks of Flux.
+The blocks of PixArt, Sana and Wan add a table [1, 6, C] to an embedding of the timestep [B, 6, C], and split the sum into shifts,
+scales and gates. TensorRT splits the embedding in the kernel that modulates the tokens, once per token, which is slow. The blocks
+of Flux and SD3 split a product of their own; beside plugins the kernel that modulates the tokens also writes the gates. With a
+product for each row TensorRT has nothing to split.
 """
 
 from __future__ import annotations
@@ -26,13 +20,13 @@ from trtconvert.export.matching import is_read_once, producer_of
 
 
 def split_modulations(model: ir.Model) -> int:
-    """Turn rows of sums (table + product)[i] into table[i] + product[i], with products that are computed row by row, in place;
-    and so with products that are cut by themselves.
+    """Replaces rows of sums (table + product)[i] by table[i] + product[i], with products of single rows, in place. Splits
+    products without a table too.
 
-    Tables keep their names. The rows of the product's weight get another one: not for engines whose weights are to be replaced.
+    Tables keep their names; rows of weights are renamed: not for refittable engines.
 
     Returns:
-        How many products were split.
+        The number of split products.
     """
     sums: dict[ir.Value, list[_Sum]] = defaultdict(list)
     for node in model.graph:
@@ -41,7 +35,7 @@ def split_modulations(model: ir.Model) -> int:
     count = 0
     for embedding, of_embedding in sums.items():
         product = _product(embedding)
-        # Any other reader would need the whole product as well.
+        # Other readers need the whole product.
         if product is None or {user for user, _ in embedding.uses()} != {found.add for found in of_embedding}:
             continue
         _split(product, of_embedding)
@@ -53,16 +47,16 @@ def split_modulations(model: ir.Model) -> int:
 
 
 _MOST_SAMPLES = 64
-"""More rows of a product are tokens, for which one product is better than several."""
+"""Products of more rows are products of tokens, for which one product is faster."""
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """table + embedding, [B, n, C], that is cut into n rows [B, 1, C].
+    """table + embedding [B, n, C], split into n rows [B, 1, C].
 
     Attributes:
-        table: constant, [1, n, C], or as the embedding.
-        add, split: what computes the sum, and what cuts it.
+        table: constant [1, n, C], or of the embedding's shape.
+        add, split: the nodes of the sum and of its rows.
     """
 
     embedding: ir.Value
@@ -73,11 +67,11 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Product:
-    """x @ weightᵀ + bias, [B, n·C], seen as [B, n, C].
+    """x @ weightᵀ + bias, [B, n·C], reshaped to [B, n, C].
 
     Attributes:
-        gemm: what computes it, of a constant weight [n·C, K] and bias [n·C].
-        casts: behind it, the last one first.
+        gemm: node with a constant weight [n·C, K] and bias [n·C].
+        casts: behind the Reshape, the last one first.
     """
 
     gemm: ir.Node
@@ -98,19 +92,19 @@ def _sum(split: ir.Node) -> _Sum | None:
 
 
 def _is_rows(value: ir.Value, count: int) -> bool:
-    """Whether a value is [B, count, C]."""
+    """Return whether a value is [B, count, C]."""
     return value.shape is not None and len(value.shape) == 3 and value.shape[1] == count
 
 
 def _is_constant(value: ir.Value | None) -> bool:
-    """Whether a value is a constant, perhaps of another type or with another axis: the exporter does not fold large ones."""
+    """Return whether a value is a constant behind casts and Unsqueezes, which the exporter does not fold if they are large."""
     while (same := producer_of(value, "Cast") or producer_of(value, "Unsqueeze")) is not None:
         value = same.inputs[0]
     return value is not None and ir.convenience.get_const_tensor(value) is not None
 
 
 def _product(embedding: ir.Value) -> _Product | None:
-    """How an embedding is a product of its own, which nothing else reads."""
+    """Matches the product of an embedding."""
     value: ir.Value | None = embedding
     casts = list[ir.Node]()
     while (cast := producer_of(value, "Cast")) is not None:
@@ -124,13 +118,13 @@ def _product(embedding: ir.Value) -> _Product | None:
     shape, width = embedding.shape, gemm.outputs[0].shape
     if shape is None or width is None or not all(is_read_once(x) for x in read):
         return None
-    # As many channels, so as many batch elements.
+    # Equal channels imply equal batches.
     sizes = [size for size in shape[1:] if isinstance(size, int)]
     return _Product(gemm, tuple(casts)) if len(sizes) == 2 and width[-1] == sizes[0] * sizes[1] else None
 
 
 def _is_linear(gemm: ir.Node) -> bool:
-    """Whether it is a linear layer of a constant weight [C, K] and bias [C]."""
+    """Return whether a Gemm is a linear layer with constant weight [C, K] and bias [C]."""
     scales = gemm.attributes.get_float("alpha", 1.0), gemm.attributes.get_float("beta", 1.0)
     turned = gemm.attributes.get_int("transA", 0), gemm.attributes.get_int("transB", 0)
     if scales != (1, 1) or turned != (0, 1):
@@ -140,7 +134,7 @@ def _is_linear(gemm: ir.Node) -> bool:
 
 
 def _split_alone(split: ir.Node) -> bool:
-    """Compute what a Split makes of a product [B, n·C], nothing else of which is read, as products [B, C]."""
+    """Replaces a Split of a product [B, n·C] by products [B, C], and returns True if it matches."""
     gemm = producer_of(split.inputs[0], "Gemm") if split.op_type == "Split" and not split.domain else None
     widths = {row.shape[1] for row in split.outputs if row.shape is not None and len(row.shape) == 2}
     along_channels = split.attributes.get_int("axis", 0) in (1, -1)
@@ -164,7 +158,7 @@ def _split_alone(split: ir.Node) -> bool:
 
 
 def _part(gemm: ir.Node, index: int, width: int) -> ir.Node:
-    """One of the parts [B, C] of a linear layer's result [B, n·C]."""
+    """Computes a part [B, C] of a linear layer's result [B, n·C]."""
     graph, (x, weight, bias), shape = gemm.graph, gemm.inputs, gemm.outputs[0].shape
     assert isinstance(graph, ir.Graph) and weight is not None and bias is not None and shape is not None
     part = ir.node("Gemm", [x, *(rows_of(graph, of, index * width, width) for of in (weight, bias))], gemm.attributes)
@@ -187,7 +181,7 @@ def _split(product: _Product, sums: Sequence[_Sum]) -> None:
 
 
 def _rows(product: _Product, like: ir.Node) -> list[ir.Value]:
-    """A product's rows, [B, 1, C] each as the outputs of a Split, computed one by one where the product was."""
+    """Computes the rows [B, 1, C] of a product one by one, with the shapes of a Split's outputs."""
     gemm, graph = product.gemm, product.gemm.graph
     assert isinstance(graph, ir.Graph)
     axis = ir.node("Constant", [], {"value": ir.tensor([1])})

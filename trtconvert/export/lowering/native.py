@@ -1,4 +1,4 @@
-"""The `native` lowering: plain attention in the model's own precision, for runtimes that fuse it and host no plugin."""
+"""The `native` lowering: plain attention in the model's precision, for runtimes without plugins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trtconvert.export.nodes.attention import block_mask_of, key_index_of, mask_
 
 
 def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> int:
-    """Replace nodes by MatMul, Softmax and MatMul; scales, offsets and modes go with them.
+    """Replaces nodes by MatMul, Softmax and MatMul. Scales, offsets and modes are dropped.
 
     Args:
-        sites: which ones; all by default.
+        sites: to lower. None: all.
     Returns:
-        How many nodes were lowered.
+        The number of lowered nodes.
     Raises:
-        UserError: the model has no `Int8Attention` node, or none for one of the sites.
+        UserError: the model has no `Int8Attention` node, or lacks a site.
     """
     nodes = require_attention_nodes(model, sites)
     for node in nodes.values():
@@ -39,8 +39,8 @@ def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> in
 
 
 def _filled_from(node: ir.Node) -> list[ir.Value]:
-    """q, k and v of a node before their heads were filled up with zeros for our kernels, which nobody else needs: what cuts the
-    output to the model's own size then finds it so. Empty where they were not, or to more than one size."""
+    """Returns q, k and v before their head_dim was padded for our kernels, else []. The Slice behind the node then has no
+    effect."""
     found = []
     for x in node.inputs[:3]:
         pad = producer_of(x, "Pad")
@@ -70,7 +70,7 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
     if index is not None:
         places = tape.op("Unsqueeze", [tape.op("Cast", [index], {"to": ir.DataType.INT64}), constant(np.array([-1]))])
         k, v = (tape.op("GatherND", [x, places], {"batch_dims": 2}) for x in (k, v))
-    # √scale on either side keeps FP16 logits in range, as torch does.
+    # √scale on both sides keeps FP16 logits in range, as in torch.
     scale = node.attributes["softmax_scale"].as_float()
     root = constant(np.array(abs(scale) ** 0.5, dtype))
     signed = constant(np.array(np.copysign(abs(scale) ** 0.5, scale), dtype))
@@ -106,7 +106,7 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
         logits = tape.op("Where", [shown, logits, constant(np.array(-np.inf, dtype))])
     weights = tape.op("Softmax", [logits], {"axis": -1})
     for shown in visible:
-        # A row that sees nothing is 0/0 in a softmax and zero in torch.
+        # A fully masked row is 0/0 in Softmax and 0 in torch.
         weights = tape.op("Where", [shown, weights, constant(np.array(0, dtype))])
     out = tape.op("Reshape", [tape.op("MatMul", [weights, values]), query_shape])
     return tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}) if heads_last else out

@@ -1,13 +1,11 @@
-"""RMS norms of queries and keys, for a plugin that applies them as it reads q and k.
+"""Fuses RMS norms of queries and keys into the attention plugin.
 
-x / √(mean(x²) + ε) · w (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) over the channels of each head, as in Flux, or
-across the heads, over all channels of a token, as in Wan: what models do to q and k before the rotary embeddings. For what
-TensorRT makes of it see `rotary`. What is normed across heads is seen as heads afterwards, so a norm also stands between a
-projection and its heads, where `packing` and `shared` do not look for it.
+Models compute x / √(mean(x²) + ε) · w (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) before the rotary embeddings, over
+the channels of each head (Flux) or across heads, over all channels of a token (Wan). A norm across heads is between a projection
+and its heads, where `packing` and `shared` would not match.
 
-Text and image that attend to each other (double blocks of Flux, SD 3.5, Qwen-Image) are normed with weights of their own and
-then joined: q = cat([norm(text), other_norm(image)]). In a double block of Flux, on an H200 at 1024², these norms and the
-copies around them take TensorRT 94 µs.
+Joint attention (double blocks of Flux, SD 3.5, Qwen-Image) has norms with different weights: q = cat([norm(text),
+other_norm(image)]).
 """
 
 from __future__ import annotations
@@ -36,21 +34,21 @@ from trtconvert.export.nodes.common import HALF
 
 
 def fuse_norms(model: ir.Model) -> int:
-    """Give nodes q and k as they are before their norms, the weights of these as the input `norm`, and their ε.
+    """Replaces q and k of nodes by the inputs of their norms, and appends the weights as the input `norm`, and ε.
 
-    `norm` is FP32, [2, D] for norms of each head, [2, H, D] for norms across heads. Where the first tokens have other weights
-    than the rest, the attribute `norm_split` says how many, and `norm` is [2, 2, D]: of q and k, of these and those. Only nodes
-    in 16 bit, whose q and k are both normed right at the node, in the same way, with one ε and constant weights; across heads
-    only nodes of layout BNHD. A plugin norms before it rotates, so `fuse_rotary` runs first. The weights get another
-    name: not for engines whose weights are to be replaced.
+    `norm` is FP32: [2, D] for norms of each head, [2, H, D] for norms across heads. If the first tokens have weights of their
+    own, the attribute `norm_split` is their number, and `norm` is [2, 2, D]: by q and k, and by part of the tokens. Only 16-bit
+    nodes are changed whose q and k have the same kind of norm directly before the node, with one ε and constant weights; norms
+    across heads also need the layout BNHD. A plugin norms before it rotates, so `fuse_rotary` runs first. The weights get another
+    name: not for refittable engines.
 
     Returns:
-        How many nodes take their norms.
+        The number of changed nodes.
     """
     joined: dict[tuple[ir.Graph, tuple[ir.Value, ...], tuple[int, ...]], ir.Value] = {}
     count = 0
     for node in attention_nodes(model).values():
-        normed = _normed(node) if key_index_of(node) is None else None  # the plugin gathers what is normed
+        normed = _normed(node) if key_index_of(node) is None else None  # the plugin gathers normed keys
         if normed is None:
             continue
         assert isinstance(node.graph, ir.Graph)
@@ -72,13 +70,13 @@ def fuse_norms(model: ir.Model) -> int:
 
 @dataclass(frozen=True)
 class _Norm:
-    """What is normed, and how.
+    """A matched norm.
 
     Attributes:
-        source: [B, N, H, D] or [B, H, N, D]; across heads [B, N, H·D], or the same rows otherwise.
-        weight: [D], or [H·D].
-        sizes: of the weights, as they are read: (D,), or (H, D).
-        as_heads: across heads, the node that makes the result [B, N, H, D].
+        source: the input, [B, N, H, D] or [B, H, N, D]; across heads [B, N, H·D] or a view of it.
+        weight: [D], across heads [H·D].
+        sizes: of the weights: (D,), across heads (H, D).
+        as_heads: across heads, the Reshape of the result to [B, N, H, D].
     """
 
     source: ir.Value
@@ -90,10 +88,10 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Normed:
-    """All tokens of a node's q or k.
+    """The norms of all tokens of q or k.
 
     Attributes:
-        parts: one norm of all of them, or one of the first `split` tokens and one of the others.
+        parts: one norm, or one of the first `split` tokens and one of the others.
     """
 
     parts: tuple[_Norm, ...]
@@ -105,17 +103,16 @@ class _Normed:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the weights of each part."""
         return self.parts[0].sizes
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What q and k have to have in common."""
+        """Properties that q and k must share."""
         return self.parts[0].epsilon, self.sizes, self.split
 
 
 def _normed(node: ir.Node) -> tuple[_Normed, _Normed] | None:
-    """A node's q and k, if both are normed, in the same way and with one ε."""
+    """Matches the norms of q and k, if both have the same kind."""
     q, k = node.inputs[:2]
     if q is None or k is None or q.dtype not in HALF:
         return None
@@ -128,7 +125,7 @@ def _token_axis(node: ir.Node) -> int:
 
 
 def _tokens(value: ir.Value, token_axis: int) -> _Normed | None:
-    """How all tokens of a value are normed, if they are."""
+    """Matches the norms of all tokens of a value."""
     whole = _norm(value) or (_norm_across_heads(value) if token_axis == 1 else None)
     if whole is not None:
         return _Normed((whole,))
@@ -141,7 +138,7 @@ def _tokens(value: ir.Value, token_axis: int) -> _Normed | None:
 
 
 def _norm_across_heads(value: ir.Value) -> _Norm | None:
-    """How a value [B, N, H, D] is a norm of rows of its type, each the H·D numbers of one token."""
+    """Matches a norm across heads of a value [B, N, H, D]."""
     as_heads = producer_of(value, "Reshape")
     rows = as_heads.inputs[0] if as_heads is not None else None
     norm = _norm(rows) if rows is not None else None
@@ -154,7 +151,7 @@ def _norm_across_heads(value: ir.Value) -> _Norm | None:
 
 
 def _norm(value: ir.Value) -> _Norm | None:
-    """How a value is a norm, over its last axis, of another of its type."""
+    """Matches a norm over the last axis."""
     if value.shape is None:
         return None
     for scaled, factor in factors_of(value):
@@ -173,7 +170,7 @@ def _norm(value: ir.Value) -> _Norm | None:
 
 
 def _of_root_mean_square(value: ir.Value, rank: int) -> tuple[ir.Value | None, float] | None:
-    """x and ε of 1 / √(mean(x²) + ε), the mean over the last axis of as many as the rank."""
+    """Matches 1 / √(mean(x²) + ε) over the last axis, and returns x and ε."""
     root = producer_of(without_casts(value), "Reciprocal")
     square = producer_of(without_casts(root.inputs[0]), "Sqrt") if root is not None else None
     total = producer_of(without_casts(square.inputs[0]), "Add") if square is not None else None
@@ -191,12 +188,12 @@ def _of_root_mean_square(value: ir.Value, rank: int) -> tuple[ir.Value | None, f
 
 
 def _source_of(node: ir.Node, tokens: _Normed) -> ir.Value:
-    """What is normed, as heads, in front of a node."""
+    """Returns the inputs of the norms as heads, in front of a node."""
     return one_after_another([_as_heads(node, part) for part in tokens.parts], _token_axis(node), before=node)
 
 
 def _as_heads(node: ir.Node, norm: _Norm) -> ir.Value:
-    """What one norm reads, as heads, in front of a node."""
+    """Returns the input of a norm as heads, in front of a node."""
     if norm.as_heads is None:
         return norm.source
     allowzero = norm.as_heads.attributes.get_int("allowzero", 0)
@@ -209,7 +206,7 @@ def _as_heads(node: ir.Node, norm: _Norm) -> ir.Value:
 
 
 def _joined(graph: ir.Graph, weights: tuple[ir.Value, ...], sizes: tuple[int, ...]) -> ir.Value:
-    """The weights of q and of k, or of two parts of q and of k, FP32 [2, *sizes] or [2, 2, *sizes], as an initializer."""
+    """Joins the weights of q and k to an FP32 initializer [2, *sizes], or [2, 2, *sizes] for two runs."""
     rows = [numbers.reshape(sizes) for weight in weights if (numbers := constant_of(weight)) is not None]
     name = "+".join(str(weight.name) for weight in weights) + (f" of {sizes[0]} heads" if len(sizes) > 1 else "")
     shape = (2, *sizes) if len(rows) == 2 else (2, 2, *sizes)

@@ -1,9 +1,8 @@
-"""Packing of q, k and v into one tensor, for a plugin that reads them where they lie.
+"""Packs q, k and v into one tensor for the plugin.
 
-TensorRT computes projections of one tensor as one product, and then copies its parts out for a plugin that wants three
-tensors, since it cannot tell a plugin strides (TensorRT's issue 4345): on an H200 80 µs for 4608 tokens of 24 × 128 channels,
-where attention itself takes 380. The plugin takes the product as it is, [B, N, 3, H, D]. Text and image that attend to each other
-have a product each, and the plugin takes both (`take_in_parts`), or they are joined.
+TensorRT computes projections of one tensor as one product, and copies its parts for a plugin with three inputs: plugins have no
+strides (TensorRT's issue 4345). The plugin takes the product [B, N, 3, H, D] itself. Joint attention has products of text and
+image: the plugin takes both (`fuse_in_parts`), or they are concatenated.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.export.lowering.layout import output_tokens_first
-from trtconvert.export.lowering.parts import take_in_parts
+from trtconvert.export.lowering.parts import fuse_in_parts
 from trtconvert.export.lowering.projections import Projection, join, projection
 from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import element_of, perm_of, producer_of
@@ -22,20 +21,20 @@ PARTS = 3
 
 
 def pack_projections(model: ir.Model) -> int:
-    """Give nodes one tensor [B, N, 3, H, D] for q, k and v where the model computes them as one, or where they are products of
-    one tensor with constant weights, or of several whose tokens follow each other.
+    """Gives nodes one tensor [B, N, 3, H, D] for q, k and v if these are parts of one product, or products of one tensor (or of
+    runs of tokens) with constant weights.
 
-    The weights of three products become one, under another name: not for engines whose weights are to be replaced.
+    The weights of three products are joined and renamed: not for refittable engines.
 
     Returns:
-        How many nodes were packed.
+        The number of packed nodes.
     """
     count = 0
     for node in attention_nodes(model).values():
         packed = _source_of_parts(node)
         if packed is None and (runs := _projections(node)):
             products = [join(run, [PARTS, run[0].heads, run[0].head_dim], before=node) for run in runs]
-            if take_in_parts(node, products):
+            if fuse_in_parts(node, products):
                 count += 1
                 continue
             packed = one_after_another(products, axis=1, before=node)
@@ -56,7 +55,7 @@ def pack_projections(model: ir.Model) -> int:
 
 
 def _source_of_parts(node: ir.Node) -> ir.Value | None:
-    """What a node's q, k and v are the parts 0, 1, 2 of; None where they are not."""
+    """Returns the tensor whose parts 0, 1, 2 are q, k and v, else None."""
     if node.attributes["layout"].as_string() != "BHND":
         return None
     found = [part for value in node.inputs[:PARTS] if (part := element_of(value)) is not None]
@@ -74,7 +73,7 @@ def _source_of_parts(node: ir.Node) -> ir.Value | None:
 
 
 def _projections(node: ir.Node) -> list[list[Projection]]:
-    """Those of a node in layout BNHD, of one size and those of each run of tokens of one tensor; else none."""
+    """Returns the projections of each run of tokens of a BNHD node, all of one size, else []."""
     if node.attributes["layout"].as_string() != "BNHD":
         return []
     values = [runs_of(value, axis=1) for value in node.inputs[:PARTS]]

@@ -1,8 +1,7 @@
-"""Joint attention whose text and image lie in tensors of their own, for a plugin that takes both.
+"""Gives the plugin text and image of joint attention as two tensors.
 
-Each has a projection of its own, and is projected by itself again afterwards. For a plugin that wants all tokens in one tensor
-TensorRT copies both in front of it, and out of its result behind it: on an H200 53 and 19 µs of a double block of Flux, 4,096 and
-512 tokens of 24 × 128 channels, beside 370 for the attention (kernels of an engine, in torch's profiler).
+Text and image have projections of their own before and after the attention. For a plugin with one tensor TensorRT copies both in
+front of the plugin, and out of its result.
 """
 
 from __future__ import annotations
@@ -18,22 +17,21 @@ from trtconvert.export.matching import constant_of, cuts_of, is_same_shape
 from trtconvert.export.nodes.attention import key_index_of
 
 TOKENS = 1
-"""The axis of them: [B, N, H, D], [B, N, H·D]."""
+"""Token axis of [B, N, H, D] and [B, N, H·D]."""
 _ENDLESS = 2**31 - 1
-"""What ends a slice at least, where it takes all that is left of tokens whose number varies."""
+"""Least end of a slice of all remaining tokens of a dynamic number."""
 
 
-def take_in_parts(node: ir.Node, products: Sequence[ir.Value]) -> bool:
-    """Give a node its tokens in two tensors and let it have two outputs, where the model takes its output apart between them.
+def fuse_in_parts(node: ir.Node, products: Sequence[ir.Value]) -> bool:
+    """Gives a node two packed inputs and two outputs if the model splits its output at the same token.
 
-    Kernels compute tiles of 128 tokens, and a tile has tokens of one tensor: so many, or a multiple, has the first to have. Keys
-    that are gathered come from one tensor.
+    The first run must have a multiple of 128 tokens: a tile of the kernels must not span both. Gathered keys are not supported.
 
     Args:
         node: in layout BNHD, with one output.
         products: packed q, k and v of runs of tokens, [B, Ni, 3, H, D] each.
     Returns:
-        Whether it was done.
+        True if the node was changed.
     """
     count = products[0].shape[TOKENS] if products[0].shape is not None else None
     if len(products) != 2 or not isinstance(count, int) or count % TILE or key_index_of(node) is not None:
@@ -64,7 +62,7 @@ def take_in_parts(node: ir.Node, products: Sequence[ir.Value]) -> bool:
 
 
 def _parts_of_output(whole: ir.Value, count: int) -> list[tuple[ir.Value, int]]:
-    """What the tokens before and from a number on are cut into, each with 0 or 1; none where they are read in another way."""
+    """Returns the readers' slices before (0) and from (1) a token on, or [] if there are other readers."""
     views = [whole]
     for user, _ in whole.uses():
         if user.op_type == "Reshape" and not user.domain and _merges_heads(user):
@@ -84,16 +82,16 @@ def _parts_of_output(whole: ir.Value, count: int) -> list[tuple[ir.Value, int]]:
 
 
 def _merges_heads(reshape: ir.Node) -> bool:
-    """Whether it makes [B, N, H·D] of [B, N, H, D]."""
+    """Return whether a Reshape maps [B, N, H, D] to [B, N, H·D]."""
     heads, merged = (value.shape if value is not None else None for value in (reshape.inputs[0], reshape.outputs[0]))
     if heads is None or merged is None or len(merged) != 3 or not all(isinstance(size, int) for size in heads[2:]):
         return False
-    # There are as many elements: if two axes are the same, so is the third.
+    # Equal numbers of elements: if two axes are equal, so is the third.
     return merged[2] == heads[2] * heads[3] and any(is_same_shape([heads[i]], [merged[i]]) for i in (0, TOKENS))
 
 
 def _cut(user: ir.Node, view: ir.Value, count: int) -> list[tuple[ir.Value, int]]:
-    """The values that a Split or a Slice makes of a tensor's tokens before or from a number on, each with 0 or 1; else none."""
+    """Returns the outputs of a Split or Slice at a token, each with 0 (before) or 1 (from), else []."""
     assert view.shape is not None
     if user.op_type == "Split" and not user.domain:
         sizes = constant_of(user.inputs[1]) if len(user.inputs) > 1 else None
@@ -114,7 +112,7 @@ def _cut(user: ir.Node, view: ir.Value, count: int) -> list[tuple[ir.Value, int]
 
 
 def _heads_merged(node: ir.Node, output: ir.Value) -> ir.Value:
-    """An output [B, N, H, D] of a node as [B, N, H·D]."""
+    """Reshapes an output [B, N, H, D] to [B, N, H·D]."""
     assert output.shape is not None and node.graph is not None
     heads, head_dim = output.shape[2:]
     assert isinstance(heads, int) and isinstance(head_dim, int)

@@ -1,4 +1,4 @@
-"""The `plugin` lowering: TensorRT's parser maps every node to our plugin by its name."""
+"""The `plugin` lowering: TensorRT's parser maps nodes to our plugins by name."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def lower_to_plugin(
     linear_profiles: Sequence[Mapping[str, int]] = (),
     int8_layers: bool = False,
 ) -> int:
-    """Strip the bodies, which the parser would prefer to a plugin, and name the plugin on each node.
+    """Removes the bodies, which the parser would prefer to a plugin, and sets the plugin's attributes on each node.
 
-    Operations that the plugin does while it reads q, k and v leave the graph: rotary embeddings (`fuse_rotary`), norms
-    (`fuse_norms`), and the cutting of one product into three (`pack_projections`) or into the keys and values of many nodes
-    (`share_projections`). Nodes that take any of these have no other lowering any more. Residual connections and their layer
-    norms beside them become plugins as well (`fuse_residual_norms`), and linear layers between these (`fuse_linear_layers`).
-    Kernels take one 16-bit type for queries, keys, values and additive masks: nodes of FP32 models get and give FP16 through
-    casts, and masks of another type than the queries are cast to it.
+    The plugin takes over rotary embeddings (`fuse_rotary`), norms of q and k (`fuse_norms`), and the splitting of one product
+    into q, k and v (`pack_projections`) or into the keys and values of many nodes (`share_projections`). Such nodes have no other
+    lowering. Residual connections with their layer norms become plugins too (`fuse_residual_norms`), and so do linear layers
+    between them (`fuse_linear_layers`). Kernels take one 16-bit type for q, k, v and additive masks: FP32 nodes are cast to FP16
+    and back, and masks to the type of q.
 
     Args:
-        refittable: weights keep their names, so norms and projections stay as they are.
-        linear_profiles: where the GPU has a kernel for linear layers, the sizes of the dimensions that vary, for each
-            optimisation profile; none elsewhere: these layers are left then.
-        int8_layers: whether INT8 layers become plugins as well (`fuse_int8_layers`), where there is a kernel.
+        refittable: keep norms and projections, whose weights keep their names.
+        linear_profiles: opt sizes of the dynamic dimensions in each optimisation profile, if the GPU has a kernel of linear
+            layers.
+            Empty: linear layers are not fused.
+        int8_layers: also fuse INT8 layers (`fuse_int8_layers`).
     Returns:
-        How many nodes were lowered.
+        The number of lowered nodes.
     Raises:
         UserError: the model has no `Int8Attention` node.
     """
     nodes = require_attention_nodes(model)
-    fuse_rotary(model)  # first: below it are the norms, and below these the projections
-    fold_transposes(model)  # of what was rotated with heads first
+    fuse_rotary(model)  # first: norms are behind rotations, and projections behind norms
+    fold_transposes(model)  # of q and k that were rotated heads first
     if not refittable:
         fuse_norms(model)
         fold_transposes(model)
@@ -69,7 +69,7 @@ def lower_to_plugin(
 
 
 _Casts = dict[tuple[ir.Graph | ir.Function, ir.Value, ir.DataType], ir.Value]
-"""Of a value to a type, in a graph: q, k and v may be one tensor, and that of several nodes."""
+"""Casts by (graph, value, type): nodes may share tensors."""
 
 
 def _cast_to_half(node: ir.Node, casts: _Casts) -> None:

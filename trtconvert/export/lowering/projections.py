@@ -1,4 +1,4 @@
-"""Products of a tensor with constant weights, seen as heads, and how several of one tensor become one product."""
+"""Projections: products with constant weights, reshaped to heads. Joins projections of one tensor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trtconvert.export.matching import is_same_shape, producer_of
 
 @dataclass(frozen=True)
 class Projection:
-    """x @ weight (+ bias), seen as [B, N, H, D].
+    """x @ weight (+ bias), reshaped to [B, N, H, D].
 
     Attributes:
         x: [B, N, C]; weight: [C, H·D]; bias: [H·D].
-        steps: the values between x and the attention, the last one first.
+        steps: values between x and the attention, the last one first.
     """
 
     x: ir.Value
@@ -31,7 +31,7 @@ class Projection:
     steps: tuple[ir.Value, ...]
 
     def serves_only(self, node: ir.Node) -> bool:
-        """Whether nothing but the node reads it, so that it is computed no more when the node reads another tensor."""
+        """Return whether only the node reads the projection."""
         user: ir.Node | None = node
         for value in self.steps:
             if value.is_graph_output() or any(other is not user for other, _ in value.uses()):
@@ -41,7 +41,7 @@ class Projection:
 
 
 def projection(value: ir.Value | None) -> Projection | None:
-    """What a value [B, N, H, D] is computed by, if that is a product of a tensor [B, N, C] with constant weights [C, H·D]."""
+    """Matches the projection of a value [B, N, H, D]: a product of [B, N, C] with constant weights [C, H·D]."""
     reshape = producer_of(value, "Reshape")
     if value is None or reshape is None or value.shape is None or len(value.shape) != 4:
         return None
@@ -67,14 +67,12 @@ def projection(value: ir.Value | None) -> Projection | None:
 
 
 def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> ir.Value:
-    """Projections of one tensor [B, N, C] as one product with their weights beside each other.
-
-    The weights get another name: not for engines whose weights are to be replaced.
+    """Computes projections of one tensor [B, N, C] as one product. Weights are renamed: not for refittable engines.
 
     Args:
         parts: of one type, all with a bias or none.
-        sizes: into which the channels of all are split, in the order of the parts.
-        before: the node that the product is put in front of.
+        sizes: of the axes that the channels of all parts are split into.
+        before: node in front of which the product is inserted.
     Returns:
         [B, N, *sizes].
     """
@@ -99,7 +97,7 @@ def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> 
 
 
 def is_weight(value: ir.Value | None, rank: int, width: int) -> bool:
-    """Whether a value is a constant of so many axes, the last one of so many elements."""
+    """Return whether a value is a constant of a rank and a last axis of a width."""
     if value is None or value.const_value is None:
         return False
     shape = value.const_value.shape
@@ -107,18 +105,15 @@ def is_weight(value: ir.Value | None, rank: int, width: int) -> bool:
 
 
 def _same_tokens(x: ir.Value, heads: ir.Value) -> bool:
-    """Whether [B, N, H·D] is seen as [B, N, H, D], with no tokens moved between batch elements, as attention in windows does."""
+    """Return whether the Reshape keeps tokens in their batch elements, unlike windowed attention."""
     if x.shape is None or heads.shape is None or len(x.shape) != 3:
         return False
-    # There are as many elements: if either axis is the same, the other one is.
+    # Equal numbers of elements: if one axis is equal, so is the other.
     return is_same_shape(x.shape[:1], heads.shape[:1]) or is_same_shape(x.shape[1:2], heads.shape[1:2])
 
 
 def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
-    """The weights beside each other, along their last axis, as a new initializer that is computed when it is written.
-
-    Nothing of it stays in memory, where the weights lie in files nothing of them either.
-    """
+    """Concatenates weights along the last axis as an initializer that is computed when it is written."""
     tensors = [weight.const_value for weight in weights if weight.const_value is not None]
     first = tensors[0]
     shape = ir.Shape([*first.shape[:-1], sum(int(tensor.shape[-1]) for tensor in tensors)])  # type: ignore[arg-type]
@@ -130,7 +125,7 @@ def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
                 tensor.release()
         return ir.Tensor(joined, dtype=first.dtype)
 
-    # TensorRT's names have at most 4096 bytes. A module that is called twice has its weights joined twice.
+    # Names are short: TensorRT allows 4096 bytes. A module called twice has its weights joined twice.
     name = base = f"{weights[0].name} and {len(weights) - 1} more"
     count = 1
     while name in graph.initializers:

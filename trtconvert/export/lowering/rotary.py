@@ -1,16 +1,14 @@
-"""Rotary embeddings of queries and keys, for a plugin that applies them as it reads q and k.
+"""Fuses rotary embeddings of queries and keys into the attention plugin.
 
-TensorRT applies them in kernels of their own, in FP32: on an H200, with the RMS norm below them, 270 µs of the 2300 of a block
-of Flux at 4608 tokens. What is recognised rotates each pair of neighbouring channels of a head by an angle of the token and the
-pair alone (Su et al. 2021, RoFormer, arXiv:2104.09864, equation 34), in the two ways in which models write that:
+TensorRT computes them in slow FP32 kernels of their own. A match rotates each pair of neighbouring channels of a head by an angle
+of the token and the pair (Su et al. 2021, RoFormer, arXiv:2104.09864, equation 34). Models write this in two ways:
 
-- as halves: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, which are then interleaved, with cos and sin of each pair (Wan);
-- as a turn: y = x·cos + turned·sin, where turned has the pairs (−x₁, x₀), with cos and sin of each channel (Flux). These hold
-  each number twice, which has to be certain: the numbers are known, or made by `repeat_interleave`.
+- as halves: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, interleaved, with cos and sin of each pair (Wan);
+- as a turn: y = x·cos + turned·sin, where turned has the pairs (−x₁, x₀), with cos and sin of each channel (Flux). Neighbouring
+  numbers of cos and sin must be equal: constants, or made by `repeat_interleave`.
 
-Either may be done to some of the tokens, and these joined with others that are not rotated, or by other angles, such as the text
-beside a video (CogVideoX, HunyuanVideo). That is a rotation of them all, with cos = 1 and sin = 0 where there was none.
-Whatever else a model does is left as it is.
+A rotation of some of the tokens, joined with others such as text (CogVideoX, HunyuanVideo), is a rotation of all tokens, with
+cos = 1 and sin = 0 for the others.
 """
 
 from __future__ import annotations
@@ -42,18 +40,18 @@ from trtconvert.export.nodes.common import HALF
 
 
 def fuse_rotary(model: ir.Model) -> int:
-    """Give nodes q and k as they are before their rotation, and its table as the input `rotary`.
+    """Replaces q and k of nodes by the inputs of their rotation, and appends its table as the input `rotary`.
 
-    The table is FP32 [N, D/2, 2], (cos, sin) of each token and pair of channels; nodes with the same cos and sin share it. Only
-    nodes in 16 bit, whose q and k are as many tokens and are rotated alike.
+    The table is FP32 [N, D/2, 2]: (cos, sin) of each token and pair of channels. Nodes with the same cos and sin share a table.
+    Only 16-bit nodes whose q and k have equal rotations.
 
     Returns:
-        How many nodes take their rotation.
+        The number of changed nodes.
     """
     tables: dict[tuple[object, ...], ir.Value] = {}
     count = 0
     for node in attention_nodes(model).values():
-        rotated = _rotated(node) if key_index_of(node) is None else None  # the plugin gathers what is rotated
+        rotated = _rotated(node) if key_index_of(node) is None else None  # the plugin gathers rotated keys
         if rotated is None:
             continue
         key = (node.graph, *(part.angles for part in rotated[0].parts))
@@ -70,7 +68,7 @@ def fuse_rotary(model: ir.Model) -> int:
 
 @dataclass(frozen=True)
 class _Heads:
-    """The shape of what is rotated: [B, N, H, D], or [B, H, N, D] where heads come first."""
+    """The shape of rotated tensors: [B, N, H, D], or [B, H, N, D] if heads come first."""
 
     shape: tuple[int | ir.SymbolicDim, ...]
     first: bool
@@ -85,7 +83,7 @@ class _Heads:
 
     @property
     def pairs(self) -> int:
-        """In each head."""
+        """Pairs of channels in each head."""
         channels = self.shape[3]
         assert isinstance(channels, int)  # see `_heads_of`
         return channels // 2
@@ -93,13 +91,13 @@ class _Heads:
 
 @dataclass(frozen=True)
 class _Rotation:
-    """What is rotated, and by which angles.
+    """A matched rotation.
 
     Attributes:
-        source: [B, N, H, D] or [B, H, N, D], or [B, N, H·D].
-        heads: the shape of what is rotated, one of the first two.
-        cos, sin: [1, N, 1, copies · D/2] or [1, 1, N, copies · D/2], also without axes of 1 in front.
-        copies: 1, or 2 where neighbours are to be the same number.
+        source: the input, [B, N, H, D], [B, H, N, D] or [B, N, H·D].
+        heads: its shape as heads.
+        cos, sin: [1, N, 1, copies · D/2] or [1, 1, N, copies · D/2], possibly without leading axes of 1.
+        copies: 1, or 2 if neighbours hold equal numbers.
     """
 
     source: ir.Value
@@ -110,33 +108,33 @@ class _Rotation:
 
     @property
     def angles(self) -> tuple[ir.Value, ir.Value, int]:
-        """What tells rows of a table from others."""
+        """Key of the table's rows."""
         return self.cos, self.sin, self.copies
 
 
 @dataclass(frozen=True)
 class _Unrotated:
-    """Tokens beside those that are rotated: source and shape as of these."""
+    """Tokens without rotation, next to rotated ones."""
 
     source: ir.Value
     heads: _Heads
 
     @property
     def angles(self) -> int | ir.SymbolicDim:
-        """As of a rotation: such rows differ in their number only."""
+        """Key of the table's rows: only their number matters."""
         return self.heads.tokens
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """All tokens of a node's q or k, in parts that follow each other; at least one is rotated."""
+    """All tokens of q or k in consecutive parts. At least one part is rotated."""
 
     parts: tuple[_Rotation | _Unrotated, ...]
     heads: _Heads
 
 
 def _rotated(node: ir.Node) -> tuple[_Tokens, _Tokens] | None:
-    """A node's q and k, if both are rotated, and alike."""
+    """Matches the rotations of q and k, if these are equal."""
     q, k = node.inputs[:2]
     if q is None or k is None or q.dtype not in HALF:
         return None
@@ -148,7 +146,7 @@ def _rotated(node: ir.Node) -> tuple[_Tokens, _Tokens] | None:
 
 
 def _tokens(value: ir.Value, heads_first: bool) -> _Tokens | None:
-    """How a value is rotated, as a whole or in parts, if it is."""
+    """Matches the rotation of a value, as a whole or in parts."""
     heads = _heads_of(value, heads_first)
     if heads is None:
         return None
@@ -163,7 +161,7 @@ def _tokens(value: ir.Value, heads_first: bool) -> _Tokens | None:
 
 
 def _part(value: ir.Value | None, heads_first: bool) -> _Rotation | _Unrotated | None:
-    """Tokens that are joined with others; None if it is not known how many."""
+    """Matches a part of the tokens; None if their number is unknown."""
     heads = _heads_of(value, heads_first)
     if value is None or heads is None or (isinstance(heads.tokens, ir.SymbolicDim) and heads.tokens.value is None):
         return None
@@ -175,11 +173,11 @@ def _part(value: ir.Value | None, heads_first: bool) -> _Rotation | _Unrotated |
 
 
 def _rotation(value: ir.Value, heads: _Heads) -> _Rotation | None:
-    """How a value is a rotation, if it is one that a plugin can apply."""
+    """Matches a rotation that the plugin supports."""
     found = _as_halves(value, heads) or _as_turn(value, heads)
     if found is None or not all(_is_of_tokens(table, heads, found.copies) for table in (found.cos, found.sin)):
         return None
-    # A rotation of wider numbers is not one of those that the plugin would be given.
+    # The plugin does not widen its inputs.
     return found if found.source.dtype == value.dtype and _is_seen_as(found.source, heads) else None
 
 
@@ -191,7 +189,7 @@ def _heads_of(value: ir.Value | None, heads_first: bool) -> _Heads | None:
 
 
 def _is_of_tokens(table: ir.Value, heads: _Heads, copies: int) -> bool:
-    """Whether a table has one row for each token, for all heads and batch elements, with so many copies of each number."""
+    """Return whether a table has one row per token, shared by heads and batch, with copies of each number."""
     if copies > 1 and not _holds_pairs(table):
         return False
     whole = [1, *((1, heads.tokens) if heads.first else (heads.tokens, 1)), copies * heads.pairs]
@@ -210,7 +208,7 @@ def _is_seen_as(source: ir.Value, heads: _Heads) -> bool:
 
 @dataclass(frozen=True)
 class _Term:
-    """One element of each pair of channels of a tensor, times a table."""
+    """One element of each pair of channels times a table."""
 
     source: ir.Value
     element: int
@@ -218,7 +216,7 @@ class _Term:
 
 
 def _as_halves(value: ir.Value, heads: _Heads) -> _Rotation | None:
-    """Pairs of x₀·cos − x₁·sin and x₁·cos + x₀·sin."""
+    """Matches pairs of x₀·cos − x₁·sin and x₁·cos + x₀·sin."""
     even, odd = _pairs(value, heads)
     difference, total = producer_of(without_casts(even), "Sub"), producer_of(without_casts(odd), "Add")
     if difference is None or total is None:
@@ -248,7 +246,7 @@ def _term(value: ir.Value | None, heads: _Heads) -> _Term | None:
 
 
 def _as_turn(value: ir.Value, heads: _Heads) -> _Rotation | None:
-    """x·cos + turned·sin."""
+    """Matches x·cos + turned·sin."""
     total = producer_of(without_casts(value), "Add")
     for straight, crossed in itertools.permutations(total.inputs if total is not None else (), 2):
         for turned, sin in factors_of(crossed):
@@ -262,7 +260,7 @@ def _as_turn(value: ir.Value, heads: _Heads) -> _Rotation | None:
 
 
 def _before_turn(value: ir.Value, heads: _Heads) -> ir.Value | None:
-    """What a value has the pairs (−x₁, x₀) of."""
+    """Returns x if a value has the pairs (−x₁, x₀)."""
     even, odd = _pairs(value, heads)
     negative = producer_of(without_casts(even), "Neg")
     if negative is None or odd is None:
@@ -274,7 +272,7 @@ def _before_turn(value: ir.Value, heads: _Heads) -> ir.Value | None:
 
 
 def _holds_pairs(value: ir.Value | None) -> bool:
-    """Whether it is certain that neighbours along the last axis, 2i and 2i + 1, are the same number."""
+    """Return whether neighbours 2i and 2i + 1 along the last axis are certainly equal."""
     if value is None or not _has_even_width(value):
         return False
     numbers = constant_of(value)
@@ -283,12 +281,12 @@ def _holds_pairs(value: ir.Value | None) -> bool:
     node = value.producer()
     if node is None or node.domain:
         return False
-    if node.op_type == "Concat":  # along whichever axis, since all are of even width
+    if node.op_type == "Concat":  # along any axis: all widths are even
         return all(_holds_pairs(part) for part in node.inputs)
     source = node.inputs[0] if node.inputs else None
-    if node.op_type == "Expand":  # of one number
+    if node.op_type == "Expand":  # of a single number
         return source is not None and source.shape is not None and list(source.shape[-1:]) == [1]
-    # Number by number, or with all numbers in the order in which they lie, which keeps pairs that rows do not cut.
+    # Elementwise operators and views keep pairs, as all widths are even.
     return node.op_type in ("Cast", "Cos", "Sin", "Reshape", "Squeeze", "Unsqueeze") and _holds_pairs(source)
 
 
@@ -301,7 +299,7 @@ def _has_even_width(value: ir.Value) -> bool:
 
 
 def _pairs(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value | None, ir.Value | None]:
-    """The even and the odd channels of a value that interleaves two tensors; None where it does not."""
+    """Returns the even and odd channels of a value that interleaves two tensors, else None twice."""
     value = without_casts(value)
     reshape = producer_of(value, "Reshape")
     if value is None or reshape is None or not is_same_shape(value.shape, heads.shape):
@@ -316,7 +314,7 @@ def _pairs(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value | None, ir.V
 
 
 def _half(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value, int] | None:
-    """The tensor whose even channels (0) or odd ones (1) a value is."""
+    """Returns the tensor whose even (0) or odd (1) channels a value holds."""
     found = element_of(before_widening(value))
     if found is None:
         return None
@@ -327,7 +325,7 @@ def _half(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value, int] | None:
 
 
 def _source(value: ir.Value) -> ir.Value:
-    """The same numbers in the same order, before reshapes and casts that change none."""
+    """Returns a value before reshapes and lossless casts."""
     while (reshape := producer_of(before_widening(value), "Reshape")) is not None and reshape.inputs[0] is not None:
         value = reshape.inputs[0]
     widened = before_widening(value)
@@ -335,11 +333,11 @@ def _source(value: ir.Value) -> ir.Value:
     return widened
 
 
-# What the plugin gets ---------------------------------------------------------------------------------------------------
+# Inputs of the plugin ---------------------------------------------------------------------------------------------------
 
 
 def _source_of(node: ir.Node, tokens: _Tokens) -> ir.Value:
-    """All tokens before they are rotated, in the shape of the result, in front of a node."""
+    """Returns the unrotated tokens in the shape of the result, in front of a node."""
     heads = tokens.heads
     if len(tokens.parts) == 1:
         return _as_heads(node, tokens.parts[0].source, heads)
@@ -355,18 +353,18 @@ def _source_of(node: ir.Node, tokens: _Tokens) -> ir.Value:
 
 
 def _cut_in_parts(tokens: _Tokens) -> ir.Value | None:
-    """The tensor that the parts are slices of, each beginning where the one before ends, if it has no more tokens than these."""
+    """Returns the tensor whose consecutive slices are all of the parts."""
     cuts = cuts_of([part.source for part in tokens.parts], tokens.heads.token_axis)
     return cuts[0][0] if cuts and _is_seen_as(cuts[0][0], tokens.heads) else None
 
 
 def _as_heads(node: ir.Node, source: ir.Value, heads: _Heads) -> ir.Value:
-    """A source in the shape that it is seen as, in front of a node."""
+    """Reshapes a source to heads, in front of a node."""
     assert node.graph is not None
     if is_same_shape(source.shape, heads.shape):
         return source
     tape = Tape()
-    sizes = _constant(tape, np.array([0, 0, *heads.shape[2:]], np.int64))  # 0: as it is
+    sizes = _constant(tape, np.array([0, 0, *heads.shape[2:]], np.int64))  # 0: as in the input
     seen = _op(tape, "Reshape", [source, sizes], source.type)
     seen.shape = ir.Shape(heads.shape)
     node.graph.insert_before(node, tape.nodes)
@@ -377,7 +375,7 @@ _INT64, _SINGLE = ir.TensorType(ir.DataType.INT64), ir.TensorType(ir.DataType.FL
 
 
 def _table(node: ir.Node, tokens: _Tokens) -> ir.Value:
-    """FP32 [N, D/2, 2] in front of a node."""
+    """Computes the table, FP32 [N, D/2, 2], in front of a node."""
     assert node.graph is not None
     tape = Tape()
     parts = [
@@ -390,7 +388,7 @@ def _table(node: ir.Node, tokens: _Tokens) -> ir.Value:
 
 
 def _rows(tape: Tape, rotation: _Rotation) -> ir.Value:
-    """Of a table, for the tokens of a rotation."""
+    """Computes the table's rows of a rotation."""
     columns = []
     for numbers in (rotation.cos, rotation.sin):
         pairs = _constant(tape, np.array([-1, rotation.heads.pairs, rotation.copies]))
@@ -403,7 +401,7 @@ def _rows(tape: Tape, rotation: _Rotation) -> ir.Value:
 
 
 def _rows_of_no_rotation(tape: Tape, part: _Unrotated) -> ir.Value:
-    """cos = 1 and sin = 0, which change no finite number; constant where it is known for how many tokens."""
+    """Returns rows of cos = 1 and sin = 0, constant if the number of tokens is fixed."""
     heads, count = part.heads, part.heads.tokens
     row = np.tile(np.array([1, 0], np.float32), (1, heads.pairs, 1))
     if isinstance(count, int):

@@ -1,10 +1,8 @@
-"""One product for the keys and values of all cross-attention of one tensor.
+"""Computes the keys and values of all cross-attention of one tensor as one product.
 
-The cross-attentions of a U-Net project one text, and TensorRT computes projections of one tensor as few wide products. For
-plugins that want tensors of their own it computes them one by one and copies each out: on an H200 three kernels of 14 µs
-together at each of SDXL's 70 sites, and the time between them. The plugin reads the heads of its site where they lie, in [B,
-Nk, P, D]: P heads, the keys and the values of site after site. That tensor stays in memory from its first site to its last, so
-very many sites have more than one.
+The cross-attentions of a U-Net project the same text. For plugins with inputs of their own TensorRT computes these projections
+one by one, and copies each. The plugin reads the heads of its site in a shared tensor [B, Nk, P, D], whose P heads are the keys
+and the values of site after site. That tensor lives from its first to its last site, so that very many sites have several.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from trtconvert.export.lowering.projections import Projection, join, projection
 from trtconvert.export.nodes.attention import attention_nodes
 
 KV_HEADS, K_HEAD, V_HEAD = "kv_heads", "k_head", "v_head"
-"""Attributes of a node whose k and v are one tensor: of how many heads its keys and its values are, and the first of each."""
+"""Attributes of a node with shared k and v: number of its heads, first head of its keys, first head of its values."""
 
 WIDEST = 1 << 30
-"""Bytes of the weights of one product, which are in memory together while they are written, and whose result is from its first
-site to its last. The 70 sites of SDXL have 0.7 GB. The 40 of Wan 2.1 14B have 4.2, whose result for 512 tokens of text is 0.4."""
+"""Largest bytes of the weights of one product: they are in memory together while they are written. SDXL has 0.7 GB in 70 sites,
+Wan 2.1 14B 4.2 GB in 40."""
 
 
 @dataclass(frozen=True)
 class _Site:
-    """A node with keys and values of its own: projections of one tensor, which its queries are not of."""
+    """A cross-attention node: its keys and values are projections of one tensor, its queries are not."""
 
     node: ir.Node
     keys: Projection
@@ -37,20 +35,18 @@ class _Site:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
         tensors = (part.weight.const_value for part in (self.keys, self.values))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def share_projections(model: ir.Model) -> int:
-    """Give nodes one tensor [B, Nk, P, D] for the keys and values of all that project the same tensor, up to `WIDEST`, with
-    attributes that tell which of its P heads are theirs.
+    """Gives all nodes with keys and values of one tensor a shared projection [B, Nk, P, D], up to `WIDEST`.
 
-    Nodes whose queries are of that tensor as well, self-attention, are left: `pack_projections` comes first. The weights get
-    another name: not for engines whose weights are to be replaced.
+    Attributes tell the nodes their heads. Self-attention is skipped: `pack_projections` runs first. Weights are renamed: not for
+    refittable engines.
 
     Returns:
-        How many nodes read such a tensor.
+        The number of changed nodes.
     """
     groups: dict[tuple[object, ...], list[_Site]] = defaultdict(list)
     for node in attention_nodes(model).values():
@@ -78,12 +74,12 @@ def _site(node: ir.Node) -> _Site | None:
 
 
 def _kind(part: Projection) -> tuple[object, ...]:
-    """What projections agree in that one product can compute, as heads of one size."""
+    """Returns the properties that projections of one product must share."""
     return part.x, part.weight.dtype, part.bias is None, part.head_dim
 
 
 def _by_size(sites: Sequence[_Site]) -> list[list[_Site]]:
-    """Sites in graph order, those together whose weights are `WIDEST` at most; a site that has more is alone."""
+    """Groups sites in graph order so that the weights of each group have at most `WIDEST` bytes, if possible."""
     groups, size = list[list[_Site]](), 0
     for site in sites:
         if not groups or size + site.nbytes > WIDEST:
@@ -95,7 +91,7 @@ def _by_size(sites: Sequence[_Site]) -> list[list[_Site]]:
 
 
 def _share(sites: Sequence[_Site]) -> None:
-    """Compute what sites in graph order project in front of the first of them."""
+    """Computes the projections of sites, which are in graph order, in front of the first site."""
     parts = [part for site in sites for part in (site.keys, site.values)]
     heads = sum(part.heads for part in parts)
     shared = join(parts, [heads, parts[0].head_dim], before=sites[0].node)

@@ -1,4 +1,4 @@
-"""Tokens that follow each other: text and image that attend to each other, joined along one axis."""
+"""Runs of tokens, such as text and image, that are concatenated along the token axis."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trtconvert.export.matching import producer_of
 
 
 def runs_of(value: ir.Value | None, axis: int) -> list[ir.Value | None]:
-    """The tensors of four axes that a value joins along one of them, which is counted from the first: itself, if none."""
+    """Returns the inputs of a Concat of rank 4 along an axis, or the value itself."""
     join = producer_of(value, "Concat")
     return list(join.inputs) if join is not None and join.attributes["axis"].as_int() % 4 == axis else [value]
 
 
 def one_after_another(runs: Sequence[ir.Value], axis: int, before: ir.Node) -> ir.Value:
-    """Tensors joined along an axis, counted from the first, in front of a node: the tensor itself, if there is one."""
+    """Concatenates tensors along an axis, in front of a node. A single tensor is returned as it is."""
     if len(runs) == 1:
         return runs[0]
     join = ir.node("Concat", runs, {"axis": axis})

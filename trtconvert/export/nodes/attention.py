@@ -1,4 +1,4 @@
-"""The `Int8Attention` nodes of a graph, as the lowerings see them."""
+"""Queries of the `Int8Attention` nodes of a graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, KEY_INDEX
 from trtconvert.export.nodes.common import DOMAIN, SITE_METADATA
 
 APPENDED = (BLOCK_MASK, KEY_INDEX, "rotary", "norm")
-"""Inputs after the mask, in this order. Each is there where the node has an attribute of its name. The last two only the plugin
-knows."""
+"""Optional inputs after the mask, in order. A node with one has an attribute of its name. Only the plugin has the last two."""
 
 
 def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
-    """The nodes by the name of their site, in graph order."""
+    """Returns the nodes by site, in graph order."""
     return {
         node.metadata_props.get(SITE_METADATA) or node.name or f"node {index}": node
         for index, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))
@@ -25,23 +24,23 @@ def attention_nodes(model: ir.Model) -> dict[str, ir.Node]:
 
 
 def is_attention(node: ir.Node | None) -> bool:
-    """Whether there is a node, and it is an `Int8Attention` node."""
+    """Return whether a node is an `Int8Attention` node."""
     return node is not None and node.domain == DOMAIN and node.op_type == OP
 
 
 def require_attention_nodes(model: ir.Model, sites: Collection[str] | None = None) -> dict[str, ir.Node]:
-    """As `attention_nodes`, at least one; those of some sites, where they are given.
+    """Returns the nodes of `attention_nodes`, or those of given sites.
 
     Raises:
-        UserError: the graph holds none, or none for one of the sites.
+        UserError: the graph has no such node, or lacks a site.
     """
     nodes = attention_nodes(model)
     if not nodes:
         raise UserError(
             f"the ONNX model holds no {DOMAIN}::{OP} node",
-            expected="a model that trtconvert exported, not lowered to native attention",
+            expected="a model exported by trtconvert, before the native lowering",
             got=f"{sum(1 for _ in model.graph)} other nodes",
-            remedy="build it with `trtconvert build`, and take the denoiser.onnx of the bundle",
+            remedy="build the model with `trtconvert build`, and use the denoiser.onnx of the bundle",
         )
     if sites is None:
         return nodes
@@ -56,17 +55,17 @@ def require_attention_nodes(model: ir.Model, sites: Collection[str] | None = Non
 
 
 def mask_of(node: ir.Node) -> ir.Value | None:
-    """The node's mask input, if it has one."""
+    """Returns the node's mask, if any."""
     return node.inputs[len(INPUTS)] if len(node.inputs) > len(INPUTS) + len(_appended(node)) else None
 
 
 def block_mask_of(node: ir.Node) -> ir.Value | None:
-    """The node's block mask [B or 1, H or 1, ⌈Nq/128⌉, ⌈Nk/128⌉], if it has one."""
+    """Returns the node's block mask [B or 1, H or 1, ⌈Nq/128⌉, ⌈Nk/128⌉], if any."""
     return _appended_input(node, BLOCK_MASK)
 
 
 def key_index_of(node: ir.Node) -> ir.Value | None:
-    """The rows [B, Hkv, K] of k and v that the node attends to, if it has not all."""
+    """Returns the indices [B, Hkv, K] of the rows of k and v that the node attends to, if any."""
     return _appended_input(node, KEY_INDEX)
 
 
@@ -80,8 +79,7 @@ def _appended_input(node: ir.Node, name: str) -> ir.Value | None:
 
 
 def append_input(node: ir.Node, name: str, value: ir.Value) -> None:
-    """Give a node the next one of the inputs `APPENDED`, and the attribute that tells: none that comes later in their order may
-    be there."""
+    """Appends one of the inputs `APPENDED` with its attribute. The node must not have a later one."""
     position = len(node.inputs)
     node.resize_inputs(position + 1)
     node.replace_input_with(position, value)
@@ -89,7 +87,7 @@ def append_input(node: ir.Node, name: str, value: ir.Value) -> None:
 
 
 def variant_of(node: ir.Node) -> Variant:
-    """The variant of the body that a node needs, from its attributes and its masks."""
+    """Returns the variant of the body of a node."""
     mask = mask_of(node)
     kind = "none" if mask is None else "boolean" if mask.dtype == ir.DataType.BOOL else "additive"
     layout, scaling = (node.attributes[name].as_string() for name in ("layout", "scaling"))

@@ -1,9 +1,8 @@
 """The body of `trtconvert::Int8Attention`: the op's arithmetic in standard ONNX operators.
 
-The body is the executable specification. ONNX Runtime runs it anywhere, so the INT8 numerics of a model are seen without a
-GPU; TensorRT never does, because the `plugin` lowering strips it. It follows `trtconvert.attention.reference` line by line;
-a change there belongs here as well. All arithmetic is FP32: an INT8 product of at most 256 elements and a u8·s8 sum over
-128 keys are exact in it. E4M3 is a cast there and back, which rounds to nearest even and saturates.
+The body is an executable specification for ONNX Runtime: it shows the INT8 numerics without a GPU. TensorRT never runs it: the
+`plugin` lowering removes it. The body follows `trtconvert.attention.reference` line by line; change both together. All arithmetic
+is FP32, which is exact for INT8 products of up to 256 elements and u8·s8 sums over 128 keys. E4M3 is a cast there and back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import onnx
 import onnx.parser
 
 from trtconvert.attention.reference import BLOCK, FP8_EXPONENT, LOG2_E, MIN_TOKEN_SCALE, TILE, TINY_SCALE
-from trtconvert.export.nodes.common import DOMAIN, OPSET
+from trtconvert.export.nodes.common import DOMAIN, OPSET, TIMESTEP_BIN
 
 OP = "Int8Attention"
 INPUTS = ("q", "k", "v", "timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes")
@@ -27,7 +26,7 @@ ATTRIBUTES = ("layout", "softmax_scale", "timestep_max", "scaling", "smooth_k")
 
 @dataclass(frozen=True)
 class Variant:
-    """What changes the body's structure; numbers stay attributes. Variants share the op type and differ in the overload."""
+    """The properties that change the body's structure. Variants share the op type and differ in the overload."""
 
     layout: Literal["BHND", "BNHD"] = "BHND"
     scaling: Literal["calibrated", "dynamic"] = "calibrated"
@@ -43,12 +42,12 @@ class Variant:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The optional inputs behind the mask. A node has an attribute of the same name, 1, for each."""
+        """Returns the optional inputs after the mask. The node has an attribute of the same name, 1, for each."""
         return tuple(name for name in (BLOCK_MASK, KEY_INDEX) if getattr(self, name))
 
 
 def function_body(variant: Variant) -> onnx.FunctionProto:
-    """The FunctionProto of one variant."""
+    """Returns the FunctionProto of a variant."""
     masked = variant.mask != "none"
     inputs = ", ".join((*INPUTS, *([MASK] if masked else []), *variant.flags))
     k, v = ("k_given", "v_given") if variant.key_index else ("k_bhnd", "v_bhnd")
@@ -120,7 +119,7 @@ _HEADS_FIRST = {
 """,
 }
 
-# The rows of k and v that there are.
+# The given rows of k and v.
 _GATHER = """
         key_rows = Cast<to = 7>(key_index)
         key_places = Unsqueeze(key_rows, minus_one)
@@ -128,7 +127,7 @@ _GATHER = """
         v_bhnd = GatherND<batch_dims = 2>(v_given, key_places)
 """
 
-# Heads are seen as [B, Hkv, G, N, D], G query heads to each key and value head.
+# Heads have the shape [B, Hkv, G, N, D], G query heads for each key and value head.
 _SHAPES = """
         q_shape = Shape(q_bhnd)
         batch = Shape<start = 0, end = 1>(q_bhnd)
@@ -152,7 +151,7 @@ _SHAPES = """
         untiled = Concat<axis = 0>(zero_i, zero_i, zero_i, zero_i, minus_one)
 """
 
-# What is not finite is taken out; which rows it reaches, in 1 and 0.
+# Non-finite numbers become 0, and are marked by 1.
 _BROKEN = "".join(
     f"""
         {x}_nan = IsNaN({x}_all)
@@ -176,7 +175,7 @@ _REACHED = """
         channels_of_values = ReduceMax<keepdims = 1>(v_marked, token_axis)
 """
 
-# Of the keys that a query's blocks have.
+# Only keys in a query's blocks count.
 _REACHED_IN_BLOCKS = """
         computed = Cast<to = 1>(block_grouped)
         rows_of_keys = MatMul(computed, k_token_marked)
@@ -184,22 +183,11 @@ _REACHED_IN_BLOCKS = """
         channels_of_values = MatMul(computed, v_marked)
 """
 
-_TABLES = """
-        bins_i = Shape(modes)
-        bins = Cast<to = 1>(bins_i)
-        t = Cast<to = 1>(timestep)
-        t_bins = Mul(t, bins)
-        t_over = Div(t_bins, last_timestep)
-        t_floor = Floor(t_over)
-        last_bin = Sub(bins, one)
-        t_nan = IsNaN(t)
-        t_low = Max(t_floor, zero)
-        t_clamped = Min(t_low, last_bin)
-        t_known = Where(t_nan, zero, t_clamped)
-        bin = Cast<to = 7>(t_known)
+_TABLES = f"""
+        {TIMESTEP_BIN}
         mode_rows = Gather<axis = 0>(modes, bin)
         mode_float = Cast<to = 1>(mode_rows)
-        per_batch = Constant<value = int64[5] {-1, 1, 1, 1, 1}>()
+        per_batch = Constant<value = int64[5] {{-1, 1, 1, 1, 1}}>()
         mode = Reshape(mode_float, per_batch)
         is_int8 = Greater(mode, zero)
         scaled_values = GreaterOrEqual(mode, two)
@@ -259,7 +247,7 @@ _SCALES = {
 """,
 }
 
-# Mode 0 multiplies the inputs, the others their INT8 images; one product serves both.
+# Mode 0 multiplies the inputs, the others INT8 codes, with one product for both.
 _FIRST_PRODUCT = """
         q_over = Div(q_heads, q_step)
         q_round = Round(q_over)
@@ -295,7 +283,7 @@ _MASKS = {
     + "        mask_float = Cast<to = 1>(mask_grouped)\n        z_masked = Add(logits, mask_float)",
 }
 
-# A block mask, written out for every query and key.
+# Expands a block mask to every query and key.
 _BLOCKS = f"""
         block = Constant<value = int64 {{{BLOCK}}}>()
         first_place = Constant<value = int64 {{0}}>()
@@ -313,8 +301,8 @@ _BLOCKS = f"""
         z = Where(block_grouped, z_masked, hidden)
 """
 
-# Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; mode 4 E4M3 by E4M3, the weights relative to a power of two of
-# each row. The row sum is that of the unquantised weights but in modes 3 and 4.
+# Modes 2 and 3 multiply u8 weights by INT8 values by tile. Mode 4 multiplies E4M3 by E4M3, with weights relative to a power of
+# two per row. Modes 3 and 4 sum the quantised weights, the others the unquantised ones.
 _SECOND_PRODUCT = """
         v_moved = Sub(v_heads, v_offset_row)
         v_equal = Div(v_moved, v_scale_row)

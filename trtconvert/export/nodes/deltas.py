@@ -1,26 +1,27 @@
 """Nodes of layers that quantise the deltas of their input between steps (MoDiff), and their bodies in standard operators.
 
-`QuantiseChange` gives codes and the new cache of what is read; `LinearOfChange` and `ConvOfChange` add the product of the
-codes to the cache of what the layer gives. Layers that read one tensor have one `QuantiseChange`. The bodies follow
-`trtconvert.linear.deltas` line by line, with exact products by MatMulInteger and ConvInteger, and ONNX Runtime runs them.
+`QuantiseChange` returns codes and the new cache of the input; `LinearOfChange` and `ConvOfChange` add the product of the codes to
+the cache of the output. An input group has one `QuantiseChange`. The bodies follow `trtconvert.linear.deltas` line by line, with
+MatMulInteger and ConvInteger, for ONNX Runtime.
 
 | input | shape, type | meaning |
 | --- | --- | --- |
 | x | [B · n, …]; FP16, BF16 or FP32 | |
-| x_factor | of a shape that is broadcast to x's, FP32 | x̂ = x · x_factor |
-| a_hat | [B, …] of as many numbers as x; FP16 or FP32 | cache of x̂ |
-| begins | [B] BOOL | the sample's caches are not read |
-| scales | [B, S] FP32 | of the codes, for each sample and each of the tensors that layers read |
+| x_factor | broadcasts to x, FP32 | x̂ = x · x_factor |
+| a_hat | [B, …] with the elements of x; FP16 or FP32 | cache of x̂ |
+| begins | [B] BOOL | reset: the sample's caches are not read |
+| scales | [B, S] FP32 | of the codes, by sample and input group |
 
-gives q, INT8 of x's shape, and the new a_hat; -128 and NaN where x̂ - a_hat is not finite. Of q the others make the new o_hat:
+Results: q, INT8 of x's shape, and the new a_hat; -128 and NaN where x̂ - a_hat is not finite. The other nodes compute the new
+o_hat:
 
 | input | shape, type | meaning |
 | --- | --- | --- |
 | q, scales, begins | as above | |
 | weight, weight_scale, bias | [N, K, *kernel] INT8, [N] FP32, [N] FP32 | |
-| o_hat | [B, …] of as many numbers as the layer gives; FP16 or FP32 | cache of what it gives |
+| o_hat | [B, …] with the elements of the output; FP16 or FP32 | cache of the output |
 
-Attributes: `place`, the column of scales; of ConvOfChange `strides`, and `pads`, which are the same on both sides of an axis.
+Attributes: `place`, the column of scales; of ConvOfChange `strides` and `pads`, equal on both sides of an axis.
 """
 
 from __future__ import annotations
@@ -38,46 +39,46 @@ QUANTISE, LINEAR, CONV = "QuantiseChange", "LinearOfChange", "ConvOfChange"
 PRODUCTS = (LINEAR, CONV)
 
 LARGEST = "trtconvert.largest"
-"""Metadata key of `QuantiseChange`: the largest of its scales, whatever the timestep."""
+"""Metadata key of `QuantiseChange`: its largest scale over all timesteps."""
 
 QUANTISE_INPUTS = ("x", "x_factor", "a_hat", "begins", "scales")
 PRODUCT_INPUTS = ("q", "scales", "begins", "weight", "weight_scale", "bias", "o_hat")
 
 
 def delta_nodes(model: ir.Model) -> list[ir.Node]:
-    """All of them, in graph order."""
+    """Returns the nodes in graph order."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     return [node for node in nodes if node.domain == DOMAIN and node.op_type in (QUANTISE, *PRODUCTS)]
 
 
 def modulated_layers(model: ir.Model) -> dict[str, ir.Node]:
-    """The nodes of `PRODUCTS` by the name of their layer, in graph order."""
+    """Returns the nodes of `PRODUCTS` by layer, in graph order."""
     return {node.metadata_props[LAYER_METADATA]: node for node in delta_nodes(model) if node.op_type in PRODUCTS}
 
 
 def inputs_of(node: ir.Node) -> dict[str, ir.Value]:
-    """The inputs of a node by name."""
+    """Returns the inputs of a node by name."""
     names = QUANTISE_INPUTS if node.op_type == QUANTISE else PRODUCT_INPUTS
     return {name: value for name, value in zip(names, node.inputs, strict=True) if value is not None}
 
 
 def cache_of(node: ir.Node) -> ir.Value:
-    """The cache that a node reads."""
+    """Returns the cache that a node reads."""
     return inputs_of(node)["a_hat" if node.op_type == QUANTISE else "o_hat"]
 
 
 def sizes_of(node: ir.Node) -> int:
-    """Axes of the images of a convolution; 0 of others."""
+    """Returns the number of spatial axes of a convolution, else 0."""
     return len(node.attributes["strides"].as_ints()) if node.op_type == CONV else 0
 
 
 def overload_of(node: ir.Node) -> str:
-    """What tells the bodies of one operator from each other."""
+    """Returns the overload of a node's body."""
     return f"{sizes}d" if (sizes := sizes_of(node)) else ""
 
 
 def delta_body(op: str, sizes: int) -> onnx.FunctionProto:
-    """The FunctionProto of one operator.
+    """Returns the FunctionProto of an operator.
 
     Args:
         sizes: see `sizes_of`.
@@ -95,9 +96,9 @@ def delta_body(op: str, sizes: int) -> onnx.FunctionProto:
         batch = Shape(begins)
         of_samples = Concat<axis = 0>(batch, minus_one)
         anew = Reshape(begins, column)
-        of_source = Constant<value_int: int = @place>()
-        source_scale = Gather<axis = 1>(scales, of_source)
-        scale = Reshape(source_scale, column)
+        of_group = Constant<value_int: int = @place>()
+        group_scale = Gather<axis = 1>(scales, of_group)
+        scale = Reshape(group_scale, column)
         {lines}
     }}""")
     function.overload = f"{sizes}d" if sizes else ""

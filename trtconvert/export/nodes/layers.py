@@ -1,7 +1,7 @@
 """The `Int8Linear` and `Int8Conv` nodes of a graph, and their bodies in standard ONNX operators.
 
-A body is the executable specification, as attention's is: it follows `trtconvert.linear.reference` line by line, with products by
-MatMulInteger and ConvInteger, and ONNX Runtime runs it anywhere.
+A body is an executable specification for ONNX Runtime. It follows `trtconvert.linear.reference` line by line, with MatMulInteger
+and ConvInteger.
 
 | input | shape, type | meaning |
 | --- | --- | --- |
@@ -11,7 +11,7 @@ MatMulInteger and ConvInteger, and ONNX Runtime runs it anywhere.
 | x_factor, x_offset | [K] FP32 | x̂ = (x − x_offset) · x_factor; a convolution has no x_offset |
 | x_scale | [T] FP32 | of x̂ in each timestep bin, for mode 3 |
 | modes | [T] INT32 | `LayerMode` of each timestep bin |
-| timestep | [B] FP32, left out where T = 1 | what the denoiser is given |
+| timestep | [B] FP32, absent if T = 1 | of the denoiser |
 
 Attributes: `timestep_max`; of a convolution `strides`, and `pads`, which are the same on both sides of an axis.
 """
@@ -25,7 +25,7 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 
-from trtconvert.export.nodes.common import DOMAIN, OPSET, marked_windows
+from trtconvert.export.nodes.common import DOMAIN, OPSET, TIMESTEP_BIN, marked_windows
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, TINY_SCALE, LayerTables
 
@@ -33,30 +33,30 @@ LINEAR, CONV = "Int8Linear", "Int8Conv"
 OPERATORS = (LINEAR, CONV)
 
 LAYER_METADATA = "trtconvert.layer"
-"""Metadata keys of a node: the name of the layer that it stands for,"""
+"""Metadata key of a node: name of its layer."""
 INPUT_GROUP_METADATA = "trtconvert.source"
-"""and of the first layer that reads the same tensor,"""
+"""Metadata key: name of the first layer that reads the same tensor."""
 WEIGHT_METADATA, BIAS_METADATA = "trtconvert.weight", "trtconvert.bias"
-"""and of its weight and bias in the state dict, where they are whole tensors of it."""
+"""Metadata keys: names of weight and bias in the state dict, if they are whole tensors of it."""
 
 TABLES = tuple(field.name for field in fields(LayerTables))
 TIMESTEP = "timestep"
 
 
 def table_names(op: str) -> tuple[str, ...]:
-    """Inputs of an operator between x and the timestep, in order."""
+    """Returns the inputs of an operator between x and the timestep, in order."""
     return tuple(name for name in TABLES if op == LINEAR or name != "x_offset")
 
 
 @dataclass(frozen=True)
 class LayerVariant:
-    """What changes a body's structure. Variants share the op type and differ in the overload.
+    """The properties that change a body's structure. Variants share the op type and differ in the overload.
 
     Attributes:
         op: of `OPERATORS`.
-        modes: those of the table, in order.
-        timed: whether there is a timestep.
-        sizes: of a convolution.
+        modes: of the table, ascending.
+        timed: whether the node has a timestep.
+        sizes: spatial axes of a convolution, else 0.
     """
 
     op: str
@@ -71,7 +71,7 @@ class LayerVariant:
 
 
 def layer_nodes(model: ir.Model) -> dict[str, ir.Node]:
-    """The nodes by the name of their layer, in graph order."""
+    """Returns the nodes by layer, in graph order."""
     return {
         node.metadata_props.get(LAYER_METADATA) or node.name or f"node {index}": node
         for index, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph))
@@ -80,7 +80,7 @@ def layer_nodes(model: ir.Model) -> dict[str, ir.Node]:
 
 
 def is_layer(node: ir.Node | None) -> bool:
-    """Whether there is a node, and it is one of `OPERATORS` with tables."""
+    """Return whether a node is one of `OPERATORS` with tables. Plugins of the same type have no metadata."""
     return (
         node is not None
         and node.domain == DOMAIN
@@ -90,20 +90,20 @@ def is_layer(node: ir.Node | None) -> bool:
 
 
 def inputs_of(node: ir.Node) -> dict[str, ir.Value]:
-    """The inputs of a node by name; the timestep where it has one."""
+    """Returns the inputs of a node by name."""
     names = ("x", *table_names(node.op_type), TIMESTEP)
     return {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
 
 
 def table_of(value: ir.Value) -> np.ndarray:
-    """The numbers of a constant input."""
+    """Returns the numbers of a constant input."""
     tensor = ir.convenience.get_const_tensor(value)
     assert tensor is not None  # the tables are initialisers
     return tensor.numpy()
 
 
 def variant_of_layer(node: ir.Node) -> LayerVariant:
-    """The variant of the body that a node needs."""
+    """Returns the variant of the body of a node."""
     inputs = inputs_of(node)
     modes = tuple(LayerMode(mode) for mode in sorted(set(table_of(inputs["modes"]).tolist())))
     sizes = len(node.attributes["strides"].as_ints()) if node.op_type == CONV else 0
@@ -111,7 +111,7 @@ def variant_of_layer(node: ir.Node) -> LayerVariant:
 
 
 def layer_body(variant: LayerVariant) -> onnx.FunctionProto:
-    """The FunctionProto of one variant."""
+    """Returns the FunctionProto of a variant."""
     conv = variant.op == CONV
     names = ("x", *table_names(variant.op), *((TIMESTEP,) if variant.timed else ()))
     attributes = ("timestep_max", *(("strides", "pads") if conv else ()))
@@ -128,7 +128,7 @@ def layer_body(variant: LayerVariant) -> onnx.FunctionProto:
 
 
 def check_modes(tables: LayerTables) -> str:
-    """What keeps a layer's table of modes from being used; empty if nothing."""
+    """Returns what is wrong with a layer's modes, "" if nothing."""
     known = {int(mode) for mode in LayerMode} - {int(LayerMode.EXACT)}
     return "" if set(tables.modes.tolist()) <= known else f"a mode that is not one of {sorted(known)}"
 
@@ -150,20 +150,9 @@ _CONSTANTS = f"""
         x_float = Cast<to = 1>(x)
 """
 
-_TIMED = """
+_TIMED = f"""
         last_timestep = Constant<value_float: float = @timestep_max>()
-        bins_i = Shape(modes)
-        bins = Cast<to = 1>(bins_i)
-        t = Cast<to = 1>(timestep)
-        t_bins = Mul(t, bins)
-        t_over = Div(t_bins, last_timestep)
-        t_floor = Floor(t_over)
-        last_bin = Sub(bins, one)
-        t_nan = IsNaN(t)
-        t_low = Max(t_floor, zero)
-        t_clamped = Min(t_low, last_bin)
-        t_known = Where(t_nan, zero, t_clamped)
-        bin = Cast<to = 7>(t_known)
+        {TIMESTEP_BIN}
         batch = Shape(bin)
 """
 
@@ -186,10 +175,9 @@ _MODE = """
 
 
 def _linear(variant: LayerVariant) -> str:
-    """Rows are seen as [B, n, K]: those of each sample beside each other.
+    """Returns the lines of a linear layer. Rows have the shape [B, n, K].
 
-    The scales are not multiplied with each other first: ONNX Runtime 1.31 then fuses all into MatMulIntegerToFloat, which takes a
-    scale for each row for one of all rows.
+    The two scales are not multiplied first: ONNX Runtime 1.31 would fuse MatMulIntegerToFloat, which misreads scales per row.
     """
     modes = variant.modes
     lines = [
@@ -268,7 +256,7 @@ def _linear(variant: LayerVariant) -> str:
 
 
 def _conv(variant: LayerVariant) -> str:
-    """Images are seen as [B, all of a sample] where a scale of the sample meets them."""
+    """Returns the lines of a convolution. Images are [B, -1] where they are scaled per sample."""
     modes, ones = variant.modes, ", ".join(["1"] * variant.sizes)
     lines = [
         f"""

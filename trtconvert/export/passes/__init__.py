@@ -1,7 +1,7 @@
-"""What mends torch's export, one pass a file: each rewrites a model in place and counts what it changed.
+"""Passes that repair torch's export. Each rewrites a model in place and returns the number of its changes.
 
-`trace` runs the two lists in their order, with the exporter's own optimisation between them. Ahead of both, and only where the
-exporter refuses a model, `autocast_regions` and `complex_pairs` rewrite torch's program.
+`torch_export` runs both lists, with the exporter's optimisation between them. If the exporter refuses a model, `autocast_regions`
+and `complex_pairs` rewrite torch's program first.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from trtconvert.export.passes.squeezes import drop_idle_squeezes
 Pass = Callable[[ir.Model], int]
 
 BEFORE_OPTIMISATION: tuple[Pass, ...] = (
-    # None of these changes what another one looks at: any order would do.
+    # Independent of each other.
     drop_idle_squeezes,
     promote_concats,
     choose_by_logic,
-    fold_sizes,  # constants that the optimisation folds on from
-    keep_epsilons,  # which the optimisation would leave out
+    fold_sizes,  # gives the optimisation more constants
+    keep_epsilons,  # the optimisation would remove them
 )
 AFTER_OPTIMISATION: tuple[Pass, ...] = (
-    # The first three match positions that are constants, and transposes none of which undoes another.
-    join_interleaves,  # before overwrites: of an axis of two, each half is also a run of rows
+    # The first three match constant positions, and need cancelled transposes.
+    join_interleaves,  # before overwrites, which match the halves of an axis of two
     join_overwritten,
-    drop_rejoins,  # of the concatenations that the two before leave as well
-    leave_out_default_reductions,  # last: joining reads the attribute
+    drop_rejoins,  # also matches the Concats of the two before
+    leave_out_default_reductions,  # last: the joins read the attribute
 )

@@ -1,7 +1,7 @@
-"""Regions in which a model switches autocast off, as part of the program around them.
+"""Inlines regions that switch autocast off.
 
-Models compute rotations in such regions (Z-Image), for trainings under autocast. torch.export makes a function of each, which
-hides what it computes from passes. Without autocast around it, a region computes what it would anywhere.
+Models such as Z-Image compute rotations in such regions. torch.export makes a function of each region, which hides the nodes from
+passes. Without autocast outside, the region computes the same inline.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 _ENABLED, _BODY = 2, 4
-"""Where the operator's arguments have whether autocast is on, and the function; the function's own are behind."""
+"""Positions of the operator's arguments: the flag, and the function, whose own arguments follow."""
 
 
 def inline_regions_without_autocast(program: ExportedProgram) -> int:
-    """Put the nodes of each region into the program's graph, in place. Regions with autocast stay.
+    """Inlines the regions without autocast, in place.
 
     Returns:
-        How many regions there were.
+        The number of inlined regions.
     """
     graph, module = program.graph_module.graph, program.graph_module
     regions = [node for node in graph.nodes if node.target is wrap_with_autocast and not node.args[_ENABLED]]
@@ -40,7 +40,7 @@ def _inline(graph: Graph, region: Node, body: GraphModule) -> None:
     known: dict[Node, Any] = dict(zip(given, region.args[_BODY + 1 :], strict=True))
     with graph.inserting_before(region):
         results: Any = graph.graph_copy(body.graph, known)
-    for user in list(region.users):  # each takes one of the results
+    for user in list(region.users):  # each reads one result
         _, index = user.args
         user.replace_all_uses_with(results[index])
         graph.erase_node(user)

@@ -1,4 +1,4 @@
-"""Choices between truth values, which ONNX Runtime has no Where for."""
+"""Where of booleans, which ONNX Runtime lacks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import onnx_ir as ir
 
 
 def choose_by_logic(model: ir.Model) -> int:
-    """Turn every Where of truth values into And, Or and Not, in place.
-
-    Video models mask masks: HunyuanVideo's is `mask.masked_fill(beyond, False)`.
+    """Replaces each Where of booleans by And, Or and Not, in place. HunyuanVideo masks masks with `masked_fill`.
 
     Returns:
-        How many nodes were turned.
+        The number of replaced nodes.
     """
     count = 0
     for node in list(model.graph):

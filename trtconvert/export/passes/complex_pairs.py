@@ -1,7 +1,7 @@
-"""Complex numbers of an exported program as pairs of real ones, since the ONNX exporter knows few operations on them.
+"""Rewrites complex numbers of an exported program as pairs of real ones: the ONNX exporter supports few complex operations.
 
-Some models rotate queries and keys by multiplying complex numbers (Qwen-Image, Lumina). As pairs that is the arithmetic of
-x₀·cos − x₁·sin and x₁·cos + x₀·sin, which `lowering.rotary` knows.
+Qwen-Image and Lumina rotate queries and keys by complex products. As pairs these are x₀·cos − x₁·sin and x₁·cos + x₀·sin, which
+`lowering.rotary` matches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_EACH_PART = {
     *(_aten.clone.default, _aten.contiguous.default, _aten.alias.default, _aten.detach_.default, _aten.detach.default),
     *(_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten._to_copy.default, _aten.lift_fresh_copy.default),
 }
-"""What moves numbers, whether real or imaginary parts."""
+"""Operations that act on real and imaginary parts separately."""
 
 
 class _Pair(NamedTuple):
@@ -37,14 +37,12 @@ class _Pair(NamedTuple):
 
 
 def complex_as_pairs(program: ExportedProgram) -> int:
-    """Replace what a program computes with complex numbers by the same with pairs of real ones, in place.
-
-    Constants stay complex and are taken apart where they are read.
+    """Replaces complex operations of a program by operations on pairs, in place. Constants stay complex and are split on use.
 
     Returns:
-        How many nodes were replaced.
+        The number of replaced nodes.
     Raises:
-        NotImplementedError: an operation on complex numbers that is not known here; the message names it.
+        NotImplementedError: an unsupported complex operation; the message names it.
     """
     graph = program.graph_module.graph
     pairs: dict[Node, _Pair] = {}
@@ -81,7 +79,6 @@ def _is_floating_point(node: Node) -> bool:
 
 
 def _in_pairs(graph: Graph, node: Node, pairs: dict[Node, _Pair]) -> _Pair | Node:
-    """What a node with complex results or arguments is in real numbers."""
     call = partial(_call, graph)
     target: Any = node.target
     mixed = any(x not in pairs and _is_floating_point(x) for x in node.all_input_nodes)
@@ -90,7 +87,7 @@ def _in_pairs(graph: Graph, node: Node, pairs: dict[Node, _Pair]) -> _Pair | Nod
         given = tree_map(_real_type, (node.args, node.kwargs))
 
         def of_part(index: int) -> Node:
-            own = map_arg(given, lambda x: pairs[x][index] if x in pairs else x)  # others are sizes
+            own = map_arg(given, lambda x: pairs[x][index] if x in pairs else x)  # other nodes are sizes
             return call(target, *own[0], **own[1])
 
         return _Pair(of_part(0), of_part(1))
@@ -110,12 +107,12 @@ def _in_pairs(graph: Graph, node: Node, pairs: dict[Node, _Pair]) -> _Pair | Nod
 
 
 def _parts(graph: Graph, pair: Any) -> _Pair:
-    """Real and imaginary parts of [..., 2]."""
+    """Returns the real and imaginary parts of [..., 2]."""
     return _Pair(*(_call(graph, _aten.select.int, pair, -1, index) for index in range(2)))
 
 
 def _call(graph: Graph, target: Callable[..., Any], *args: Any, **named: Any) -> Node:
-    """A new node, with the shape and type of its result."""
+    """Adds a node with the metadata of its result."""
     node = graph.call_function(target, args, named)
     with torch.no_grad():
         values = map_arg((args, named), lambda x: x.meta["val"])

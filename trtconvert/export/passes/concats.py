@@ -1,4 +1,4 @@
-"""Concatenations: of tensors of several types, which torch promotes to one and ONNX refuses, and of the parts of one tensor."""
+"""Concats of mixed types, which ONNX refuses, and Concats that rejoin the parts of a tensor."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from trtconvert.export.matching import cuts_of, producer_of
 
 _TO_THE_END = np.iinfo(np.int64).max
-"""Where the exporter lets `x[n:]` end."""
+"""The exporter's end of `x[n:]`."""
 
 
 def promote_concats(model: ir.Model) -> int:
-    """Cast the inputs of every Concat to the type of its output, as torch does; of `torch.concat` and `torch.stack` the exporter
-    leaves that out.
+    """Casts the inputs of each Concat to the type of its output. The exporter omits torch's promotion in `concat` and `stack`.
 
     Returns:
-        How many inputs were cast.
+        The number of casts.
     """
     count = 0
     for node in list(model.graph):
@@ -35,21 +34,19 @@ def promote_concats(model: ir.Model) -> int:
 
 
 def _dtype(x: ir.Value) -> ir.DataType | None:
-    """A value's type. What `torch.stack` joins has none yet: it is that of the tensor that was given another axis."""
+    """Returns the type of a value, or of the tensor before its Unsqueeze: `torch.stack` leaves the type open."""
     unsqueeze = producer_of(x, "Unsqueeze")
     source = unsqueeze.inputs[0] if unsqueeze is not None else None
     return source.dtype if x.dtype is None and source is not None else x.dtype
 
 
 def drop_rejoins(model: ir.Model) -> int:
-    """Give what reads a Concat of all parts of one tensor, in their order, the tensor itself.
+    """Replaces each Concat of all parts of one tensor, in order, by the tensor. For optimised models with constant positions.
 
-    Each single block of Flux cuts text from image, which the next one puts together again: in the engine with the plugin two
-    copies, 47 of the 2,200 µs that such a block takes on an H200 at 1024². For optimised models, in which positions are
-    constants.
+    Each single block of Flux splits text and image, and the next block joins them: two copies per block.
 
     Returns:
-        How many nodes were removed.
+        The number of removed Concats.
     """
     count = 0
     for node in list(model.graph):
@@ -65,7 +62,7 @@ def drop_rejoins(model: ir.Model) -> int:
 
 
 def _rejoined(concat: ir.Node) -> ir.Value | None:
-    """The tensor that was cut along an axis into what a node joins, none of it left out."""
+    """Returns the tensor whose complete parts a Concat joins, else None."""
     parts, joined = [x for x in concat.inputs if x is not None], concat.outputs[0]
     if joined.shape is None:
         return None
@@ -80,6 +77,6 @@ def _rejoined(concat: ir.Node) -> ir.Value | None:
     whole, starts, end = cuts[0][0], [start for _, start, _ in cuts], cuts[-1][2]
     if starts[0] != 0 or whole.shape is None or end not in (whole.shape[axis], _TO_THE_END):
         return None
-    # Cut at one position, wherever it is, both parts are the whole. At several, these have to be in order.
+    # Two parts may meet anywhere. Of more parts the positions must ascend.
     numbers = [start for start in starts if isinstance(start, int)]
     return whole if len(cuts) == 2 or (len(numbers) == len(cuts) and numbers == sorted(numbers)) else None

@@ -1,4 +1,4 @@
-"""Terms next to 0, ε of x / (y + ε) and √(x + ε), which the exporter's optimisation takes for 0 and leaves out."""
+"""Keeps ε of x / (y + ε) and √(x + ε), which the exporter's optimisation would remove as 0."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import onnx_ir as ir
 from trtconvert.export.matching import constant_of, producer_of
 
 _TAKEN_FOR_ZERO = 1e-8
-"""What onnxscript's rewriter takes for 0: scalars up to its absolute tolerance. Numbers with an axis it does not look at."""
+"""Absolute tolerance below which onnxscript's rewriter treats scalars, but not tensors with an axis, as 0."""
 
 
 def keep_epsilons(model: ir.Model) -> int:
-    """Give every scalar constant next to 0 an axis where it is added to a tensor or subtracted from it, in place.
-
-    The linear attention of Sana adds 1e-15 to its divisor: where that is 0, so is what is divided, and 0/0 is NaN, which the
-    layers behind it spread. For models that are not optimised yet.
+    """Gives tiny scalar terms of sums an axis, in place, before the optimisation. Without its 1e-15 Sana's attention is 0/0.
 
     Returns:
-        How many terms were kept.
+        The number of kept terms.
     """
     count = 0
     for node in list(model.graph):

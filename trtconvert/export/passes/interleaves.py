@@ -1,7 +1,6 @@
-"""Interleaving of two tensors: what rotary embeddings write as `out[..., 0::2] = a; out[..., 1::2] = b`.
+"""Interleaves of two tensors, as rotary embeddings write them: `out[..., 0::2] = a; out[..., 1::2] = b`.
 
-The exporter scatters each half along the first axis, between transposes that bring the last one there and back: on a GPU two
-copies in which no neighbours stay neighbours, and attention, which reads the result, seems to be given another layout.
+The exporter scatters each half along the first axis between transposes: two slow copies, and another layout before attention.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from trtconvert.export.matching import constant_of, perm_of
 
 
 def join_interleaves(model: ir.Model) -> int:
-    """Turn every pair of ScatterND that writes the even and the odd positions of a last axis into a Concat, in place.
+    """Replaces each pair of ScatterND that writes even and odd positions of the last axis by a Concat, in place.
 
-    For optimised models, in which positions are constants and transposes that undo each other are gone.
+    For optimised models, with constant positions and cancelled transposes.
 
     Returns:
-        How many pairs were joined.
+        The number of joined pairs.
     """
     count = 0
     for node in list(model.graph):
@@ -33,11 +32,11 @@ def join_interleaves(model: ir.Model) -> int:
 
 
 def _halves(last: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """The transposes that bring the even and the odd half to a scatter that completes an interleaving; None if it does not."""
+    """Returns the transposes of the even and odd halves if a scatter completes an interleave."""
     first = _producer(last, 0)
     if first is None or any(node.op_type != "ScatterND" or node.domain for node in (first, last)):
         return None
-    # Only between transposes: from the last axis to the first, and back.
+    # Only between transposes from the last axis to the first and back.
     users = last.outputs[0].uses()
     if last.outputs[0].is_graph_output() or any(user.op_type != "Transpose" for user, _ in users):
         return None
@@ -54,14 +53,13 @@ def _halves(last: ir.Node) -> tuple[ir.Node, ir.Node] | None:
 
 
 def _producer(node: ir.Node, index: int) -> ir.Node | None:
-    """What computes an input."""
     value = node.inputs[index] if index < len(node.inputs) else None
     producer = value.producer() if value is not None else None
     return _producer(producer, 0) if producer is not None and producer.op_type == "Identity" else producer
 
 
 def _start(scatter: ir.Node, data: ir.Value | None) -> int | None:
-    """0 or 1 where a scatter writes every other position from there on along the first axis of the data, and nothing else."""
+    """Returns 0 or 1 if a scatter writes exactly the even or the odd positions of the first axis."""
     written = constant_of(scatter.inputs[1])
     if data is None or data.shape is None or written is None or scatter.attributes.get_string("reduction") != "none":
         return None
@@ -72,7 +70,7 @@ def _start(scatter: ir.Node, data: ir.Value | None) -> int | None:
 
 
 def _join(scatter: ir.Node, even: ir.Node, odd: ir.Node) -> None:
-    """Join the halves as they are before their transposes, and give the result to what reads the scatter's."""
+    """Joins the halves before their transposes, and redirects the readers of the scatter."""
     scattered, perm, graph = scatter.outputs[0], perm_of(even), scatter.graph
     assert graph is not None
     last_axis = ir.node("Constant", [], {"value": ir.tensor(np.array([-1]))})

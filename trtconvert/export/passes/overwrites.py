@@ -1,7 +1,6 @@
-"""Rows that a model overwrites, `x[:, n:] = y`, as CogVideoX and CogView4 write back the tokens that they rotated.
+"""Overwritten rows, `x[:, n:] = y`, as CogVideoX and CogView4 write rotated tokens back.
 
-The exporter scatters the rows along the first axis, between transposes that bring another axis there and back: on a GPU three
-copies, with an index for each row, of what is two runs of rows one after the other.
+The exporter scatters the rows along the first axis between transposes: three copies with an index for each row.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from trtconvert.export.matching import constant_of, perm_of, producer_of
 
 
 def join_overwritten(model: ir.Model) -> int:
-    """Turn every ScatterND that writes consecutive rows into a Concat of these and the rows before and after, in place.
+    """Replaces each ScatterND of consecutive rows by a Concat with the rows before and after, in place.
 
-    For optimised models, in which positions are constants and transposes that undo each other are gone. With the same
-    transpose before what is written and what it is written to, and its inverse after, rows are joined without these.
+    For optimised models, with constant positions and cancelled transposes. Equal transposes of both inputs are dropped together
+    with the inverse of the output.
 
     Returns:
-        How many scatters were replaced.
+        The number of replaced scatters.
     """
     count = 0
     for node in list(model.graph):
@@ -37,7 +36,7 @@ def join_overwritten(model: ir.Model) -> int:
 
 @dataclass(frozen=True)
 class _Write:
-    """`result` is `data` with `rows` from position `start` on along an axis; `stop` comes after the last of them."""
+    """`result` is `data` with `rows` at positions `start` to `stop` - 1 of an axis."""
 
     data: ir.Value
     rows: ir.Value
@@ -48,7 +47,7 @@ class _Write:
 
 
 def _write(scatter: ir.Node) -> _Write | None:
-    """What a node writes, if it is consecutive rows."""
+    """Returns the write of a scatter of consecutive rows, else None."""
     if scatter.op_type != "ScatterND" or scatter.domain or scatter.attributes.get_string("reduction", "none") != "none":
         return None
     data, positions, rows = scatter.inputs
@@ -64,7 +63,7 @@ def _write(scatter: ir.Node) -> _Write | None:
 
 
 def _untransposed(data: ir.Value, rows: ir.Value, result: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value, int] | None:
-    """The three without their transposes, and the axis that these bring to the front, if they are what they have to be."""
+    """Returns data, rows and result without matching transposes, and the axis that these move to the front."""
     of_data, of_rows = producer_of(data, "Transpose"), producer_of(rows, "Transpose")
     uses = [user for user, _ in result.uses()]
     if (
@@ -82,7 +81,6 @@ def _untransposed(data: ir.Value, rows: ir.Value, result: ir.Value) -> tuple[ir.
 
 
 def _join(graph: ir.Graph, scatter: ir.Node, write: _Write) -> None:
-    """Give what reads the result of a write a Concat."""
     assert write.data.shape is not None
     size = write.data.shape[write.axis]
     new, parts = list[ir.Node](), list[ir.Value]()
@@ -97,7 +95,7 @@ def _join(graph: ir.Graph, scatter: ir.Node, write: _Write) -> None:
 
 
 def _cut(new: list[ir.Node], write: _Write, start: int, end: int, count: int | ir.SymbolicDim) -> ir.Value:
-    """Rows of the data that are not written; their nodes are appended."""
+    """Returns rows of the data that stay, and appends the nodes to `new`."""
     assert write.data.shape is not None
     bounds = [ir.node("Constant", [], {"value": ir.tensor(np.array([x]))}) for x in (start, end, write.axis)]
     for bound in bounds:

@@ -1,4 +1,4 @@
-"""Scatters that overwrite, written as TensorRT's parser takes them."""
+"""Scatters in the form that TensorRT's parser supports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import onnx_ir as ir
 
 
 def leave_out_default_reductions(model: ir.Model) -> int:
-    """Drop `reduction` from every ScatterND and ScatterElements whose value is the default, none.
-
-    TensorRT 10.6's parser refuses the attribute whatever it says.
+    """Removes the default `reduction` of ScatterND and ScatterElements: TensorRT 10.6's parser refuses the attribute.
 
     Returns:
-        How many nodes said it.
+        The number of changed nodes.
     """
     count = 0
     for node in model.graph:

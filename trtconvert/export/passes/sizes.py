@@ -1,4 +1,4 @@
-"""Sizes that a model asks of its tensors, where they are known."""
+"""Folds known sizes of tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from trtconvert.export.matching import constant_of, producer_of
 
 
 def fold_sizes(model: ir.Model) -> int:
-    """Turn every Gather of one size of a tensor into a constant where that size does not vary, though others do.
+    """Replaces each Gather of one fixed size of a shape by a constant.
 
-    The exporter's own folding looks at lists of sizes only (Gather with indices of rank 1). What is counted along an axis, such
-    as the positions of `out[..., 0::2] = x`, is folded by it once the size is a constant.
+    The exporter folds only Gathers with indices of rank 1. It goes on from the new constants: positions of `out[..., 0::2] = x`.
 
     Returns:
-        How many sizes were known.
+        The number of folded sizes.
     """
     count = 0
     for node in list(model.graph):
@@ -30,7 +29,7 @@ def fold_sizes(model: ir.Model) -> int:
 
 
 def _size(node: ir.Node) -> int | None:
-    """The size that a node finds out, if it is the same for all inputs of the model."""
+    """Returns the fixed size that a node computes, else None."""
     shape = producer_of(node.inputs[0], "Shape") if node.op_type == "Gather" and not node.domain else None
     index = constant_of(node.inputs[1]) if shape is not None else None
     of = shape.inputs[0].shape if shape is not None and shape.inputs[0] is not None else None

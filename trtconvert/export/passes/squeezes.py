@@ -1,4 +1,4 @@
-"""Squeezes of dimensions that are not 1, which torch leaves as they are and ONNX refuses."""
+"""Squeezes of dimensions other than 1: no-ops in torch, errors in ONNX."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from trtconvert.export.matching import constant_of
 
 
 def drop_idle_squeezes(model: ir.Model) -> int:
-    """Remove every Squeeze whose axes are all known to differ from 1; torch.export has told them apart already.
-
-    `x.squeeze(1)` on a dimension of another size is no operation in torch; the exporter emits it all the same.
+    """Removes each Squeeze whose axes all differ from 1: `x.squeeze(1)` is a no-op in torch, but is exported.
 
     Returns:
-        How many nodes were removed.
+        The number of removed nodes.
     """
     count = 0
     for node in list(model.graph):
@@ -22,7 +20,7 @@ def drop_idle_squeezes(model: ir.Model) -> int:
         x, axes = node.inputs[0], constant_of(node.inputs[1])
         if x is None or x.shape is None or axes is None:
             continue
-        # A symbolic dimension is not 1 either: torch.export makes a constant of one that is.
+        # A symbolic dimension is not 1: torch.export would have made it constant.
         if all(x.shape[axis] != 1 for axis in axes.flatten().tolist()):
             ir.convenience.replace_all_uses_with(node.outputs[0], x, replace_graph_outputs=True)
             model.graph.remove(node, safe=True)

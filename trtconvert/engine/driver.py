@@ -1,0 +1,89 @@
+"""The NVIDIA driver and its first GPU, without torch where possible."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from trtconvert.errors import first_line
+
+
+def cuda_problem() -> str:
+    """Returns why torch cannot use GPUs, such as a driver older than CUDA; "" if it can.
+
+    TensorRT's Runtime would end the process. No memory of a GPU is used.
+    """
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        return first_line(error)
+    return ""
+
+
+def device_architecture() -> str | None:
+    """Returns the architecture of the first GPU, like "sm90", without torch; None without a GPU."""
+    first = _first_gpu()
+    if first is None:
+        return None
+    driver, device = first
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    for value, attribute in ((major, 75), (minor, 76)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
+            return None
+    return f"sm{major.value}{minor.value}"
+
+
+def device_name() -> str:
+    """Returns the name of the first GPU, like "NVIDIA H200", or ""."""
+    first = _first_gpu()
+    if first is None:
+        return ""
+    driver, device = first
+    name = ctypes.create_string_buffer(256)
+    return "" if driver.cuDeviceGetName(name, len(name), device) else name.value.decode(errors="replace")
+
+
+def driver_problem() -> tuple[str, str] | None:
+    """Returns why the driver has no usable GPU, and a remedy; None if it has one."""
+    driver, _, failure = _asked_driver()
+    if driver is not None and failure == 0:
+        return None
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if driver is None or failure in (_NO_DEVICE, _INVALID_DEVICE):
+        if driver is not None and hidden is not None:
+            return (
+                f"no NVIDIA GPU, with CUDA_VISIBLE_DEVICES={hidden!r}",
+                "name a GPU in CUDA_VISIBLE_DEVICES, or unset it",
+            )
+        return (
+            "no NVIDIA GPU",
+            "run `trtconvert compile BUNDLE` on a machine with a GPU; bundles are built without one",
+        )
+    words = ctypes.c_char_p()
+    driver.cuGetErrorString(failure, ctypes.byref(words))
+    return (
+        f"the NVIDIA driver fails with error {failure}: {(words.value or b'unknown').decode(errors='replace')}",
+        "check that nvidia-smi works; restart the machine after an update of the driver; in a container, pass the GPU through",
+    )
+
+
+_NO_DEVICE, _INVALID_DEVICE = 100, 101
+"""CUDA_ERROR_NO_DEVICE, CUDA_ERROR_INVALID_DEVICE."""
+
+
+def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
+    driver, device, failure = _asked_driver()
+    return None if driver is None or failure else (driver, device)
+
+
+def _asked_driver() -> tuple[ctypes.CDLL | None, ctypes.c_int, int]:
+    """Returns the driver or None, its handle of the first GPU, and its error code."""
+    device = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, device, 0
+    return driver, device, driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)

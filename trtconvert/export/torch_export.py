@@ -1,0 +1,180 @@
+"""Exports torch modules to ONNX, and folds constants."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from trtconvert.diffusion_model import InputSpec
+from trtconvert.errors import UserError, first_line
+from trtconvert.export.nodes.common import OPSET
+from trtconvert.export.optimisation import optimise
+from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
+from trtconvert.export.passes.autocast_regions import inline_regions_without_autocast
+from trtconvert.export.passes.complex_pairs import complex_as_pairs
+from trtconvert.export.weights import name_weights, weights_apart
+from trtconvert.fake_tensors import without_tracebacks
+
+
+def exported_to_onnx(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    specs: Sequence[InputSpec],
+    outputs: Sequence[str],
+    dims: Mapping[str, tuple[int, int, int]],
+    *,
+    title: str,
+    prefix: str,
+    remedy: str,
+) -> ir.Model:
+    """Exports a module that takes tensors by position, with constants folded.
+
+    Args:
+        inputs: examples by name. specs: of the inputs. outputs: names.
+        title: of the model, for messages. remedy: for failures.
+        prefix: of the module, before the names of the model's state dict.
+    Raises:
+        UserError: the module cannot be exported.
+    """
+    # torch.export has no dynamic size of 1: it would silently turn the range 1 to 2 into the constant 2.
+    symbols = {
+        name: torch.export.Dim(name, min=low, max=max(high, 3)) for name, (low, _, high) in dims.items() if low < high
+    }
+    shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in specs)
+    values = tuple(inputs.values())
+
+    def to_onnx(what: nn.Module | ExportedProgram) -> torch.onnx.ONNXProgram:
+        program = torch.onnx.export(
+            what,
+            values,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            opset_version=OPSET,
+            dynamo=True,
+            dynamic_shapes=(shapes,),
+            optimize=False,  # after the weights have their names
+            verbose=False,
+        )
+        assert program is not None  # None only if it writes a file
+        return program
+
+    try:
+        with (
+            torch.no_grad(),
+            _AsExportersTakeIt(),
+            warnings.catch_warnings(),
+            _stderr_of_success(),
+            without_tracebacks(),
+        ):
+            # Several inputs share one symbol on purpose.
+            warnings.filterwarnings("ignore", message="# The axis name: .* will not be used")
+            try:
+                program = to_onnx(module.eval())
+            except torch.onnx.errors.OnnxExporterError:
+                in_pairs = _with_complex_as_pairs(module, values, shapes)
+                if in_pairs is None:
+                    raise
+                program = to_onnx(in_pairs)
+    except (torch.onnx.errors.OnnxExporterError, ConstraintViolationError) as error:
+        raise UserError(
+            f"{title} cannot be exported to ONNX",
+            expected="a forward that torch.export can trace, with " + (", ".join(symbols) or "nothing") + " dynamic",
+            got=_cause_of(error),
+            remedy=remedy,
+        ) from error
+    # The exporter silently makes a constant of a size that torch.export suggests to fix.
+    fixed = {
+        f"{dim} = {size}"
+        for value, spec in zip(program.model.graph.inputs, specs, strict=True)
+        for dim, size in zip(spec.shape, value.shape or (), strict=True)
+        if dim in symbols and isinstance(size, int)
+    }
+    if fixed:
+        raise UserError(
+            f"{title} can be exported to ONNX for one size only",
+            expected="a forward with any size of " + ", ".join(symbols),
+            got=", ".join(sorted(fixed)) + ": the forward uses them as Python numbers, as in range(x.shape[0])",
+            remedy=remedy,
+        )
+    weights = name_weights(program.model, prefix)
+    for rewrite in BEFORE_OPTIMISATION:
+        rewrite(program.model)
+    with warnings.catch_warnings(), weights_apart(program.model, weights):
+        # T5's position buckets take log(0) in elements that are not used; numpy would warn while it folds them.
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
+        optimise(program)
+    for rewrite in AFTER_OPTIMISATION:
+        rewrite(program.model)
+    return program.model
+
+
+@contextmanager
+def _stderr_of_success() -> Iterator[None]:
+    """Delays stderr of the block, and drops it on failure: torch.export prints the whole graph of models that it cannot trace."""
+    with redirect_stderr(io.StringIO()) as written:
+        yield
+    sys.stderr.write(written.getvalue())
+
+
+class _AsExportersTakeIt(TorchFunctionMode):
+    """Rewrites calls into forms that the exporter supports, with the same results.
+
+    - Attention of three axes gets a fourth one.
+    - `repeat_interleave` loses `output_size`, which torch 2.11 makes a constant.
+    - `.data` becomes `detach()`: writes to `.data`, as in CogVideoX, are not traced.
+    - `copy_` expands its source explicitly.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        named = dict(kwargs or {})
+        if func is scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | named
+            tensors = [named.pop(name) for name in ("query", "key", "value")]
+            if all(x.dim() == 3 for x in tensors):
+                return func(*(x.unsqueeze(0) for x in tensors), *args[3:], **named).squeeze(0)
+            return func(*tensors, *args[3:], **named)
+        if func == Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return args[0].detach()
+        if func is Tensor.copy_ and len(args) > 1:
+            return func(args[0], args[1].expand_as(args[0]), *args[2:], **named)
+        if func in (torch.repeat_interleave, Tensor.repeat_interleave):
+            repeats = named.get("repeats", args[1] if len(args) > 1 else None)
+            if isinstance(repeats, (int, torch.SymInt)):
+                named.pop("output_size", None)
+        return func(*args, **named)
+
+
+def _with_complex_as_pairs(
+    module: nn.Module, values: tuple[Tensor, ...], shapes: tuple[dict[int, torch.export.Dim], ...]
+) -> ExportedProgram | None:
+    """Exports a module with complex numbers as pairs of real ones. None if that fails or the module has none."""
+    try:
+        captured = torch.export.export(
+            module,
+            values,
+            dynamic_shapes=(shapes,),
+            strict=False,
+            prefer_deferred_runtime_asserts_over_guards=True,  # as the exporter: does not fix halves of sizes
+        )
+        inline_regions_without_autocast(captured)
+        return captured if complex_as_pairs(captured) else None
+    except Exception:  # undocumented types; the exporter's own error is reported
+        return None
+
+
+def _cause_of(error: BaseException) -> str:
+    """Returns the first line of the root cause: the exporter's message names only its step."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)
