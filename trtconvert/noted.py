@@ -1,4 +1,4 @@
-"""What observers note of the calls of a forward, in the order of the calls."""
+"""Notes of observers about the calls of a forward, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Entry = TypeVar("Entry")
 
 
 class Notes(Generic[Entry]):
-    """Entries by the name of what was called. An entry is a dataclass of tensors, dicts of tensors and plain values.
+    """Entries by the name of the called module. An entry is a dataclass of tensors, dicts of tensors and plain values.
 
-    A forward that a CUDA graph repeats runs no Python. Whoever repeats the forward takes the entries of the recorded forward by
-    `cut`, and gives copies of them after each repetition by `add_copies`.
+    A forward that a CUDA graph replays runs no Python. The code that replays the forward takes the entries of the recorded
+    forward by `cut`, and adds copies of the entries by `add_copies` after each replay.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Notes(Generic[Entry]):
         self._entries.append((name, entry))
 
     def take(self) -> dict[str, list[tuple[int, Entry]]]:
-        """By name, the entries since the last `take`, each with its place among the entries of all names."""
+        """Returns the entries since the last `take` by name, each with its place among the entries of all names."""
         found: dict[str, list[tuple[int, Entry]]] = {}
         for place, (name, entry) in enumerate(self._entries):
             found.setdefault(name, []).append((place, entry))
@@ -39,13 +39,13 @@ class Notes(Generic[Entry]):
         return found
 
     def cut(self, start: int) -> list[tuple[str, Entry]]:
-        """Remove and return the entries from place `start` on."""
+        """Removes and returns the entries from place `start` on."""
         cut = self._entries[start:]
         del self._entries[start:]
         return cut
 
     def add_copies(self, entries: Iterable[tuple[str, Entry]]) -> None:
-        """Add entries with copies of their tensors. A tensor that several entries share is copied once."""
+        """Adds entries with copies of their tensors. A tensor that several entries share is copied once."""
         copies: dict[int, Tensor] = {}
 
         def copied(x: Any) -> Any:
@@ -61,10 +61,10 @@ class Notes(Generic[Entry]):
 
 
 def call_of(sizes: Iterable[int], sample: int) -> int:
-    """The call that a sample is of.
+    """Returns the number of the call that contains a sample.
 
     Args:
-        sizes: samples of each call; sample: its place among the samples of all calls.
+        sizes: samples of each call; sample: number of the sample over all calls.
     """
     return bisect_right([*accumulate(sizes)], sample)
 
@@ -74,9 +74,9 @@ class Groups:
     """The samples of several calls, by call and timestep bin. All tensors are on the CPU.
 
     Attributes:
-        call, bin: [G] of each group, in the order of the calls and, within a call, of the bins.
-        counts: [G] samples.
-        order: [N] places of the samples, group after group.
+        call, bin: [G] of each group, ordered by call, then by bin.
+        counts: [G] number of samples.
+        order: [N] indices of the samples, group after group.
     """
 
     call: Tensor
@@ -87,9 +87,10 @@ class Groups:
 
     @staticmethod
     def of(sizes: Iterable[int], index: Tensor, bins: int) -> Groups:
-        """
+        """Groups samples.
+
         Args:
-            sizes: samples of each call; index: [N] timestep bin of each sample, of so many.
+            sizes: samples of each call; index: [N] timestep bin of each sample; bins: number of bins.
         """
         samples = torch.tensor(list(sizes))
         group = torch.repeat_interleave(torch.arange(len(samples)), samples) * bins + index
@@ -97,16 +98,16 @@ class Groups:
         return Groups(groups // bins, groups % bins, counts, group.argsort(stable=True))
 
     def on(self, device: torch.device) -> Tensor:
-        """The order on a device."""
+        """Returns the order on a device."""
         if device not in self._orders:
             self._orders[device] = self.order.to(device)
         return self._orders[device]
 
     def over(self, x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Reduce the samples of each group, where they lie: [N, …] to [G, …].
+        """Reduces the samples of each group, on x's device: [N, …] → [G, …].
 
         Args:
-            reduce: takes a tensor and the dimension of the samples, as torch.sum does.
+            reduce: function of a tensor and the dimension of the samples, such as torch.sum.
         """
         ordered, sizes = x.index_select(0, self.on(x.device)), self.counts.tolist()
         if len(set(sizes)) == 1:
@@ -115,10 +116,10 @@ class Groups:
 
 
 class GroupsOfCalls:
-    """Groups of calls that many operations were called in alike: they are found once.
+    """Groups of calls. Operations with the same calls share one computation of the groups.
 
     Args:
-        bin_of: the timestep bin of timesteps; bins: how many there are.
+        bin_of: returns the timestep bins of timesteps; bins: number of bins.
     """
 
     def __init__(self, bin_of: Callable[[Tensor], Tensor], bins: int) -> None:
@@ -126,7 +127,8 @@ class GroupsOfCalls:
         self._known: dict[tuple[tuple[int, ...], bytes], Groups] = {}
 
     def __call__(self, sizes: Iterable[int], timestep: Tensor) -> Groups:
-        """
+        """Returns the groups of calls.
+
         Args:
             sizes: samples of each call; timestep: [N] of each sample, on the CPU.
         """
@@ -137,6 +139,6 @@ class GroupsOfCalls:
 
 
 def on_cpu(parts: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Each list of tensors [N, …] of one device and type as one on the CPU, in a single transfer: a GPU makes each one wait."""
+    """Concatenates each list of tensors [N, …] on the CPU. All lists share one transfer, as every transfer synchronises."""
     joined = [torch.cat(of) for of in parts]
     return [*torch.cat(joined).cpu().split([len(x) for x in joined])] if joined else []

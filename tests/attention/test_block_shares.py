@@ -90,7 +90,7 @@ def test_what_any_sample_or_batch_needs_is_kept_in_its_own_bin():
 
 
 def test_calls_of_another_size_are_refused():
-    with pytest.raises(UserError, match="other sizes") as refused:
+    with pytest.raises(UserError, match="other numbers of tokens") as refused:
         BlockObserver([SITE], SHARES, 1000.0, 4).observe(call(0, keys=901))
     assert "901" in refused.value.got and "attention.sparse" in refused.value.remedy
 
@@ -109,7 +109,7 @@ def test_other_sites_are_not_looked_at():
         ({"query_tokens": 384, "key_tokens": 384}, "384 keys, 385 are needed"),
         ({"key_tokens": 512}, "another sequence, 900 queries to 512 keys"),
         ({"masked": True}, "an attention mask of its own"),
-        ({"folds": 4}, "4 elements"),
+        ({"folds": 4}, "4 batch elements"),
     ],
 )
 def test_sites_that_stay_dense_say_why(change, reason):

@@ -298,7 +298,7 @@ def test_data_tells_how_many_keys_may_go() -> None:
     pruning = Int8Attention(H, D, enable_pruning=True, pruning_ratio=ratios, precision_mode="fp16")
     out, kept = pruning(q, k, v, 950, return_mask=True)
     assert not kept.all() and error(out, exact(q, k, v)) < 0.02
-    for data, lost, named in (([], 0.1, "nothing to find"), ([(q, k, v, 5)], 1.0, "cannot be left out")):
+    for data, lost, named in (([], 0.1, "nothing to find"), ([(q, k, v, 5)], 1.0, "share of lost attention")):
         for find in (pruning_schedule, block_mask_of_data):
             with pytest.raises(UserError, match=named):
                 find(data, lost)
@@ -316,7 +316,7 @@ def test_data_tells_which_blocks_hold_attention() -> None:
     assert error(attention(q, k, v, 500, block_mask=found), exact(q, k, v)) < 0.01
     both = block_mask_of_data([(q, k, v, 500), (q.flip(2), k, v, 500)], lost=0.01)
     assert (both >= found).all() and both.sum() > found.sum()
-    with pytest.raises(UserError, match="such calls"):
+    with pytest.raises(UserError, match="different block masks"):
         block_mask_of_data([(q, k, v, 5), (q[:, :, :100], k, v, 5)])
 
 
@@ -464,8 +464,8 @@ SPARSE = {"attention_type": "block_sparse"}
         ({"sink_tokens": 4}, "sink_tokens"),
         ({"text_tokens": 4}, "text_tokens"),
         (SPARSE, "window_size"),
-        (SPARSE | {"window_size": 64, "block_size": 48}, "block-sparse attention cannot have such blocks"),
-        (SPARSE | {"window_size": 64, "block_size": 192}, "block-sparse attention cannot have such blocks"),
+        (SPARSE | {"window_size": 64, "block_size": 48}, "the block size of block-sparse attention is not valid"),
+        (SPARSE | {"window_size": 64, "block_size": 192}, "the block size of block-sparse attention is not valid"),
         (SPARSE | {"window_size": (3, 3)}, "window_size"),
         (SPARSE | {"window_size": 3, "text_tokens": 4}, "text_tokens"),
         (SPARSE | {"window_size": 9, "grid": (8, 8)}, "window"),

@@ -254,7 +254,7 @@ def test_noise_that_is_none_is_refused(value):
     ):
         with pytest.raises(UserError, match="finite sigmas of 0 or more") as refused:
             taken()
-        assert f"{value:g}, and 1 of 100" in refused.value.got and refused.value.remedy
+        assert f"{value:g}; 1 of 100" in refused.value.got and refused.value.remedy
     with pytest.raises(UserError, match="sigma_data of 0 or more"):
         compute_adaptive_scales(SIGMAS, value)
     with pytest.raises(UserError, match="finite sigmas"):
@@ -282,5 +282,5 @@ def test_softmax_scales_that_are_none_are_refused(value):
         assert str(value) in refused.value.got and refused.value.remedy == "leave it out for 1/√D"
     with pytest.raises(ValueError, match="softmax_scale: expected a positive finite number, got"):
         int8_attention(q, k, v, TIMESTEP, **tables, softmax_scale=value)
-    with pytest.raises(ValueError, match="timestep_max: expected the positive finite timestep"):
+    with pytest.raises(ValueError, match="timestep_max: expected the positive finite end of the schedule"):
         int8_attention(q, k, v, TIMESTEP, **tables, timestep_max=value)

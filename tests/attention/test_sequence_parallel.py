@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_by_every_process(results, said: str) -> No
 
 def test_what_one_process_refuses_keeps_none_waiting(results) -> None:
     assert "0 to 1000" in results[1]["a timestep of one"] and "5005" in results[1]["a timestep of one"]
-    assert "others on rank 1" in results[0]["a timestep of one"] and "remedy" in results[0]["a timestep of one"]
+    assert "invalid ones on rank 1" in results[0]["a timestep of one"] and "remedy" in results[0]["a timestep of one"]
     assert all(isinstance(result[name], Tensor) for result in results for name in ("none", "unchecked"))
 
 

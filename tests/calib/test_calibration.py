@@ -13,7 +13,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.ranges import CHANNEL_FLOOR, RangeObserver, Rows, offsets
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.calibrate import sites_to_convert, taken
+from trtconvert.calib.calibrate import load_calibration, sites_to_convert
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.coverage import CoverageObserver
@@ -341,7 +341,7 @@ def test_a_damaged_file_is_refused(records, tmp_path, damage):
     ("change", "got"),
     [
         ({"v_scale": None}, "without v_scale"),
-        ({"v_scael": torch.ones(BINS, 1, 8)}, "with v_scael, which is none"),
+        ({"v_scael": torch.ones(BINS, 1, 8)}, "with unknown v_scael"),
         ({"q_scale": torch.full((BINS, 2), math.nan)}, "NaN"),
         ({"k_scale": torch.zeros(BINS, 2)}, "not positive"),
         ({"k_scale": torch.ones(BINS, 4)}, "k_scale of [4, 4] torch.float32, where FP32 [4, 2] is needed"),
@@ -360,7 +360,7 @@ def test_tables_that_cannot_be_used_are_refused(digits, records, tmp_path, chang
     Calibration(tables, provenance()).save(tmp_path / "c.safetensors")
     (site,) = (site for site in sites_to_convert(digits, AttentionSection())[0] if site.name == SITE)
     with pytest.raises(UserError, match="tables that cannot be used") as refused:
-        taken(tmp_path / "c.safetensors", digits, provenance().weights, BINS, [site])
+        load_calibration(tmp_path / "c.safetensors", digits, provenance().weights, BINS, [site])
     assert got in refused.value.got and SITE in refused.value.got
 
 

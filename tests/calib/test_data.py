@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from trtconvert.calib.data import BadSamples, open_data
-from trtconvert.calib.recorded import open_inputs
+from trtconvert.calib.recorded_inputs import open_inputs
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.images import read_image

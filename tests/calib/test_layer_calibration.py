@@ -1,4 +1,4 @@
-"""Calibrations with layers, from end to end: what is in the file, what is taken from one, and what is refused."""
+"""Calibrations with layers from end to end: contents of the file, loading, and refusals."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from support import Quiet, refusal, run, tiny_recipe
 from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
 
-from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
+from trtconvert.calib.calibrate import calibrate, load_calibration, parts_to_convert
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.identity import calibration_reads
 from trtconvert.errors import UserError
@@ -94,7 +94,7 @@ def test_a_file_that_lacks_a_tensor_of_a_layer_is_none(calibrated, tmp_path):
 
 
 def take(path, parts):
-    return taken(path, build(), "weights", BINS, parts.sites, parts.layers)
+    return load_calibration(path, build(), "weights", BINS, parts.sites, parts.layers)
 
 
 def test_what_is_taken_is_what_is_needed(calibrated, tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trtconvert.calib.data import BadSamples, batches_of, open_data
 from trtconvert.calib.identity import Kind, data_kind
-from trtconvert.calib.recorded import is_shared
+from trtconvert.calib.recorded_inputs import is_shared
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.drawings import with_progress

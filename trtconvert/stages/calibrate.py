@@ -30,11 +30,11 @@ def calibrate_stage(build: Build) -> Calibrated:
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import (
             calibrate,
+            load_calibration,
             modulated_groups,
             observations_folder,
             parts_to_convert,
             refuse_without_blocks,
-            taken,
         )
         from trtconvert.calib.dtype_checks import fitting
         from trtconvert.calib.search_space import kernel_cost
@@ -60,7 +60,7 @@ def calibrate_stage(build: Build) -> Calibrated:
         if recipe.sparse_shares:
             refuse_without_blocks(source, parts.sites, covering(profiles), recipe.calibration.bins)
         if recipe.calibration.from_ is not None:
-            made = taken(
+            made = load_calibration(
                 recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
                 modulated_groups(parts.layers, recipe.layers), recipe.sparse_shares,
             )  # fmt: skip
