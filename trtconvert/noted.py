@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 Entry = TypeVar("Entry")
+
+
+class TensorFields:
+    """Base of dataclasses of tensors. `cat` and `select` need tensors with entries along dimension 0."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Concatenates the entries of the parts."""
+        return cls(**{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()})
+
+    def select(self, chosen: Tensor | slice) -> Self:
+        """Returns some of the entries."""
+        return type(self)(**{name: x[chosen] for name, x in self.tensors().items()})
 
 
 class Notes(Generic[Entry]):

@@ -140,7 +140,7 @@ def test_a_file_without_the_blocks_is_refused(local, sites, made, tmp_path):
     with pytest.raises(UserError, match="lacks the blocks") as refused:
         load_calibration(path, local, "x", BINS, sites, shares=(0.02, 0.1))
     assert "0.02" in refused.value.expected and "0.01, 0.1" in refused.value.got
-    assert "shares among 0.01, 0.1" in refused.value.remedy
+    assert "use the shares 0.01, 0.1" in refused.value.remedy
     larger = [replace(site, query_tokens=1000, key_tokens=1000) for site in sites]
     with pytest.raises(UserError, match="blocks of other sizes"):
         load_calibration(path, local, "x", BINS, larger, shares=(0.1,))
@@ -175,7 +175,7 @@ def test_masks_of_gigabytes_are_refused_before_the_calibration(local, sites):
     with pytest.raises(UserError, match="too large for a graph") as refused:
         refuse_without_blocks(local, large, local.dims, 10)
     assert (
-        refused.value.got == "9.4 GiB, of 10 timestep bins" and "calibration.bins to 4 or less" in refused.value.remedy
+        refused.value.got == "9.4 GiB for 10 timestep bins" and "calibration.bins to 4 or less" in refused.value.remedy
     )
     refuse_without_blocks(local, large, local.dims, 4)
     with pytest.raises(UserError) as refused:

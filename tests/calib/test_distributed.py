@@ -141,7 +141,7 @@ def test_a_terminated_run_says_how_to_go_on(tmp_path):
     process.terminate()
     outcome = finish(process)
     assert outcome.exit_code == 128 + signal.SIGTERM
-    assert f"kept in {cache}" in outcome.output and "the same command goes on there" in outcome.output
+    assert f"kept in {cache}" in outcome.output and "the same command resumes there" in outcome.output
 
 
 def test_counts_of_elements_are_resumed(alone, tmp_path):

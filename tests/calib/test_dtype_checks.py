@@ -30,7 +30,7 @@ def watched(model):
 
 def test_values_beyond_it_are_named():
     with pytest.raises(
-        UserError, match=r"(?s)leaves the range of float16.*at up\n.*remedy: set model.dtype to bfloat16"
+        UserError, match=r"(?s)exceeds the range of float16.*at up\n.*remedy: set model.dtype to bfloat16"
     ):
         watched(scaled(3e5, 3e-6))
 
@@ -67,7 +67,7 @@ def test_a_build_says_so_before_the_calibration(tmp_path, monkeypatch, dtype, fi
     if fits:
         assert outcome.exit_code == 0, outcome.output
     else:
-        refusal(outcome, "leaves the range of float16", "mlp.0", "bfloat16")
+        refusal(outcome, "exceeds the range of float16", "mlp.0", "bfloat16")
 
 
 # Types ----------------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_a_calibration_without_layers_serves_no_recipe_with_them(calibrated, tmp
     plain.save(tmp_path / "c.safetensors")
     with pytest.raises(UserError, match="lacks the ranges of layers") as refused:
         take(tmp_path / "c.safetensors", parts)
-    assert "conv, q, attended" in refused.value.expected and "attention alone" in refused.value.got
+    assert "conv, q, attended" in refused.value.expected and "attention only" in refused.value.got
     assert "layers.modes to off" in refused.value.remedy
     assert take(tmp_path / "c.safetensors", replace(parts, layers=[])).layers == {}
 
@@ -172,7 +172,7 @@ def test_a_recipe_that_takes_a_calibration_without_layers_is_refused_with_the_wa
         taking.write_text(json.dumps(document))
         return run("build", taking, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
 
-    refusal(building("static"), "lacks the ranges of layers", "attention alone", "set layers.modes to off")
+    refusal(building("static"), "lacks the ranges of layers", "attention only", "set layers.modes to off")
     assert building("off").exit_code == 0  # what the remedy says
 
 

@@ -184,7 +184,7 @@ def test_a_named_plan_is_chosen_if_it_keeps_the_budget():
         frontier.choose("nothing")
     assert "fp16 everywhere (1.000×" in refused.value.expected
     missed = next(p for p in frontier.points if not p.keeps_budget)
-    with pytest.raises(UserError, match="misses the budget") as refused:
+    with pytest.raises(UserError, match="exceeds the budget") as refused:
         frontier.choose(missed.name)
     assert refused.value.got.startswith("psnr ") and "psnr 35" in refused.value.expected
 
@@ -414,7 +414,7 @@ def test_a_recipe_sets_the_budget_and_chooses_among_the_plans(tmp_path):
     kept = read_frontier(tmp_path / "bundle" / "frontier.json").choose(None)
     assert kept.figures["feature_distance"] <= missed / 2 and kept.speed <= fastest.speed
     outcome, _ = planned(tmp_path, **strict, point="balanced everywhere")
-    refusal(outcome, "'balanced everywhere' misses the budget", "feature_distance", "plan.point")
+    refusal(outcome, "'balanced everywhere' exceeds the budget", "feature_distance", "plan.point")
 
 
 def test_a_plan_follows_the_times_of_the_gpu_that_it_is_for(tmp_path):

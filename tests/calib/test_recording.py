@@ -186,7 +186,7 @@ def recorded(model: DiffusionModel, path: Path, steps: int = 3) -> Path:
         ([[(9, 0), (9, 0)], [(5, 0), (5, 0)], [(1, 0)]], "2, then 1 calls at a timestep"),
         ([[(9, 0), (7, 0)], [(5, 0), (3, 0)], [(1, 0)]], "5 timesteps, where 3 were asked for"),
         ([[(9, 0)], [(5, 0)]], "2 timesteps, where 3 were asked for"),
-        ([[(9, 0)], [(5, 0)], [(1, 7)]], "another one than in the first call"),
+        ([[(9, 0)], [(5, 0)], [(1, 7)]], "another value than in the first call"),
     ],
 )
 def test_samplers_without_steps_are_refused(calls, got, tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from trtconvert.attention.pruning import needed_blocks
 from trtconvert.attention.reference import BLOCK, timestep_bin
 from trtconvert.attention.sites import Site, SiteCall
 from trtconvert.errors import UserError
+from trtconvert.noted import TensorFields
 
 MIN_KEY_BLOCKS = 4
 """Sites with fewer blocks of keys stay dense: there is too little to leave out."""
@@ -61,7 +62,7 @@ def table_bytes(sites: Iterable[Site], bins: int) -> int:
 
 
 @dataclass(frozen=True)
-class BlockRows:
+class BlockRows(TensorFields):
     """Blocks that were needed at one site, packed by `pack`. On the CPU.
 
     Attributes:
@@ -71,9 +72,6 @@ class BlockRows:
 
     bin: Tensor
     bits: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @staticmethod
     def merged(parts: Iterable[BlockRows]) -> BlockRows:
@@ -87,7 +85,7 @@ class BlockRows:
 
 
 @dataclass(frozen=True)
-class SiteBlocks:
+class SiteBlocks(TensorFields):
     """The blocks that a site needs, as stored in a calibration: T timestep bins, L levels.
 
     Attributes:
@@ -107,9 +105,6 @@ class SiteBlocks:
         bits = every.repeat(bins, 1, 1, 1)
         bits[rows.bin] = rows.bits
         return SiteBlocks(torch.tensor(shares, dtype=torch.float64), torch.tensor(counts), bits)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def shares(self) -> list[float]:

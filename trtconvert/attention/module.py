@@ -27,7 +27,14 @@ from trtconvert.attention.pruning import (
     most_important,
     no_calls,
 )
-from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, seen_bins, tables_of_ranges
+from trtconvert.attention.ranges import (
+    RangeObserver,
+    nearest_bins,
+    offsets,
+    ranges_of_maxima,
+    seen_bins,
+    tables_of_ranges,
+)
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.schedules import compute_sigma_schedule, sigma_rule_modes
 from trtconvert.attention.sites import HEAD_DIMS, SiteCall
@@ -556,8 +563,7 @@ class Int8Attention(nn.Module):
         """[T] factors of each bin's scales and offsets, relative to the bin from which they are copied."""
         if self._lut is None:
             return torch.ones(self.bins)
-        nearest = [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(self.bins)]
-        return self._lut / self._lut[nearest]
+        return self._lut / self._lut[nearest_bins(seen, self.bins)]
 
     def _checked_lut(self, scales: Tensor | None) -> Tensor | None:
         """[T] FP32, the largest factor of each bin."""

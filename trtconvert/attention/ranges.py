@@ -8,7 +8,7 @@ merge by concatenation in the order of the batches, so that the result is bit-id
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, call_of, on_cpu
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, call_of, on_cpu
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -29,7 +29,7 @@ RANGE_FLOOR = 1e-8
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(TensorFields):
     """Observations at one site: a row per denoiser call and timestep bin, in the order of the calls. On the CPU.
 
     Attributes:
@@ -50,15 +50,8 @@ class Rows:
     v_high: Tensor
     v_total: Tensor
 
-    @staticmethod
-    def cat(parts: Sequence[Rows]) -> Rows:
-        return Rows(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Rows)})
-
     def of_bin(self, index: int) -> Rows:
-        return Rows(**{name: x[self.bin == index] for name, x in self.tensors().items()})
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return self.select(self.bin == index)
 
     def mean(self, name: str) -> Tensor:
         """[Hkv, D] FP32 mean of "k" or "v" over all rows."""
@@ -235,4 +228,9 @@ def seen_bins(rows: Rows) -> list[int]:
 
 def spread(by_bin: Mapping[int, Tensor], bins: int) -> Tensor:
     """[T, ...]: each bin takes the entry of the nearest bin in `by_bin`."""
-    return torch.stack([by_bin[min(by_bin, key=lambda j, i=i: abs(j - i))] for i in range(bins)])
+    return torch.stack([by_bin[index] for index in nearest_bins(list(by_bin), bins)])
+
+
+def nearest_bins(seen: Sequence[int], bins: int) -> list[int]:
+    """Returns the nearest of the seen bins for each bin."""
+    return [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(bins)]

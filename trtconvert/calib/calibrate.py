@@ -34,7 +34,7 @@ from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
-from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated, modiff_patterns
+from trtconvert.calib.layer_scales import LayerScales, by_input_group, choose_scales, is_modulated, modiff_patterns
 from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
@@ -308,9 +308,6 @@ def _layer_scales(
     shards: Shards,
 ) -> dict[str, LayerScales]:
     """Returns the scales of the layers' inputs, by input group. Tied weights are not equalised, as each use has other factors."""
-    readers: dict[str, list[Layer]] = {}
-    for layer in layers:
-        readers.setdefault(layer.input_group, []).append(layer)
     tensors, modulated = model_tensors(model.denoiser), modulated_groups(layers, section)
     device = model.device
     users: dict[TensorRef, set[str]] = {}
@@ -328,7 +325,7 @@ def _layer_scales(
             equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_group),
             deltas=_deltas(shards, input_group).to(device) if input_group in modulated else None,
         )
-        for input_group, of_group in readers.items()
+        for input_group, of_group in by_input_group(layers).items()
     }
 
 

@@ -1,4 +1,4 @@
-"""What a search may choose for each attention site, and what each choice of a unit computes in torch."""
+"""Candidates of a search: the choices of each attention site, and their computation in torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Handler = Callable[[Any], Tensor]
 def attention_units(
     scalings: Mapping[str, str], allowed: Collection[Mode], blocks: Collection[str] = (), shares: Sequence[float] = ()
 ) -> list[Unit]:
-    """Attention sites with what they may do: every mode, and the allowed ones behind a block mask.
+    """Returns attention sites with their choices: every mode, and the allowed modes with a block mask.
 
     Args:
         scalings: of each site.
         allowed: modes that a search may choose; blocks: names of sites that may have block masks.
-        shares: of attention that masks may lose.
+        shares: shares of attention that masks may lose.
     """
     dense = tuple(Choice(mode) for mode in Mode)
     masked = tuple(Choice(mode, share) for share in (*shares, 0.0) for mode in Mode if mode in allowed)
@@ -41,10 +41,10 @@ def attention_units(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice of one unit, to be measured alone.
+    """One choice of one unit, measured alone.
 
     Attributes:
-        output: the output of one call of one of the unit's operations under the choice.
+        output: returns the output of a call of one of the unit's operations under the choice.
     """
 
     unit: Unit
@@ -52,7 +52,7 @@ class Candidate:
     output: Handler
 
     def handlers(self) -> tuple[Handler | None, Handler | None]:
-        """What `intercepted` takes for attention and for layers: this choice alone, everything else exact."""
+        """Returns the handlers of `intercepted` for attention and layers: this choice only, everything else exact."""
 
         def handle(call: Any) -> Tensor:
             return self.output(call) if call.name in self.unit.members else call.exact()
@@ -67,7 +67,7 @@ def candidates_of(
     layers: Int8Layers | None,
     blocks: Mapping[str, SiteBlocks],
 ) -> list[Candidate]:
-    """Every choice that is measured: those that a search may take, less exact ones and those whose error is a sum of others'.
+    """Returns every choice to measure: inexact choices that a search may take, except sums of other choices.
 
     Args: see `measure_sensitivity`.
     """
@@ -91,7 +91,7 @@ def candidates_of(
 
 
 def _behind_mask(model: DiffusionModel, blocks: SiteBlocks, share: float) -> Callable[[SiteCall], Tensor]:
-    """Exact attention to the blocks that are left at a share."""
+    """Exact attention to the blocks at a share."""
 
     def attend(call: SiteCall) -> Tensor:
         index = timestep_bin(call.timestep, model.timestep_max, len(blocks.block_bits)).cpu()

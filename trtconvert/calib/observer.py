@@ -1,4 +1,4 @@
-"""Observation of a model's attention: `RangeObserver` at every site while calibration data goes through its denoiser."""
+"""Observation of a model's attention: `RangeObserver` at every site while a denoiser runs on calibration data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trtconvert.errors import UserError
 from trtconvert.models.denoiser import intercepted
 
 Drive = Callable[[Denoiser], None]
-"""Calls a denoiser on all of the calibration data, or on a part of it."""
+"""Calls a denoiser on calibration data, all of it or a part."""
 
 
 def observe(model: DiffusionModel, drive: Drive, *, sites: Sequence[str], bins: int) -> dict[str, Rows]:
-    """The rows of the named sites while `drive` runs the model once.
+    """Returns the rows of the named sites while `drive` runs the model once.
 
     Raises:
         UserError: no call was made, or NaN or Inf at a site; the message names the first.
@@ -31,14 +31,14 @@ def observe(model: DiffusionModel, drive: Drive, *, sites: Sequence[str], bins: 
 
 
 def nothing_observed(left_out: Sequence[str] = ()) -> UserError:
-    """What to say when no site was called.
+    """Returns the error for a calibration in which no site was called.
 
     Args:
-        left_out: the bad samples.
+        left_out: the skipped bad samples.
     """
     return UserError(
         "there is nothing to calibrate on",
         expected="at least one batch of denoiser inputs",
         got=f"{len(left_out)} bad samples, the first: {left_out[0]}" if left_out else "none",
-        remedy="raise calibration.samples, or point calibration.data at data that the model takes",
+        remedy="raise calibration.samples, or set calibration.data to data that the model accepts",
     )

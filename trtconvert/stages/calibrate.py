@@ -1,4 +1,4 @@
-"""The stage that finds attention sites and layers, and observes their ranges."""
+"""The stage that finds attention sites and layers and observes their ranges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def calibrate_stage(build: Build) -> Calibrated:
-    """Find the attention sites and layers and observe their ranges. Leaves the calibration, the sites and the layers."""
+    """Finds the attention sites and layers and observes their ranges. Writes the calibration, the sites and the layers."""
     recipe, weights = build.recipe, build.weights
     reads = calibration_reads(recipe, weights) | build.place.reads()
 
@@ -40,7 +40,7 @@ def calibrate_stage(build: Build) -> Calibrated:
         from trtconvert.calib.search_space import kernel_cost
 
         source = build.source.placed()
-        # Nobody wants to hear after the calibration what does not serve.
+        # All checks that may fail come before the calibration, which may take hours.
         _refuse_unfit_steps(recipe, source)
         profiles = profiles_of(recipe, build.as_exported(source))
         if recipe.layers.modiff:
@@ -65,7 +65,7 @@ def calibrate_stage(build: Build) -> Calibrated:
                 modulated_groups(parts.layers, recipe.layers), recipe.sparse_shares,
             )  # fmt: skip
         else:
-            # Observations outlive a build that is killed, and go when the stage is done.
+            # Observations survive an interrupted build, and are removed at the end of the stage.
             work = observations_folder(build.cache, recipe, weights, build.place)
             with one_at_a_time(work):
                 made = calibrate(
@@ -77,14 +77,15 @@ def calibrate_stage(build: Build) -> Calibrated:
         for file, found in ((SITES, (*parts.sites, *parts.left_sites)), (LAYERS, (*parts.layers, *parts.left_layers))):
             (folder / file).write_text(json.dumps([asdict(part) for part in found], indent=1))
 
-    # A calibration that bad samples are missing from is another one than a build without --skip-bad asks for.
+    # A calibration without the bad samples must not serve a build without --skip-bad.
     return Calibrated(build.stage("calibrate", reads | {"skip_bad": build.skip_bad}, make))
 
 
 def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
-    """
+    """Checks the numbers of steps.
+
     Raises:
-        UserError: a section asks for steps that the model's sampler does not take, or to leave some out of it.
+        UserError: the model's sampler does not take a section's number of steps, or cannot skip steps.
     """
     from trtconvert.models.denoiser import refuse_steps, refuse_unfollowed
 
