@@ -1,4 +1,4 @@
-"""Blocks that calibration data needs: found exactly, packed, merged, and checked when they are read."""
+"""Blocks that calibration data needs: exact search, packing, merging, and checks of stored blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_blocks_that_are_left_lose_no_more_than_the_share():
                 for level, share in enumerate(SHARES):
                     left_out = mass[~kept[batch, level, head, row]]
                     assert left_out.sum() <= share
-                    # One more would be too much.
+                    # One more block would exceed the limit.
                     assert left_out.sum() + mass[kept[batch, level, head, row]].min() > share
 
 
@@ -75,14 +75,14 @@ def test_what_any_sample_or_batch_needs_is_kept_in_its_own_bin():
         masks = blocks.level(share)
         assert torch.equal(masks[0], needed[0][0, level] | needed[1][0, level] | needed[1][1, level])
         assert torch.equal(masks[2], needed[0][1, level])
-        assert masks[1].all() and masks[3].all()  # saw nothing
+        assert masks[1].all() and masks[3].all()  # bins without calls
     mixed = blocks.mask([0.3, 0.0, 0.05, 0.0])
     assert torch.equal(mixed[0], blocks.level(0.3)[0]) and torch.equal(mixed[2], blocks.level(0.05)[2])
     assert torch.equal(mask_at(mixed, torch.tensor([600.0, 0.0]), 1000.0), mixed[[2, 0]])
     assert blocks.densities()[1].tolist() == [1, 1] and blocks.densities()[0, 1] == blocks.level(0.3)[0].double().mean()
     assert blocks.density([0.3, 0.0, 0.05, 0.0]) == pytest.approx(mixed.double().mean((1, 2, 3)).tolist(), rel=1e-12)
     assert torch.equal(blocks.at(0.05, torch.tensor([2, 0])), blocks.level(0.05)[[2, 0]])
-    # One observer of all calls finds the same.
+    # One observer of all calls finds the same blocks.
     whole = BlockObserver([SITE], SHARES, 1000.0, 4)
     for each in calls:
         whole.observe(each)

@@ -56,7 +56,7 @@ def test_masks_are_what_any_sample_needs_in_any_step(local, sites, made):
         for level, share in enumerate(SHARES):
             assert torch.equal(made.blocks[name].level(share), masks[:, level])
     early, late = made.blocks["denoiser"].densities()[[1, 0], 0].tolist()
-    assert late < 0.8 < early  # local attention, the more so the less noise there is
+    assert late < 0.8 < early  # attention is more local at less noise
 
 
 def test_the_file_gives_back_the_blocks_and_older_files_have_none(made, tmp_path):
@@ -170,7 +170,7 @@ def test_models_without_block_masks_are_refused(options, dims, problem, remedy):
 
 
 def test_masks_of_gigabytes_are_refused_before_the_calibration(local, sites):
-    """A video of 131,072 tokens, 24 heads and 40 sites; and what is said of it serves."""
+    """A video of 131,072 tokens, 24 heads and 40 sites; the remedy works."""
     large = [replace(site, heads=24, query_tokens=131072, key_tokens=131072) for site in sites[:1] * 40]
     with pytest.raises(UserError, match="too large for a graph") as refused:
         refuse_without_blocks(local, large, local.dims, 10)

@@ -48,7 +48,7 @@ def test_there_are_scales_of_each_tensor_that_layers_read(calibrated):
     channels = {layer.input_group: layer.in_channels for layer in parts.layers}
     assert all(scales.flaw(channels[input_group], BINS) == "" for input_group, scales in calibration.layers.items())
     assert any(len(scales.x_scale.unique()) == BINS for scales in calibration.layers.values())
-    # What a GELU gives is moved, images never are, and tied layers keep their one weight.
+    # A GELU's output has an offset, images never have one, and tied layers keep one weight.
     assert calibration.layers["mlp.2"].x_offset.all() and not calibration.layers["conv"].x_offset.any()
     assert all((calibration.layers[name].x_factor == 1).all() for name in ("tied", "tied#2"))
 
@@ -63,7 +63,7 @@ def test_observing_layers_changes_nothing_about_attention(calibrated, tmp_path):
 def test_the_recipe_says_how_scales_are_made(calibrated, tmp_path):
     calibration, _ = made(tmp_path, equalise=False, offsets=False, scales="maxima")
     assert all((scales.x_factor == 1).all() and not scales.x_offset.any() for scales in calibration.layers.values())
-    # Percentiles of the calls' maxima clip hardly anything, ranges of least error may.
+    # Percentiles of the calls' maxima clip little; ranges of least error may clip more.
     for input_group, scales in calibration.layers.items():
         least = calibrated[0].layers[input_group]
         if torch.equal(least.x_factor, scales.x_factor) and torch.equal(least.x_offset, scales.x_offset):
@@ -173,7 +173,7 @@ def test_a_recipe_that_takes_a_calibration_without_layers_is_refused_with_the_wa
         return run("build", taking, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
 
     refusal(building("static"), "lacks the ranges of layers", "attention only", "set layers.modes to off")
-    assert building("off").exit_code == 0  # what the remedy says
+    assert building("off").exit_code == 0  # the remedy works
 
 
 @pytest.mark.parametrize(
