@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Generic, Self, TypeVar
@@ -76,15 +76,6 @@ class Notes(Generic[Entry]):
             self.add(name, replace(entry, **values))  # type: ignore[type-var]
 
 
-def call_of(sizes: Iterable[int], sample: int) -> int:
-    """Returns the number of the call that contains a sample.
-
-    Args:
-        sizes: samples of each call; sample: number of the sample over all calls.
-    """
-    return bisect_right([*accumulate(sizes)], sample)
-
-
 @dataclass(frozen=True)
 class Groups:
     """The samples of several calls, by call and timestep bin. All tensors are on the CPU.
@@ -154,7 +145,37 @@ class GroupsOfCalls:
         return self._known[key]
 
 
-def on_cpu(parts: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Concatenates each list of tensors [N, …] on the CPU. All lists share one transfer, as every transfer synchronises."""
-    joined = [torch.cat(of) for of in parts]
-    return [*torch.cat(joined).cpu().split([len(x) for x in joined])] if joined else []
+_Rows = TypeVar("_Rows")
+
+
+def rows_of_groups(
+    taken: Mapping[str, Sequence[tuple[int, Any]]],
+    finite: Mapping[str, Tensor],
+    groups: GroupsOfCalls,
+    rows: Callable[[str, Sequence[Any], Groups], _Rows],
+    refusal: Callable[[str, int, float], Exception],
+) -> dict[str, _Rows]:
+    """Computes the rows of each name from its entries, or raises the refusal of the first call with NaN or Inf.
+
+    Args:
+        taken: see `Notes.take`; the entries have a `timestep` [B]; finite: [N] true for samples without NaN and Inf.
+        rows: of a name, its entries and their groups; refusal: of a name, a sample's number and its timestep.
+    """
+    of_names = [torch.cat([entry.timestep for _, entry in seen]) for seen in taken.values()]
+    # All names share one transfer from the GPU, as every transfer synchronises.
+    timesteps = torch.cat(of_names).cpu().split([len(x) for x in of_names]) if of_names else ()
+    good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+    found: dict[str, _Rows] = {}
+    damaged: list[tuple[int, Exception]] = []
+    for (name, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
+        sizes = [len(entry.timestep) for _, entry in seen]
+        if is_good:
+            found[name] = rows(name, [entry for _, entry in seen], groups(sizes, timestep))
+        else:
+            sample = int((~finite[name]).long().argmax())
+            damaged.append(
+                (seen[bisect_right([*accumulate(sizes)], sample)][0], refusal(name, sample, timestep[sample].item()))
+            )
+    if damaged:
+        raise min(damaged, key=lambda item: item[0])[1]
+    return found

@@ -127,13 +127,7 @@ def neighbourhood_mask(
     # block; the sum along the keys counts the runs that cover a block.
     edges = torch.zeros(blocks, blocks + 1, dtype=torch.int32)
     place = torch.arange(math.prod(sizes))
-    x = place % width
-    rows = place // width
-    coordinates = []
-    for size in reversed(outer):
-        coordinates.append(rows % size)
-        rows = rows // size
-    coordinates.reverse()
+    *coordinates, x = torch.unravel_index(place, tuple(sizes))
     low, high = (x - reach).clamp_min(0), (x + reach).clamp_max(width - 1)
     query = (place + before) // block_size
     for shift in itertools.product(*(range(-(w // 2), w // 2 + 1) for w in outer_windows)):

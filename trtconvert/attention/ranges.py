@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, call_of, on_cpu
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, rows_of_groups
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -68,13 +68,7 @@ Records = Mapping[str, Rows]
 
 @dataclass(frozen=True)
 class _Extremes:
-    """Reductions of one call per sample, over the tokens only and still on the device, so that no call synchronises.
-
-    Attributes:
-        timestep: [B].
-        tokens: keys per sample.
-        reduced: name: [B, heads, D].
-    """
+    """Reductions of one call over its tokens, on the device: timestep [B], tokens per sample, and [B, heads, D] by name."""
 
     timestep: Tensor
     tokens: int
@@ -117,35 +111,24 @@ class RangeObserver:
             UserError: NaN or Inf at a site; the message names the first.
         """
         taken = self.notes.take()
-        # All sites share one transfer from the GPU.
-        timesteps = on_cpu([extremes.timestep for _, extremes in seen] for seen in taken.values())
         reduced = {
-            site: {
-                name: torch.cat([extremes.reduced[name] for _, extremes in seen]).float() for name in seen[0][1].reduced
-            }
+            site: {name: torch.cat([entry.reduced[name] for _, entry in seen]).float() for name in seen[0][1].reduced}
             for site, seen in taken.items()
         }
         # The extremes are NaN or Inf if any element is, and so is the largest of the extremes.
         finite = {
             site: torch.stack([x.abs().amax((1, 2)).isfinite() for x in of.values()]) for site, of in reduced.items()
         }
-        good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+
+        def rows(site: str, entries: Sequence[_Extremes], groups: Groups) -> Rows:
+            return _rows(reduced[site], torch.tensor([entry.tokens for entry in entries]), groups)
+
+        def refusal(site: str, sample: int, timestep: float) -> UserError:
+            broken = (~finite[site][:, sample]).long().argmax()
+            return _non_finite(site, list(reduced[site])[int(broken)], timestep)
+
         groups = GroupsOfCalls(lambda timestep: timestep_bin(timestep, self._timestep_max, self._bins), self._bins)
-        found: dict[str, Rows] = {}
-        damaged: list[tuple[int, UserError]] = []
-        for (site, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
-            sizes = [len(extremes.timestep) for _, extremes in seen]
-            if not is_good:
-                rows = finite[site].cpu()
-                sample = int((~rows).any(0).long().argmax())
-                where = [name for name, whole in zip(reduced[site], rows[:, sample], strict=True) if not whole]
-                damaged.append((seen[call_of(sizes, sample)][0], _non_finite(site, where[0], timestep[sample].item())))
-                continue
-            tokens = torch.tensor([extremes.tokens for _, extremes in seen])
-            found[site] = _rows(reduced[site], tokens, groups(sizes, timestep))
-        if damaged:
-            raise min(damaged, key=lambda item: item[0])[1]
-        return found
+        return rows_of_groups(taken, {site: x.all(0) for site, x in finite.items()}, groups, rows, refusal)
 
 
 def _of_samples(reduced: Tensor, name: str, folds: int) -> Tensor:

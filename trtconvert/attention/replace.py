@@ -135,11 +135,7 @@ def replace_attention_with_int8(
 
 
 def _swap_classes(models: Sequence[nn.Module], prepared: Sequence[Denoiser]) -> None:
-    """Gives the denoisers and their sites the classes that compute in INT8; all of them or none.
-
-    Raises:
-        UserError: a module's class cannot be replaced.
-    """
+    """Gives the denoisers and their sites the classes that compute in INT8, all or none; UserError if a class forbids it."""
     changed: list[tuple[nn.Module, type]] = []
     try:
         for model, found in zip(models, prepared, strict=True):
@@ -206,11 +202,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
-    """Returns the modules whose forward takes a timestep, by component.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Returns the modules whose forward takes a timestep, by component; UserError if there is none."""
     if isinstance(pipe, nn.Module):
         parts = {_ALONE: pipe}
     else:
@@ -385,11 +377,7 @@ def _path_of(site: str, paths: Collection[str]) -> str:
 
 
 def _refuse_foreign_calibration(prepared: Sequence[Denoiser], saved: Mapping[str, Calibrated], file: Path) -> None:
-    """Checks that the calibration's sites exist in the pipeline and have its heads.
-
-    Raises:
-        UserError: a site does not exist, or has other heads.
-    """
+    """Raises a UserError if a site of the calibration does not exist in the pipeline, or has other heads."""
     names = {name for found in prepared for name in (*found.sites, *found.left)}
     strange = ""
     for site, call in saved.items():

@@ -249,11 +249,7 @@ def _table_sigmas(scheduler: Any) -> Tensor:
 
 def _noise_of_sigma_timesteps(scheduler: Any) -> SchedulerNoise | None:
     """Returns the noise of a scheduler whose timesteps are functions of σ; None for other schedulers. diffusers' classes are
-    matched by name, as their configurations do not tell.
-
-    Raises:
-        UserError: its configuration has no valid range.
-    """
+    matched by name, as their configurations do not tell."""
     name, config = type(scheduler).__name__.removesuffix("Scheduler"), scheduler.config
     # With other predictions than v, diffusers' EulerDiscrete passes places of its table even if "continuous".
     continuous = config.get("timestep_type") == "continuous" and config.get("prediction_type") == "v_prediction"

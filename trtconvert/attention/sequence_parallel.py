@@ -139,11 +139,7 @@ class SequenceParallelAttention(nn.Module):
         return out.to(Q.dtype)
 
     def _compare(self, Q: Tensor, K: Tensor, steps: Tensor) -> None:
-        """Compares the arguments of all processes; steps: [B] FP32.
-
-        Raises:
-            UserError: in every process, if shapes or timesteps differ, or a process refused its arguments.
-        """
+        """Raises a UserError in every process if shapes or timesteps [B] differ, or a process refused its arguments."""
         told = torch.tensor([1, *Q.shape, *K.shape, _DTYPES.index(Q.dtype)], dtype=torch.int64).to(Q.device)
         rows = self._gather(torch.cat([told, _told(steps)]))
         if refused := [rank for rank, row in enumerate(rows) if not row[0]]:

@@ -97,11 +97,8 @@ def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[
 
 
 def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
-    """Finds the model's attention sites; `also` observes other functions in the same forward.
-
-    Raises:
-        UserError: the model fails on its own example inputs; see also `find_sites`.
-    """
+    """Finds the model's attention sites; `also` observes other functions in the same forward. Raises a UserError if the model
+    fails on its own example inputs."""
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     device = model.device
 
@@ -330,11 +327,7 @@ def _layer_scales(
 
 
 def _deltas(shards: Shards, input_group: str) -> LayerRows:
-    """Returns the deltas' rows of an input group.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Returns the deltas' rows of an input group; UserError if there are none."""
     try:
         return shards.layer(deltas_of(input_group))
     except KeyError as error:
@@ -496,11 +489,8 @@ def load_calibration(
 def _require_layers(
     path: Path, loaded: Calibration, channels: Mapping[str, int], modulated: Sequence[str], bins: int
 ) -> None:
-    """Checks the scales of the layers' inputs; channels: of each input group.
-
-    Raises:
-        UserError: scales are missing or not usable, or an input group in `modulated` lacks deltas or has offsets.
-    """
+    """Raises a UserError if scales of the layers' inputs are missing or not usable, or an input group in `modulated` lacks deltas
+    or has offsets; channels: of each input group."""
     if missing := [input_group for input_group in channels if input_group not in loaded.layers]:
         raise UserError(
             f"{path} lacks the ranges of layers",
@@ -527,11 +517,7 @@ def _require_layers(
 
 
 def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shares: Sequence[float]) -> None:
-    """Checks the blocks that sites need.
-
-    Raises:
-        UserError: blocks are missing, or are those of other sizes.
-    """
+    """Raises a UserError if blocks of a site are missing, or are those of other sizes."""
     for site in sites:
         found = loaded.blocks.get(site.name)
         held = found.shares if found is not None else []

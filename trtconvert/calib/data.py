@@ -161,11 +161,7 @@ def _refuse_too_few(place: str, count: int, samples: int) -> None:
 
 
 def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser, place: str) -> None:
-    """Calls the denoiser on the model's device.
-
-    Raises:
-        UserError: the denoiser fails on these inputs.
-    """
+    """Calls the denoiser on the model's device; UserError if it fails on these inputs."""
     device = model.device
     try:
         denoiser(**{name: x.to(device) for name, x in batch.items()})
@@ -212,11 +208,7 @@ def _function_failed(name: str, error: Exception) -> UserError:
 
 
 def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[str, Tensor]:
-    """Returns the model's inputs in their types.
-
-    Raises:
-        UserError: the inputs do not fit the denoiser.
-    """
+    """Returns the model's inputs in their types; UserError if they do not fit the denoiser."""
     names = [spec.name for spec in model.inputs]
     if not isinstance(inputs, Mapping) or set(inputs) != set(names):
         raise UserError(
@@ -265,11 +257,6 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:
-    """Converts a value to a tensor.
-
-    Raises:
-        UserError: the value is not an array of numbers.
-    """
     try:
         return torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -347,11 +334,7 @@ def _encoder(model: DiffusionModel, example: Example):
 def _conditions(
     model: DiffusionModel, examples: Sequence[Example], bad: BadSamples
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """Computes the conditions of the examples whose captions the model accepts.
-
-    Returns:
-        The numbers of these examples, and the denoiser's further inputs by name.
-    """
+    """Returns the numbers of the examples whose captions the model accepts, and the denoiser's further inputs for them."""
     if model.condition is None:
         needed = [spec.name for spec in model.inputs[1:] if spec.name != model.timestep_input]
         if needed or any(example.image is None for example in examples):

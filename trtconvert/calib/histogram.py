@@ -177,12 +177,7 @@ class HistogramObserver:
 
 
 class _Forward:
-    """Results that the sites of one forward on one device share, as they receive the same timestep tensor.
-
-    Attributes:
-        timestep: [B].
-        index: [B] INT64 timestep bins, on the device.
-    """
+    """Results that the sites of one forward on one device share, as they receive the same timestep tensor [B]."""
 
     def __init__(self, timestep: Tensor, index: Tensor) -> None:
         self.timestep, self.index = timestep, index

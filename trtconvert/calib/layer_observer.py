@@ -6,7 +6,7 @@ what rounding and clipping cost. Both merge by concatenation in the order of the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
 from trtconvert.linear.sites import LayerCall
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, call_of, on_cpu
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, rows_of_groups
 
 ROWS = 2
 """Whole rows that are stored of each call and timestep bin."""
@@ -124,36 +124,22 @@ class LayerObserver:
         for turn in self._turns.values():
             turn.zero_()
         taken = self.notes.take()
-        # All layers share one transfer from the GPU.
-        timesteps = on_cpu([one.timestep for _, one in seen] for seen in taken.values())
         low, high = (
-            {layer: torch.cat([getattr(one, name) for _, one in seen]) for layer, seen in taken.items()}
+            {layer: torch.cat([getattr(entry, name) for _, entry in seen]) for layer, seen in taken.items()}
             for name in ("low", "high")
         )
         finite = {layer: (low[layer].isfinite() & high[layer].isfinite()).all(1) for layer in taken}
-        good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+
+        def rows(layer: str, entries: Sequence[_Seen], groups: Groups) -> LayerRows:
+            counts = torch.tensor([entry.rows for entry in entries])
+            sample = torch.cat([entry.sample for entry in entries])
+            return self._entries(counts, groups, low[layer], high[layer], sample)
+
         groups = GroupsOfCalls(lambda timestep: timestep_bin(timestep, self._timestep_max, self._bins), self._bins)
-        found: dict[str, LayerRows] = {}
-        damaged: list[tuple[int, UserError]] = []
-        for (layer, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
-            sizes = [len(one.timestep) for _, one in seen]
-            if not is_good:
-                first = int((~finite[layer]).long().argmax())
-                damaged.append((seen[call_of(sizes, first)][0], _non_finite(layer, timestep[first].item())))
-                continue
-            sample = torch.cat([one.sample for _, one in seen])
-            rows = torch.tensor([one.rows for _, one in seen])
-            found[layer] = self._entries(rows, groups(sizes, timestep), low[layer], high[layer], sample)
-        if damaged:
-            raise min(damaged, key=lambda item: item[0])[1]
-        return found
+        return rows_of_groups(taken, finite, groups, rows, _non_finite)
 
     def _entries(self, rows: Tensor, groups: Groups, low: Tensor, high: Tensor, sample: Tensor) -> LayerRows:
-        """Makes one entry per group of samples.
-
-        Args:
-            rows: number of rows of a sample, by call; low, high: [samples, K]; sample: [samples, S, K], on their device.
-        """
+        """One entry per group of samples; rows: of a sample, by call; low, high: [samples, K]; sample: [samples, S, K]."""
         # Row i comes from the group's i-th sample; small groups repeat samples.
         each = torch.arange(self._rows)
         starts = groups.counts.cumsum(0) - groups.counts
@@ -167,7 +153,7 @@ class LayerObserver:
         )
 
 
-def _non_finite(layer: str, timestep: float) -> UserError:
+def _non_finite(layer: str, sample: int, timestep: float) -> UserError:
     return UserError(
         f"NaN or Inf at the input of {layer} at timestep {timestep:g}",
         expected="finite activations",

@@ -271,12 +271,7 @@ class _Points:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A way to choose an offset and factors.
-
-    Attributes:
-        offset: function that returns the offset; None: no offset.
-        exponent: SmoothQuant's α; None: no factors.
-    """
+    """A way to choose an offset (None: no offset) and SmoothQuant's exponent α (None: no factors)."""
 
     offset: Callable[[_Points], Tensor] | None = None
     exponent: float | None = None
@@ -295,12 +290,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Moved:
-    """An offset and factors.
-
-    Attributes:
-        squares: [K] squared norms of the weight of each channel of x̂.
-        differences: [K] squared norms of the change by quantising the weight.
-    """
+    """An offset and factors; [K] squared norms of the weights of each channel of x̂, and of their change by quantisation."""
 
     offset: Tensor
     factor: Tensor

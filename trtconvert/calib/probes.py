@@ -160,14 +160,7 @@ class Probes:
 
 
 class _Projection:
-    """Projects the errors of candidates.
-
-    Args:
-        model, candidates: see `Probes`.
-
-    Attributes:
-        room: bytes for storing errors in a call with several probes; None before the first call.
-    """
+    """Projects the errors of candidates; room: bytes for storing errors in a call with several probes, None before the first."""
 
     def __init__(self, model: DiffusionModel, candidates: Sequence[Candidate]) -> None:
         self._model, self._candidates = model, candidates

@@ -112,11 +112,7 @@ class _Recorder:
         self._current: list[dict[str, Tensor]] = []
 
     def finish(self, steps: int) -> None:
-        """Ends the samples since `start`.
-
-        Raises:
-            UserError: the sampler took another number of steps, or steps with different numbers of calls.
-        """
+        """Ends the samples since `start`; UserError if the sampler took other numbers of steps or of calls per step."""
         if self._current:
             self._end_step()
         if self._step != steps:
@@ -161,11 +157,7 @@ class _Recorder:
         self._previous, self._current, self._step = self._current, [], self._step + 1
 
     def _keep_shared(self, named: Mapping[str, Tensor]) -> None:
-        """Stores the inputs that belong to no sample.
-
-        Raises:
-            UserError: such an input changed since the first call.
-        """
+        """Stores the inputs that belong to no sample; UserError if one changed since the first call."""
         for spec in self._model.inputs:
             if is_shared(self._model, spec):
                 x = named[spec.name]

@@ -161,11 +161,7 @@ _OPEN = {".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Converts any error of the block.
-
-    Raises:
-        UserError: the block failed to read the file.
-    """
+    """Converts any error of the block to a UserError."""
     try:
         yield
     # Damaged files raise errors of zlib, the unpickler and others.
@@ -211,13 +207,8 @@ def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
 def _refuse_shape(
     model: DiffusionModel, path: Path, spec: InputSpec, shape: tuple[int, ...], sizes: dict[str, int]
 ) -> None:
-    """Checks the shape of an array.
-
-    Args:
-        sizes: sizes of the symbolic dimensions so far; receives those of this input. The number of samples is free.
-    Raises:
-        UserError: the model does not take the shape.
-    """
+    """Raises a UserError if the model does not take the shape. `sizes` receives the sizes of symbolic dimensions, which inputs
+    share; the number of samples is free."""
     fits = len(shape) == len(spec.shape)
     first = 0 if is_shared(model, spec) else 1
     for wanted, size in zip(spec.shape[first:], shape[first:], strict=False):

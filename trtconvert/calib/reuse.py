@@ -224,10 +224,7 @@ def _drawn(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int], step
 
 class _Stated:
     """A `Scheduler` with stated steps, by their timesteps. Other timesteps, as of a pipeline's other denoiser, are computed.
-
-    Attributes:
-        asked: true if a sampler asked for one of the timesteps.
-    """
+    `asked`: true if a sampler asked for one of the timesteps."""
 
     def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], schedule: Schedule) -> None:
         self._timesteps = torch.tensor(timesteps, dtype=torch.float64)

@@ -164,11 +164,7 @@ def _of_choices(units: Sequence[Unit], candidates: Sequence[Candidate], errors: 
 
 
 class _Remembering:
-    """The exact denoiser with a cache of one drawing: drawings that are disturbed from some step on share the steps before it.
-
-    Args:
-        denoiser: the model's.
-    """
+    """The exact denoiser with a cache of one drawing: drawings that are disturbed from some step on share the steps before it."""
 
     def __init__(self, denoiser: Denoiser, model: DiffusionModel) -> None:
         self.denoiser, self._model = denoiser, model

@@ -101,12 +101,8 @@ def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective)
 
 
 def _walked_back(state: int, ways: list[Tensor], steps: int) -> tuple[bool, ...]:
-    """Follows the dynamic programme back to the computed steps.
-
-    Args:
-        state: the last state, as an index of [steps, LONGEST].
-        ways: for each count, maps a state to the length of the gap before.
-    """
+    """Follows the dynamic programme back from the last state, an index of [steps, LONGEST], to the computed steps; ways: for each
+    count, maps a state to the length of the gap before."""
     step, length = divmod(state, LONGEST)
     computed = [False] * steps
     computed[step] = True

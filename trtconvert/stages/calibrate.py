@@ -82,11 +82,7 @@ def calibrate_stage(build: Build) -> Calibrated:
 
 
 def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
-    """Checks the numbers of steps.
-
-    Raises:
-        UserError: the model's sampler does not take a section's number of steps, or cannot skip steps.
-    """
+    """Raises a UserError if the model's sampler does not take a section's number of steps, or cannot skip steps."""
     from trtconvert.models.denoiser import refuse_steps, refuse_unfollowed
 
     asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]

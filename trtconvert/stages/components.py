@@ -100,11 +100,7 @@ def component_stage(build: Build, name: str) -> Stage:
 
 
 def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:
-    """Returns the names of the components to convert.
-
-    Raises:
-        UserError: the model has no other models, or not those of the recipe.
-    """
+    """Returns the names of the components to convert; UserError if the model lacks one."""
     if model.components is None:
         raise UserError(
             f"{model.name} has no components beside the denoiser",

@@ -52,11 +52,7 @@ def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, po
 
 
 def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
-    """Returns a point of the frontier, and writes the frontier with this point chosen.
-
-    Args:
-        name: as in `Frontier.choose`.
-    """
+    """Returns a point of the frontier, named as in `Frontier.choose`, and writes the frontier with this point chosen."""
     frontier = read_frontier(searched.folder / FRONTIER)
     point = frontier.choose(name)
     chosen = frontier.model_copy(update={"chosen": point.name})

@@ -228,12 +228,8 @@ _THRESHOLDS = {"min_psnr", "max_lpips", "max_prediction_error"}
 
 
 def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor, **measured: Any) -> None:
-    """Writes the figures of a build, and its samples beside those in full precision.
-
-    Args:
-        reference: see `reference_stage`; int8: [N, C, H, W] samples in [0, 1] of the same seeds.
-        measured: further fields of `QualityRecord`.
-    """
+    """Writes the figures of a build, and its samples [N, C, H, W] in [0, 1] beside full precision's; measured: further fields of
+    `QualityRecord`."""
     from safetensors.torch import load_file
 
     from trtconvert.evaluate import verify
