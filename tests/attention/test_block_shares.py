@@ -7,15 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trtconvert.attention.blocks import (
-    BlockObserver,
-    BlockRows,
-    SiteBlocks,
-    mask_at,
-    obstacle_to_blocks,
-    pack,
-    unpack,
-)
+from trtconvert.attention.blocks import BlockObserver, BlockRows, SiteBlocks, mask_at, obstacle_to_blocks, pack, unpack
 from trtconvert.attention.pruning import needed_blocks
 from trtconvert.attention.reference import BLOCK
 from trtconvert.attention.sites import Site, SiteCall

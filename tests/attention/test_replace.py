@@ -22,11 +22,7 @@ import tiny_pipelines
 import tolerances
 from accelerate import hooks
 
-from trtconvert.attention import (
-    attention_report,
-    replace_attention_with_int8,
-    restore_attention,
-)
+from trtconvert.attention import attention_report, replace_attention_with_int8, restore_attention
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, tables_of_ranges
 from trtconvert.attention.sites import SiteCall, attention_hooks

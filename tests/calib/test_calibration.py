@@ -8,12 +8,13 @@ import re
 import pytest
 import tolerances
 import torch
+from found_sites import sites_to_convert
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.ranges import CHANNEL_FLOOR, RangeObserver, Rows, offsets
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.calibrate import load_calibration, sites_to_convert
+from trtconvert.calib.calibrate import load_calibration
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.coverage import CoverageObserver

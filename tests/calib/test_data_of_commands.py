@@ -9,11 +9,12 @@ import pytest
 import tiny_models
 import torch
 from calibration_data import RECIPE, write_images, write_inputs
+from found_sites import sites_to_convert
 from rich.console import Console
 from safetensors.torch import load_file
 from support import Quiet, environment, finish, refusal, run, start, tiny_recipe
 
-from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.calibrate import calibrate
 from trtconvert.calib.calibration import Calibration
 from trtconvert.errors import UserError
 from trtconvert.progress import Reporter

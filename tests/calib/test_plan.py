@@ -9,6 +9,7 @@ import math
 import pytest
 import scipy.optimize
 import torch
+from found_sites import sites_to_convert
 from support import Quiet, refusal, reused, run, tiny_recipe
 
 from trtconvert.attention.modes import Mode
@@ -16,7 +17,6 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
-from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier

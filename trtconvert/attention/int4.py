@@ -6,7 +6,6 @@ kernel: this module measures what 4 bits cost in quality.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trtconvert.attention.masks import check_mask
+from trtconvert.attention.pruning import check_softmax_scale
 from trtconvert.attention.reference import BLOCK, TINY_SCALE
 from trtconvert.errors import UserError
 
@@ -100,8 +100,7 @@ def int4_attention(
     Source: SageAttention2 (arXiv 2411.10958), sections 3.1 and 3.2, with a scale for each token instead of each thread's tokens.
     """
     _check(q, k, v, mask, query_block, key_block, group_size)
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # NaN fails both comparisons
-        raise _misfit("softmax_scale", "a positive finite number", repr(softmax_scale), "leave it out for 1/√D")
+    check_softmax_scale(softmax_scale)
     out_type, compute = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
     with torch.autocast(q.device.type, enabled=False):  # autocast would round products to 16 bits
         q, k, v = (x.to(compute) for x in (q, k, v))

@@ -10,17 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.attention import kernel, measured
-from trtconvert.attention.masks import (
-    check_block_mask,
-    check_block_size,
-    check_mask,
-    neighbourhood_mask,
-    window_mask,
-)
+from trtconvert.attention.masks import check_block_mask, check_block_size, check_mask, neighbourhood_mask, window_mask
 from trtconvert.attention.modes import PRECISION_MODES, Mode
 from trtconvert.attention.pruning import (
     broken_first,
     check_ratio,
+    check_softmax_scale,
     kept_keys,
     kept_mask,
     key_importance,
@@ -169,14 +164,7 @@ class Int8Attention(nn.Module):
         _require(timestep_bins >= 1, "timestep_bins", "at least 1", timestep_bins)
         for name, block in (("block_q", block_q), ("block_k", block_k)):
             _require(block in (16, 32, 64, 128, 256), name, "16, 32, 64, 128 or 256", block)
-        if softmax_scale is not None:  # NaN fails both comparisons
-            _require(
-                0 < softmax_scale < math.inf,
-                "softmax_scale",
-                "a positive finite number",
-                softmax_scale,
-                "leave it out for 1/√D",
-            )
+        check_softmax_scale(softmax_scale)
         _require(0 <= softmax_eps < math.inf, "softmax_eps", "0 or a small positive number", softmax_eps)
         _require(attention_type in ATTENTION_TYPES, "attention_type", " or ".join(ATTENTION_TYPES), attention_type)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
@@ -336,13 +324,7 @@ class Int8Attention(nn.Module):
         return GuidedOutputs(cond, uncond, guidance_scale)
 
     def _fused(
-        self,
-        first: Tensor,
-        second: Tensor,
-        K: Tensor,
-        V: Tensor,
-        timestep: Timestep,
-        ratios: Sequence[float] | None,
+        self, first: Tensor, second: Tensor, K: Tensor, V: Tensor, timestep: Timestep, ratios: Sequence[float] | None
     ) -> tuple[Tensor, Tensor | None]:
         blocks = None
         if self.attention_type == "block_sparse":

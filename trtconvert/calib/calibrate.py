@@ -70,7 +70,7 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
         UserError: the model fails on its own example inputs; see also `find_sites`, `select_sites` and `select_layers`.
     """
     finder = LayerFinder(model.denoiser, moving=model.onload is not None)
-    found = _found(model, {} if layers.off else layer_hooks(finder))
+    found = _found_sites(model, {} if layers.off else layer_hooks(finder))
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
         return Parts(chosen, left, [], [])
@@ -91,12 +91,7 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     return Parts(chosen, left, converted, others)
 
 
-def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
-    """Returns the model's attention sites, split by a recipe; see `parts_to_convert`."""
-    return select_sites(_found(model, {}), section.include, section.exclude)
-
-
-def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
+def _found_sites(model: DiffusionModel, also: Hooks) -> list[Site]:
     """Finds the model's attention sites; `also` observes other functions in the same forward. Raises a UserError if the model
     fails on its own example inputs."""
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}

@@ -13,15 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.blocks import SiteBlocks
-from trtconvert.attention.ranges import (
-    Records,
-    Rows,
-    offsets,
-    ranges_of_maxima,
-    seen_bins,
-    spread,
-    tables_of_ranges,
-)
+from trtconvert.attention.ranges import Records, Rows, offsets, ranges_of_maxima, seen_bins, spread, tables_of_ranges
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bundle import Manifest

@@ -47,12 +47,7 @@ def data_kind(data: str | Path) -> Kind:
     try:
         return _kind(data)
     except OSError as error:  # for example a name that is too long, or a folder without permission
-        raise UserError(
-            f"cannot read the calibration data {data}",
-            expected="a file or a folder that this user may read",
-            got=error.strerror or type(error).__name__,
-            remedy="correct calibration.data in the recipe, or --data",
-        ) from error
+        raise _unreadable(data, error) from error
 
 
 def _kind(data: str | Path) -> Kind:
@@ -97,12 +92,16 @@ def data_identity(data: str | Path) -> str:
             digest.update(f"{file.relative_to(path).as_posix()} {sha256(file)}\n".encode())
         return digest.hexdigest()
     except OSError as error:
-        raise UserError(
-            f"cannot read the calibration data {path}",
-            expected="files that this user may read",
-            got=f"{error.strerror}: {error.filename}",
-            remedy="correct calibration.data in the recipe, or the permissions",
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(data: str | Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot read the calibration data {data}",
+        expected="a file or a folder that this user may read",
+        got=f"{error.strerror or type(error).__name__}: {error.filename or data}",
+        remedy="correct calibration.data in the recipe (or --data), or the permissions",
+    )
 
 
 def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:

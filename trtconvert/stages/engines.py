@@ -67,7 +67,7 @@ def engine_stages(
             if free < size:  # a warning only: the size of the engine is unknown until it is built
                 report.notice(
                     f"the ONNX of {name} takes {size / 2**20:.0f} MiB, but {cache.folder} has only {free / 2**20:.0f} MiB free: "
-                    f"the engine may not fit and would be lost. Free some space, or {cache.instead}",
+                    f"the engine may not fit and would be lost. Free some space, or {cache.instead}"
                 )
             if backend.name == "tensorrt_rtx":
                 # A component without trtconvert's nodes has no native form.

@@ -24,10 +24,7 @@ def profiles_of(recipe: Recipe, model: DiffusionModel) -> list[Dims]:
 
 
 def narrowed(
-    ranges: Mapping[str, Range],
-    available: Mapping[str, tuple[int, int, int]],
-    name: str,
-    steps: Mapping[str, int],
+    ranges: Mapping[str, Range], available: Mapping[str, tuple[int, int, int]], name: str, steps: Mapping[str, int]
 ) -> Dims:
     """Returns a model's dimensions, with the ranges of an engine section instead of the model's.
 
