@@ -89,24 +89,8 @@ def neighbourhood_mask(
     Raises:
         UserError: sizes, windows or tokens are not valid or do not fit each other.
     """
+    windows = _checked_windows(sizes, window)
     check_block_size(block_size)
-    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
-        raise UserError(
-            "a neighbourhood needs a grid",
-            expected="one to three positive sizes: (tokens,), (height, width) or (frames, height, width)",
-            got=str(tuple(sizes)),
-            remedy="count the patches of the latents: an image of 1024 × 1024 pixels is 64 × 64 tokens in Flux",
-        )
-    windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
-    if len(windows) != len(sizes):
-        raise UserError(
-            "the window and the grid have different numbers of directions",
-            expected=f"{len(sizes)} numbers, or one for all",
-            got=str(windows),
-            remedy="give a size for each direction, in the grid's order",
-        )
-    for name, each, size in zip(("frames", "height", "width")[-len(sizes) :], windows, sizes, strict=True):
-        _check_tokens(f"the window's {name}" if len(sizes) > 1 else "the window", each, 1, size)
     _check_tokens("sink_tokens", sink_tokens, 0, math.prod(sizes))
     _check_tokens("text_tokens", text_tokens, 0, None)
     if text not in ("first", "last"):
@@ -151,6 +135,28 @@ def neighbourhood_mask(
     if sink_tokens:
         seen[:, blocks_of(before, sink_tokens)] = True
     return _at_kernel_blocks(seen, block_size, tokens)[None, None]
+
+
+def _checked_windows(sizes: Sequence[int], window: Sequence[int] | int) -> tuple[int, ...]:
+    """Returns the window's width in each direction of a grid."""
+    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
+        raise UserError(
+            "a neighbourhood needs a grid",
+            expected="one to three positive sizes: (tokens,), (height, width) or (frames, height, width)",
+            got=str(tuple(sizes)),
+            remedy="count the patches of the latents: an image of 1024 × 1024 pixels is 64 × 64 tokens in Flux",
+        )
+    windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
+    if len(windows) != len(sizes):
+        raise UserError(
+            "the window and the grid have different numbers of directions",
+            expected=f"{len(sizes)} numbers, or one for all",
+            got=str(windows),
+            remedy="give a size for each direction, in the grid's order",
+        )
+    for name, each, size in zip(("frames", "height", "width")[-len(sizes) :], windows, sizes, strict=True):
+        _check_tokens(f"the window's {name}" if len(sizes) > 1 else "the window", each, 1, size)
+    return windows
 
 
 def check_block_size(block_size: int) -> None:

@@ -224,7 +224,7 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
                 f"'{spec.name}' from {place} has fractions",
                 expected="whole numbers",
                 got=str(given[spec.name].dtype).removeprefix("torch."),
-                remedy="give what the denoiser's forward takes",
+                remedy="give whole numbers for this input",
             )
     checked = {spec.name: given[spec.name].to(getattr(torch, spec.dtype)) for spec in model.inputs}
     sizes: dict[str, int] = {}
@@ -236,7 +236,7 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
                 f"'{spec.name}' from {place} has the wrong shape",
                 expected="[" + ", ".join(map(str, spec.shape)) + "], at least one sample",
                 got=str(list(shape)),
-                remedy="give what the denoiser's forward takes",
+                remedy="give arrays of this shape, with equal sizes of the same dimensions",
             )
         if not checked[spec.name].isfinite().all():
             raise UserError(
@@ -251,7 +251,7 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
             f"'{model.timestep_input}' from {place} leaves the noise schedule",
             expected=model.covered,
             got=f"{outside[0]:g}",
-            remedy="give what the denoiser's forward takes",
+            remedy="give timesteps in the denoiser's own units",
         )
     return checked
 

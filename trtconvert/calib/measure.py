@@ -80,9 +80,9 @@ def measure_kernels(
     conv_shapes: Sequence[tuple[int, int, int, int, int, int]] = CONV_SHAPES,
 ) -> str:
     """Measures attention in every mode, block masks relative to dense attention, layers, convolutions after group norms in 16
-    bits (torch) and in INT8, and the memory's bandwidth. Returns JSON text, see `KernelCost.load`. Activations are FP16, times
-    include quantisation, scales of queries and keys are measured and, in modes that may measure them, also calibrated. See
-    `device_microseconds`.
+    bits (torch) and in INT8, and the memory's bandwidth, by `device_microseconds`. Activations are FP16 and times include
+    quantisation. Scales of queries and keys are measured; modes that may measure them are timed with calibrated scales, too.
+    Returns JSON text, see `KernelCost.load`.
 
     Args:
         done: called after each shape and mode, for calibrated scales, too, and after each density of block masks.
