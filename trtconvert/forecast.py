@@ -70,11 +70,7 @@ def forecast(recipe: Recipe, device: str, choices: int, sites: Sequence[Site], s
 def with_forecast(
     recipe: Recipe, place: Place, report: Reporter, model: DiffusionModel, parts: Parts
 ) -> DiffusionModel:
-    """Returns the model with a timer on its first drawing, the calibration's; the timer reports the forecast.
-
-    Args:
-        parts: what is converted.
-    """
+    """Returns the model with a timer on its first drawing, the calibration's; the timer reports the forecast."""
     searched = len(recipe.plan.layer_candidates) if recipe.layers.modes == "auto" else 0
     groups = {layer.input_group for layer in parts.layers}
     choices = len(parts.sites) * len(recipe.plan.candidates) + len(groups) * searched

@@ -94,11 +94,7 @@ class Groups:
 
     @staticmethod
     def of(sizes: Iterable[int], index: Tensor, bins: int) -> Groups:
-        """Groups samples.
-
-        Args:
-            sizes: samples of each call; index: [N] timestep bin of each sample; bins: number of bins.
-        """
+        """Groups samples by call and timestep bin; sizes: samples of each call; index: [N] bin of each sample."""
         samples = torch.tensor(list(sizes))
         group = torch.repeat_interleave(torch.arange(len(samples)), samples) * bins + index
         groups, counts = group.unique(return_counts=True)
@@ -111,11 +107,7 @@ class Groups:
         return self._orders[device]
 
     def over(self, x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Reduces the samples of each group, on x's device: [N, …] → [G, …].
-
-        Args:
-            reduce: function of a tensor and the dimension of the samples, such as torch.sum.
-        """
+        """Reduces the samples of each group, on x's device: [N, …] → [G, …]; reduce: such as torch.sum, of (tensor, dim)."""
         ordered, sizes = x.index_select(0, self.on(x.device)), self.counts.tolist()
         if len(set(sizes)) == 1:
             return reduce(ordered.unflatten(0, (len(sizes), sizes[0])), 1)
@@ -123,22 +115,14 @@ class Groups:
 
 
 class GroupsOfCalls:
-    """Groups of calls. Operations with the same calls share one computation of the groups.
-
-    Args:
-        bin_of: returns the timestep bins of timesteps; bins: number of bins.
-    """
+    """Groups of calls. Operations with the same calls share one computation of the groups."""
 
     def __init__(self, bin_of: Callable[[Tensor], Tensor], bins: int) -> None:
         self._bin_of, self._bins = bin_of, bins
         self._known: dict[tuple[tuple[int, ...], bytes], Groups] = {}
 
     def __call__(self, sizes: Iterable[int], timestep: Tensor) -> Groups:
-        """Returns the groups of calls.
-
-        Args:
-            sizes: samples of each call; timestep: [N] of each sample, on the CPU.
-        """
+        """Returns the groups of calls; sizes: samples of each call; timestep: [N] of each sample, on the CPU."""
         key = tuple(sizes), timestep.numpy().tobytes()
         if key not in self._known:
             self._known[key] = Groups.of(key[0], self._bin_of(timestep), self._bins)

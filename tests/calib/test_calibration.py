@@ -14,10 +14,12 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.ranges import CHANNEL_FLOOR, RangeObserver, Rows, offsets
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.calibrate import load_calibration
+from trtconvert.bars import NoBar
+from trtconvert.calib.calibrate import calibrate, load_calibration
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.coverage import CoverageObserver
+from trtconvert.calib.data import Drive
 from trtconvert.calib.fixed_plans import stated_attention
 from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
 from trtconvert.calib.histogram import (
@@ -30,16 +32,24 @@ from trtconvert.calib.histogram import (
     SiteHistograms,
 )
 from trtconvert.calib.knapsack import fastest
-from trtconvert.calib.observer import observe
 from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.calib.shards import Shards
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.denoiser import intercepted
 from trtconvert.provenance import Provenance, read_provenance
-from trtconvert.recipe import AttentionSection
+from trtconvert.recipe import AttentionSection, CalibrationSection
 
 SITE = "blocks.3.attn"
 BINS = 4
+
+
+def observe(model: DiffusionModel, drive: Drive, *, sites: list[str], bins: int) -> dict[str, Rows]:
+    """Returns the rows of the named sites while `drive` runs the model once."""
+    observer = RangeObserver(sites, model.timestep_max, bins)
+    with torch.no_grad():
+        drive(intercepted(model, observer))
+    return observer.finish()
 
 
 @pytest.fixture(scope="module")
@@ -434,9 +444,10 @@ def test_nan_and_inf_name_the_site(digits, site_value):
         observe(digits, drive, sites=["blocks.0.attn"], bins=BINS)
 
 
-def test_no_calls_at_all_are_an_error(digits):
+def test_no_calls_at_all_are_an_error(digits, tmp_path):
+    section = CalibrationSection(samples=1, batch=1, steps=1, bins=1)
     with pytest.raises(UserError, match="nothing to calibrate on"):
-        observe(digits, lambda denoiser: None, sites=[SITE], bins=BINS)
+        calibrate(digits, section, "weights", [], tmp_path, NoBar())
 
 
 def test_plans_follow_the_recipe(digits):

@@ -109,11 +109,7 @@ def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def own_channels(output: Tensor, model: Tensor) -> Tensor:
-    """Removes the padding of `filled_up` from an output.
-
-    Args:
-        model: a tensor of the model's head size, such as the values.
-    """
+    """Removes the padding of `filled_up` from an output; model: a tensor of the model's head size, such as the values."""
     own = model.shape[-1]
     return output if output.shape[-1] == own else output[..., :own]
 

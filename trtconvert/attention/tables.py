@@ -83,11 +83,8 @@ def flaw(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> str:
-    """Returns why the tables of a site cannot be used; empty if they can.
-
-    Args:
-        heads, kv_heads, head_dim: of the site; None: taken from the tables, which must then agree with each other.
-    """
+    """Returns why the tables of a site cannot be used; empty if they can. Sizes that are None are taken from the tables, which
+    must then agree with each other."""
     wanted = set(NAMES)
     if missing := sorted(wanted - named.keys()):
         return f"without {', '.join(missing)}"

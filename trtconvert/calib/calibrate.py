@@ -29,13 +29,12 @@ from trtconvert.bars import Steps
 from trtconvert.cache import Cache, versions
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
-from trtconvert.calib.data import BadSamples, CalibrationData, batches_of, open_data
+from trtconvert.calib.data import BadSamples, CalibrationData, Drive, batches_of, nothing_observed, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
 from trtconvert.calib.layer_scales import LayerScales, by_input_group, choose_scales, is_modulated, modiff_patterns
-from trtconvert.calib.observer import Drive, nothing_observed
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
 from trtconvert.entry_point import names_of_ours
@@ -340,11 +339,7 @@ def modulated_groups(layers: Iterable[Layer], section: LayersSection) -> set[str
 
 
 def refuse_without_order(section: CalibrationSection) -> None:
-    """Checks that the calibration data has successive steps, which layers.modiff needs.
-
-    Raises:
-        UserError: the data has none.
-    """
+    """Raises a UserError if the calibration data has no successive steps, which layers.modiff needs."""
     kind = data_kind(section.data)
     problem = "" if kind in (Kind.DENOISE, Kind.PROMPTS) else f"calibration.data: {kind}"
     if not problem and section.steps < 2:

@@ -69,11 +69,7 @@ class Calibration:
     blocks: Mapping[str, SiteBlocks] = field(default_factory=dict)
 
     def with_modes(self, modes: Mapping[str, Sequence[int] | Tensor]) -> dict[str, AttentionTables]:
-        """Returns tables of the `Int8Attention` op for the sites in `modes`.
-
-        Args:
-            modes: modes of each site by timestep bin.
-        """
+        """Returns tables of the `Int8Attention` op for the sites in `modes`, with these modes by timestep bin."""
         return {
             site: AttentionTables(**tables, modes=torch.as_tensor(modes[site], dtype=torch.int32))
             for site, tables in self.tables.items()

@@ -41,11 +41,7 @@ def attention_units(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice of one unit, measured alone.
-
-    Attributes:
-        output: returns the output of a call of one of the unit's operations under the choice.
-    """
+    """One choice of one unit, measured alone; output: computes a call of one of the unit's operations under the choice."""
 
     unit: Unit
     choice: Choice
@@ -67,10 +63,8 @@ def candidates_of(
     layers: Int8Layers | None,
     blocks: Mapping[str, SiteBlocks],
 ) -> list[Candidate]:
-    """Returns every choice to measure: inexact choices that a search may take, except sums of other choices.
-
-    Args: see `measure_sensitivity`.
-    """
+    """Returns every choice to measure: inexact choices that a search may take, except sums of other choices. For the arguments
+    see `measure_sensitivity`."""
 
     def output(unit: Unit, choice: Choice) -> Handler:
         if unit.kind == "layer":

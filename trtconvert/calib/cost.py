@@ -126,11 +126,7 @@ class KernelCost:
     """
 
     def __init__(self, document: Any) -> None:
-        """Reads a JSON document.
-
-        Raises:
-            ValidationError: the document is not a table of times.
-        """
+        """Reads a JSON document; ValidationError if it is not a table of times."""
         table = _Table.model_validate(document)
         self.gpu, self.date = table.gpu, table.date
         self._rows: list[_Row] = []
@@ -280,11 +276,7 @@ class KernelCost:
 
     def modulated_seconds(self, layer: Layer, batch: int, bytes_each: int) -> float:
         """Returns the time of one call of a layer that quantises deltas: its static mode, and reading and writing its caches, one
-        number for each element of input and output. Infinite if the bandwidth is unknown.
-
-        Args:
-            bytes_each: bytes of a number in a cache.
-        """
+        number of `bytes_each` for each element of input and output. Infinite if the bandwidth is unknown."""
         if self._bandwidth is None:
             return math.inf
         numbers = batch * layer.rows * (layer.in_channels + layer.out_channels)

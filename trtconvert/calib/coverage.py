@@ -18,11 +18,7 @@ INSIDE = 1 + 2.0**-20
 
 
 class InputRanges:
-    """The largest magnitudes of a denoiser's floating-point inputs, by timestep bin.
-
-    Args:
-        model: owner of the denoiser; bins: number of timestep bins.
-    """
+    """The largest magnitudes of the floating-point inputs of a model's denoiser, by timestep bin."""
 
     def __init__(self, model: DiffusionModel, bins: int) -> None:
         self._model, self._bins = model, bins

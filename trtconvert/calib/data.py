@@ -17,7 +17,6 @@ from torch import Tensor
 from trtconvert.attention.sites import Site
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
 from trtconvert.calib.identity import Kind, data_kind
-from trtconvert.calib.observer import Drive
 from trtconvert.calib.recorded_inputs import is_shared, open_inputs, read_inputs, whole
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
@@ -30,8 +29,8 @@ SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
 ENOUGH_TOKENS = 16384
 """Tokens of every site in one step that suffice. More samples add no information and cost minutes on large models."""
 
-Progress = Callable[[], None]
-"""Called once per finished batch of samples or inputs."""
+Drive = Callable[[Denoiser], None]
+"""Calls a denoiser on calibration data, all of it or a part."""
 
 
 def batches_of(count: int, size: int) -> list[range]:
@@ -40,32 +39,20 @@ def batches_of(count: int, size: int) -> list[range]:
 
 
 def samples_for_errors(sites: Iterable[Site], samples: int) -> int:
-    """Returns the number of samples on which the errors of sites and layers are measured.
-
-    Args:
-        sites: converted sites; samples: the recipe's number of samples.
-    """
+    """Returns the number of samples, of a recipe's, on which the errors of converted sites and layers are measured."""
     fewest = max(1, min((site.query_tokens for site in sites), default=1))
     return min(samples, SITE_SAMPLES, max(2, -(-ENOUGH_TOKENS // fewest)))
 
 
 class BadSamples:
-    """Collects samples that cannot be used.
-
-    Args:
-        skip: skip and list bad samples; False: the first bad sample is an error.
-    """
+    """Skips and lists samples that cannot be used; without `skip` the first one is an error."""
 
     def __init__(self, skip: bool = False) -> None:
         self._skip = skip
         self._found: list[str] = []
 
     def report(self, error: UserError) -> None:
-        """Skips a bad sample.
-
-        Raises:
-            UserError: `error`, unless bad samples are skipped.
-        """
+        """Skips a bad sample, or raises its error."""
         if not self._skip:
             raise error
         self._found.append(f"{error.problem}: {error.got}")
@@ -148,6 +135,16 @@ def _recorded(
             _run(model, batch, denoiser, f"samples {piece.start} to {piece.stop - 1} of {path}")
 
     return [lambda denoiser, piece=piece: replay(piece, denoiser) for piece in pieces]
+
+
+def nothing_observed(left_out: Sequence[str]) -> UserError:
+    """Returns the error for a calibration in which no site was called; left_out: the skipped bad samples."""
+    return UserError(
+        "there is nothing to calibrate on",
+        expected="at least one batch of denoiser inputs",
+        got=f"{len(left_out)} bad samples, the first: {left_out[0]}" if left_out else "none",
+        remedy="raise calibration.samples, or set calibration.data to data that the model accepts",
+    )
 
 
 def _refuse_too_few(place: str, count: int, samples: int) -> None:

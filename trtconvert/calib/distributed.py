@@ -33,22 +33,13 @@ class RankLost(TrtconvertError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run.
-
-    Attributes:
-        rank: of this process.
-        size: number of processes.
-    """
+    """The processes of a run: the rank of this process, and their number."""
 
     rank: int = 0
     size: int = 1
 
     def gather(self, value: T) -> list[T]:
-        """Returns each process's value by rank, on every process.
-
-        Raises:
-            RankLost: a process has ended.
-        """
+        """Returns each process's value by rank, on every process; RankLost if a process has ended."""
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
@@ -57,11 +48,7 @@ class Ranks:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Returns rank 0's value on every process.
-
-        Raises:
-            RankLost: a process has ended.
-        """
+        """Returns rank 0's value on every process; RankLost if a process has ended."""
         if self.size == 1:
             return value
         box = [value]
@@ -101,11 +88,7 @@ ALONE = Ranks()
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Joins the processes that torchrun started; without torchrun, this process alone.
-
-    Raises:
-        RankLost: the others cannot be reached.
-    """
+    """Joins the processes that torchrun started; without torchrun, this process alone. RankLost if others cannot be reached."""
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
         yield ALONE
         return

@@ -134,11 +134,7 @@ def _has_text(line: bytes) -> bool:
 
 
 def prompts_file(path: Path) -> Examples:
-    """Opens a UTF-8 file with a prompt per line; empty lines are ignored.
-
-    Raises:
-        UserError: there is no prompt.
-    """
+    """Opens a UTF-8 file with a prompt per line; empty lines are ignored. UserError if there is no prompt."""
     with path.open("rb") as file:
         count = sum(1 for line in file if _has_text(line))
     if not count:

@@ -111,11 +111,8 @@ class Frontier(_Record):
         return self
 
     def choose(self, name: str | None) -> PlanPoint:
-        """Returns the fastest allowed plan within the budget, or the named plan, which must be within the budget, too.
-
-        Raises:
-            UserError: there is no such plan, or it exceeds the budget.
-        """
+        """Returns the fastest allowed plan within the budget, or the named plan; UserError if that does not exist or exceeds the
+        budget."""
         kept = [point for point in self.points if point.keeps_budget]
         if name is None:
             # The PSNR of equal samples is finite; a budget above it leaves full precision, except in layers with stated modes.
@@ -166,11 +163,7 @@ MOST_RIVALS = 1 + len(_SHARES_OF_ERROR)
 
 
 def read_frontier(path: Path) -> Frontier:
-    """Reads a frontier.
-
-    Raises:
-        UserError: the file is not a frontier.
-    """
+    """Reads a frontier; UserError if the file is not a frontier."""
     try:
         return Frontier.model_validate(read_json(path))
     except (OSError, ValueError) as error:

@@ -112,11 +112,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class SiteHistograms:
-    """Histograms of one site: rows are timestep bin × head; for values timestep bin × head × channel.
-
-    Attributes:
-        q: of |q|; k: of |k - offset|; v: of |v - offset|.
-    """
+    """Histograms of |q|, |k - offset| and |v - offset| at one site: rows are timestep bin × head, for values × channel."""
 
     q: Histogram
     k: Histogram

@@ -39,11 +39,7 @@ class Kind(StrEnum):
 
 
 def data_kind(data: str | Path) -> Kind:
-    """Returns the kind of `calibration.data`.
-
-    Raises:
-        UserError: the data does not exist, or is of no known kind.
-    """
+    """Returns the kind of `calibration.data`; UserError if the data does not exist or is of no known kind."""
     try:
         return _kind(data)
     except OSError as error:  # for example a name that is too long, or a folder without permission
@@ -138,20 +134,12 @@ PLAN_FILES = ("lpips_weights", "features_weights", "kernel_cost")
 
 
 def kernel_cost_hash(section: PlanSection) -> str:
-    """Returns the SHA-256 of the kernel times that price a plan.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """Returns the SHA-256 of the kernel times that price a plan; UserError if they cannot be read."""
     return named_file("plan.kernel_cost", section.kernel_cost) or sha256(KERNEL_COST)
 
 
 def named_file(field: str, path: Path | None) -> str:
-    """Returns the SHA-256 of the file in a recipe's field; empty if the field is empty.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Returns the SHA-256 of the file in a recipe's field, empty for an empty field; UserError if it cannot be read."""
     try:
         return sha256(path) if path is not None else ""
     except OSError as error:

@@ -21,11 +21,7 @@ from trtconvert.recipe import LayersSection
 
 
 def stated_layers(section: LayersSection, layers: Iterable[Layer], bins: int) -> dict[str, Decision]:
-    """Returns the decisions of a recipe about layers; `auto` is STATIC if there is no search.
-
-    Args:
-        layers: converted layers.
-    """
+    """Returns the decisions of a recipe about converted layers; `auto` is STATIC if there is no search."""
     if section.off:
         return {}
     names = section.modes if isinstance(section.modes, list) else [section.modes] * bins

@@ -32,11 +32,7 @@ _DTYPES = (
 
 
 class RowReader(Protocol):
-    """An array on disk.
-
-    Attributes:
-        shape: samples first; () for a number that belongs to no sample, which counts as row 0.
-    """
+    """An array on disk; shape: samples first, () for a number that belongs to no sample, which counts as row 0."""
 
     shape: tuple[int, ...]
 

@@ -136,9 +136,5 @@ class SearchSpace:
         return Int8Sites(tables, self._timestep_max, plan.scalings, self._smooth_k, masks=masks)
 
     def density(self, plan: Plan, steps: Tensor) -> float:
-        """Returns the share of the blocks of all sites and denoising steps that a plan computes.
-
-        Args:
-            steps: [T] share of the denoising steps in each bin.
-        """
+        """Returns the share of computed blocks over all sites and denoising steps; steps: [T] share of the steps in each bin."""
         return density(plan.shares, self.blocks, len(self.sites), steps)

@@ -130,11 +130,7 @@ class Shards(Mapping[str, Rows]):
         return {batch for name in self._element_files() for batch in json.loads(self._metadata(name)["batches"])}
 
     def write_counts(self, batches: list[int], histograms: Histograms) -> None:
-        """Writes the counts of a process; replaces its earlier counts.
-
-        Args:
-            batches: the counted batches in order; no other process counted any of them.
-        """
+        """Writes the counts of a process in place of its earlier counts; no other process counted any of these batches."""
         tensors = {}
         for site, counted in histograms.items():
             for name in ("q", "k", "v"):

@@ -64,12 +64,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about one operation.
-
-    Attributes:
-        choices: by timestep bin.
-        scaling: as in `Unit`.
-    """
+    """The decision about one operation: choices by timestep bin, and the scaling as in `Unit`."""
 
     choices: tuple[Choice, ...]
     scaling: str = ""
@@ -115,11 +110,7 @@ class Plan:
 
     @staticmethod
     def of(decided: Mapping[Unit, Sequence[Choice]], stated: Mapping[str, Decision] | None = None) -> Plan:
-        """Makes a plan.
-
-        Args:
-            decided: choices of each unit by timestep bin; stated: decisions about layers outside of all units.
-        """
+        """Makes a plan of the choices of units by timestep bin, and of stated decisions about layers outside of all units."""
         plan = Plan({}, dict(stated or {}))
         for unit, choices in decided.items():
             of_kind = plan.attention if unit.kind == "attention" else plan.layers

@@ -310,11 +310,7 @@ class Scheduler(Protocol):
     def noise_input(self) -> NoiseInput | None: ...
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
-        """Returns the schedule of one trajectory.
-
-        Args:
-            timesteps: of all its calls, in order; places if there is a `noise_input`.
-        """
+        """Returns the schedule of one trajectory from all its timesteps in order; places if there is a `noise_input`."""
         ...
 
 

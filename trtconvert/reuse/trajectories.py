@@ -55,11 +55,8 @@ class Trajectories:
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Self:
-        """Makes trajectories from the tensors of a file. Older bundles lack the attributes with a default.
-
-        Raises:
-            ValueError: the tensors do not fit.
-        """
+        """Makes trajectories from the tensors of a file; ValueError if they do not fit. Older bundles lack the attributes with a
+        default."""
         known = {field.name: field.default for field in fields(cls)}
         needed = {name for name, default in known.items() if default is MISSING}
         if not needed <= tensors.keys() <= known.keys():
@@ -85,11 +82,8 @@ class Trajectories:
         return (timesteps >= low - room) & (timesteps <= high + room)
 
     def interpolation(self, timesteps: Tensor) -> Tensor:
-        """[M, N] FP64 weights of the calibrated predictions in those at other timesteps, by cubic Lagrange polynomials.
-
-        Args:
-            timesteps: [M], within the calibrated range.
-        """
+        """[M, N] FP64 weights of the calibrated predictions in those at timesteps [M] within the calibrated range, by cubic
+        Lagrange polynomials."""
         count = min(KNOTS, len(self.timesteps))
         order = self.timesteps.argsort()
         grid = self.timesteps[order]
@@ -103,11 +97,8 @@ class Trajectories:
         return torch.zeros(len(timesteps), len(grid), dtype=torch.float64).scatter_(1, order[near], weights)
 
     def weights(self, timesteps: Tensor) -> Tensor:
-        """[M] FP64 shift of the final sample by a unit of error in each step's prediction, for Gaussian data.
-
-        Args:
-            timesteps: [M] of a trajectory in the order of denoising, which ends without noise.
-        """
+        """[M] FP64 shift of the final sample by a unit of error in each step's prediction, for Gaussian data; timesteps: [M] in
+        the order of denoising, which ends without noise."""
         through = self.interpolation(timesteps)
         # Logarithms of noise levels are smooth enough to interpolate; the levels span decades.
         sigma = (through @ self.sigmas.clamp_min(1e-6).log()).exp()

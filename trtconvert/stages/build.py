@@ -100,11 +100,7 @@ class Build:
         return {"kernels": sha256(library)} if library is not None else {}
 
     def as_exported(self, model: DiffusionModel) -> DiffusionModel:
-        """Returns a model with the inputs and dimensions of its export.
-
-        Raises:
-            UserError: see `fused_form`.
-        """
+        """Returns a model with the inputs and dimensions of its export; raises as `fused_form`."""
         from trtconvert.models.guidance import fused_form
 
         return fused_form(model) if self.recipe.engine.guidance == "fused" else model

@@ -51,11 +51,7 @@ def verified_component(build: Build, name: str, exported: Stage, engines: Engine
 def engine_errors(
     example: ComponentExample, component: ComponentRecord, record: EngineRecord, stage: Stage
 ) -> dict[str, float]:
-    """Returns the relative L2 error of each output of a component's engine.
-
-    Args:
-        record, stage: the engine's record, and the stage that built the engine.
-    """
+    """Returns the relative L2 error of each output of a component's engine, from the engine's record and stage."""
     from contextlib import closing
 
     from trtconvert.runtime.bundles import engine_component

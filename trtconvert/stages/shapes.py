@@ -70,9 +70,5 @@ def opt_rows(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) ->
 
 
 def engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) -> str:
-    """Returns the type of an input of the exported denoiser.
-
-    Args:
-        name, dtype: of the model's input.
-    """
+    """Returns the type of an input of the exported denoiser, from the name and type of the model's input."""
     return recipe.model.dtype if dtype == "float32" and name not in model.always_float32 else dtype
