@@ -186,11 +186,7 @@ class BlockObserver:
         self._found: dict[str, BlockRows] = {}
 
     def observe(self, call: SiteCall) -> None:
-        """Notes one call; other sites are ignored.
-
-        Raises:
-            UserError: the call has other numbers of tokens than its site.
-        """
+        """Notes a call of one of the sites; UserError if it has other numbers of tokens than its site."""
         wanted = self._tokens.get(call.name)
         if wanted is None:
             return

@@ -160,11 +160,7 @@ def _checked_windows(sizes: Sequence[int], window: Sequence[int] | int) -> tuple
 
 
 def check_block_size(block_size: int) -> None:
-    """Checks a block size of windows.
-
-    Raises:
-        UserError: the size is neither a divisor of `BLOCK` from 16 nor a multiple of `BLOCK`.
-    """
+    """Raises a UserError if a block size is neither a divisor of `BLOCK` from 16 nor a multiple of `BLOCK`."""
     if block_size < 16 or (BLOCK % block_size and block_size % BLOCK):
         raise UserError(
             "the block size of block-sparse attention is not valid",
@@ -212,11 +208,7 @@ def check_mask(mask: Tensor, full: tuple[int, ...], caller: str) -> None:
 
 
 def check_block_mask(mask: Tensor, num_queries: int, num_keys: int, batch: int, heads: int) -> None:
-    """Checks a block mask.
-
-    Raises:
-        UserError: the mask has another shape or is not boolean, or, on the CPU, has a row of blocks without a key.
-    """
+    """Raises a UserError if a block mask has another shape or type, or, on the CPU, has a row of blocks without a key."""
     full = (batch, heads, num_queries, num_keys)
     if mask.dtype != torch.bool or not fits_blocks(mask, full):
         raise UserError(

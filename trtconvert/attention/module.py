@@ -408,11 +408,7 @@ class Int8Attention(nn.Module):
         return (out, lse) if with_lse else out
 
     def blocks(self, Q: Tensor, K: Tensor) -> Tensor:
-        """Returns the block mask of a block-sparse call, see `check_block_mask`.
-
-        Raises:
-            UserError: the window or the grid has another number of queries or keys.
-        """
+        """Returns the block mask of a block-sparse call; UserError if the window or the grid has other numbers of tokens."""
         queries, keys = Q.shape[2], K.shape[2]
         if self.block_mask is None:
             assert isinstance(self.window_size, int)
@@ -476,11 +472,7 @@ class Int8Attention(nn.Module):
         return steps, self.present
 
     def check(self, Q: Tensor, K: Tensor, V: Tensor) -> None:
-        """Checks Q, K and V against the module and each other.
-
-        Raises:
-            UserError: a tensor has another shape, type or device than the module takes.
-        """
+        """Raises a UserError if Q, K or V has another shape, type or device than the module takes, or the three do not fit."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         dim = self.head_dim if self.head_dim is not None else (Q.shape[-1] if Q.dim() == 4 else 0)
         for name, x, count in (("Q", Q, heads), ("K", K, kv_heads), ("V", V, kv_heads)):

@@ -54,11 +54,7 @@ def most_important(importance: Tensor, kept: int) -> Tensor:
 
 
 def kept_keys(keys: int, ratio: float) -> int:
-    """Returns the number of keys that remain after a share of them is dropped; at least one.
-
-    Raises:
-        UserError: the share is not in [0, 1).
-    """
+    """Returns the number of keys that remain after a share in [0, 1) of them is dropped; at least one."""
     check_ratio(ratio)
     return max(1, keys - int(keys * ratio))
 
@@ -71,11 +67,7 @@ def kept_mask(key_index: Tensor, heads: int, keys: int) -> Tensor:
 
 
 def check_softmax_scale(softmax_scale: float | None) -> None:
-    """Checks the factor of the logits.
-
-    Raises:
-        UserError: it is given, but not a positive finite number.
-    """
+    """Raises a UserError if a factor of the logits is given, but not a positive finite number."""
     if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # NaN fails both comparisons
         raise UserError(
             "softmax_scale is not valid",
@@ -86,11 +78,7 @@ def check_softmax_scale(softmax_scale: float | None) -> None:
 
 
 def check_ratio(ratio: float) -> None:
-    """Checks a share of keys to drop.
-
-    Raises:
-        UserError: the share is not in [0, 1).
-    """
+    """Raises a UserError if a share of keys to drop is not in [0, 1)."""
     if not 0 <= ratio < 1:  # NaN fails both comparisons
         raise UserError(
             "the pruning ratio is not valid",

@@ -194,12 +194,8 @@ def ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, b
 
 
 def tables_of_ranges(ranges: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of `AttentionTables` except the modes, FP32.
-
-    Args:
-        ranges: of "q", "k" and "v", the latter two about the means.
-        means: `k_offset` and `v_offset`.
-    """
+    """Returns the tensors of `AttentionTables` except the modes, FP32, from ranges of "q", "k" and "v", the latter two about the
+    means `k_offset` and `v_offset`."""
     floored = dict(ranges) | {"v": torch.maximum(ranges["v"], ranges["v"].amax(-1, keepdim=True) * CHANNEL_FLOOR)}
     return {f"{name}_scale": x.clamp_min(RANGE_FLOOR) / LEVELS for name, x in floored.items()} | dict(means)
 

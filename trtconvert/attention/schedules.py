@@ -187,11 +187,7 @@ def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
 
 
 def check_sigmas(sigmas: Tensor) -> None:
-    """Checks noise levels of any shape.
-
-    Raises:
-        UserError: a σ is NaN, infinite or less than 0.
-    """
+    """Raises a UserError if a σ is NaN, infinite or less than 0."""
     wrong = sigmas[~(sigmas.isfinite() & (sigmas >= 0))]
     if len(wrong):
         raise UserError(

@@ -23,13 +23,8 @@ Handler = Callable[[Any], Tensor]
 def attention_units(
     scalings: Mapping[str, str], allowed: Collection[Mode], blocks: Collection[str] = (), shares: Sequence[float] = ()
 ) -> list[Unit]:
-    """Returns attention sites with their choices: every mode, and the allowed modes with a block mask.
-
-    Args:
-        scalings: of each site.
-        allowed: modes that a search may choose; blocks: names of sites that may have block masks.
-        shares: shares of attention that masks may lose.
-    """
+    """Returns attention sites with their choices: every mode, and the allowed modes with a block mask at sites that may have one,
+    at each share of attention that may be lost; scalings: of each site."""
     dense = tuple(Choice(mode) for mode in Mode)
     masked = tuple(Choice(mode, share) for share in (*shares, 0.0) for mode in Mode if mode in allowed)
     compared = frozenset(choice for choice in dense if choice.mode not in allowed)

@@ -87,12 +87,8 @@ class _Stream:
 
 
 def open_data(model: DiffusionModel, section: CalibrationSection, bad: BadSamples) -> CalibrationData:
-    """Opens the data of a recipe.
-
-    Raises:
-        UserError: the data cannot be read, does not fit the model, or has too few samples. A running batch raises it for single
-            samples, depending on `bad`.
-    """
+    """Opens the data of a recipe; UserError if it cannot be read, does not fit the model, or has too few samples. A running batch
+    raises errors of single samples, depending on `bad`."""
     kind, data = data_kind(section.data), section.data
     pieces = batches_of(section.samples, section.batch)
     if kind is Kind.FUNCTION:

@@ -84,13 +84,8 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
 
 @contextmanager
 def fitting(model: DiffusionModel, dtype: str, loaded: DiffusionModel) -> Iterator[None]:
-    """Checks, around a forward of a denoiser in full precision, that the denoiser can compute in an engine's type.
-
-    Args:
-        loaded: the model as loaded, on no device yet.
-    Raises:
-        UserError: see `refuse_mixed_types`; at the end of the block see `within_float16`.
-    """
+    """Checks, around a forward of a denoiser in full precision, that the denoiser can compute in an engine's type; raises as
+    `refuse_mixed_types` and `within_float16`. loaded: the model as loaded, on no device yet."""
     if dtype in ("float16", "bfloat16"):
         refuse_mixed_types(loaded, getattr(torch, dtype))
     with within_float16(model) if dtype == "float16" else nullcontext():

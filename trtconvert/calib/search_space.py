@@ -52,13 +52,8 @@ def kernel_cost(
 def site_scalings(
     attention: AttentionSection, section: PlanSection, sites: Iterable[Site], batch: int
 ) -> dict[str, str]:
-    """Returns the scales of queries and keys at each site, `calibrated` or `dynamic`; `auto` uses `KernelCost.scaling`.
-
-    Args:
-        batch: batch size of the kernel times.
-    Raises:
-        UserError: as `KernelCost.load`.
-    """
+    """Returns the scales of queries and keys at each site, `calibrated` or `dynamic`; `auto` uses `KernelCost.scaling` at a batch
+    size. Raises as `KernelCost.load`."""
     if attention.scaling != "auto":
         return {site.name: attention.scaling for site in sites}
     stated = attention.modes if isinstance(attention.modes, list) else [attention.modes]

@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 
 
 def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
-    """Searches plans and samples with each. Writes the frontier; the plan stage chooses the plan to build.
-
-    Measurements survive an interrupted build, and serve searches with other budgets.
-
-    Returns:
-        None if the recipe states the plan.
-    """
+    """Searches plans and samples with each; None if the recipe states the plan. Writes the frontier; the plan stage chooses the
+    plan to build. Measurements survive an interrupted build, and serve searches with other budgets."""
     recipe = build.recipe
     if recipe.attention.modes != "auto":
         return None

@@ -48,11 +48,8 @@ def verify_stage(
     engines: Engines,
 ) -> Stage:
     """Measures the figures for the gates: with the engine if this machine's GPU runs one, otherwise with the kernels in torch on
-    a GPU, or with the exported model on a CPU. Writes the figures and the sample grid; does not read the thresholds.
-
-    Args:
-        errors: see `errors_stage`; None without a GPU.
-    """
+    a GPU, or, without errors of `errors_stage`, with the exported model on a CPU. Writes the figures and the sample grid; does
+    not read the thresholds."""
     if errors is None:
         return _verify_export(build, planned, steps, exported, reference)
     runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
