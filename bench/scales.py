@@ -25,14 +25,14 @@ from torch import Tensor
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bars import NoBar
-from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.data import SITE_SAMPLES
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.verify import output_sqnr, psnr
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.digits import digits_model
 from trtconvert.quant.forward import Int8Layers, Int8Sites
-from trtconvert.recipe import AttentionSection, CalibrationSection
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
 ROOT = Path(__file__).parents[1]
 FIRST_SEED = 100_000
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--percentile", type=float, default=99.0)
     options = parser.parse_args()
     model = digits_model(ROOT / "recipes" / "digits-dit.safetensors")
-    sites, _ = sites_to_convert(model, AttentionSection())
+    sites = parts_to_convert(model, AttentionSection(), LayersSection(modes="off")).sites
 
     def draw(denoiser) -> torch.Tensor:
         starts = range(FIRST_SEED, FIRST_SEED + options.samples, BATCH)

@@ -170,7 +170,7 @@ def test_nan_in_the_weights_of_a_users_own_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("shapes", "parts"),
     [
-        ({"batch": [1, 2, 5]}, ["more of 'batch'", "expected: 1 to 4", "got: 1 to 5"]),
+        ({"batch": [1, 2, 5]}, ["the range of 'batch'", "expected: 1 to 4", "got: 1 to 5"]),
         ({"frames": 8}, ["the dimension 'frames'", "expected: batch"]),
     ],
     ids=["too many", "unknown"],

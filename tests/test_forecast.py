@@ -98,7 +98,7 @@ def test_a_long_build_says_its_time_after_its_first_calls_and_a_short_one_nothin
             verify={"samples": 2, "steps": 2, "min_psnr": 1},
         )
         build(recipe, tmp_path / "bundle", Cache(tmp_path / cache), Reporter(console))
-        return [line for line in console.export_text().splitlines() if "by the first calls" in line]
+        return [line for line in console.export_text().splitlines() if "estimated from the first calls" in line]
 
     assert said("short") == []
     monkeypatch.setattr(forecasts, "LEAST_SECONDS", 0.0)

@@ -12,7 +12,7 @@ from tolerances import WHOLE_DENOISER
 
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
-from trtconvert.calib.calibrate import calibrate, modulated_groups, parts_to_convert, taken
+from trtconvert.calib.calibrate import calibrate, load_calibration, modulated_groups, parts_to_convert
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.layer_observer import LayerObserver, deltas_of
 from trtconvert.errors import UserError
@@ -150,15 +150,16 @@ def test_a_calibration_without_changes_is_not_taken(tmp_path):
     made.save(tmp_path / "c.safetensors")
     wanted = modulated_groups(parts.layers, layers.model_copy(update={"modiff": True}))
     with pytest.raises(UserError, match=r"(?s)lacks the scales of deltas.*calibrate again with layers\.modiff"):
-        taken(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
+        load_calibration(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
     scales = {
         name: replace(of, change_scale=of.x_scale.clone(), x_offset=of.x_offset + 1) for name, of in made.layers.items()
     }
     replace(made, layers=scales).save(tmp_path / "moved.safetensors")
-    with pytest.raises(UserError, match=r"(?s)has offsets of layers, which deltas have not.*calibrate again"):
-        taken(tmp_path / "moved.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
+    with pytest.raises(UserError, match=r"(?s)has offsets of layers, but deltas have no offsets.*calibrate again"):
+        load_calibration(tmp_path / "moved.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
     assert (
-        taken(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers).layers.keys() == made.layers.keys()
+        load_calibration(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers).layers.keys()
+        == made.layers.keys()
     )
 
 

@@ -1,4 +1,4 @@
-"""What a build will take, said as it begins: its calls of the denoiser are counted, and the first of them are timed."""
+"""Forecast of a build's time: its denoiser calls are counted, and the first of them are timed."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
 
 OBSERVED = {"cpu": 1.0, "cuda": 1.5}
-"""Calls in full precision that take as long as one whose ranges are observed, by device; docs/builds.md compares."""
+"""Time of a call with observed ranges, in calls in full precision, by device; see docs/builds.md."""
 
 IN_INT8 = {"cpu": 3.0, "cuda": 1.3}
-"""Calls in full precision that take as long as one in INT8: on a CPU by the specification, on a GPU by the kernels in torch."""
+"""Time of an INT8 call, in calls in full precision: on a CPU by the specification, on a GPU by the kernels in torch."""
 
 FIXED_PLANS = 6
-"""Plans without a search that are sampled beside those of the search, about."""
+"""Approximate number of plans without a search that a search samples for comparison."""
 
 LEAST_SECONDS = 60.0
-"""A build that takes less says nothing of its time."""
+"""Shorter builds get no forecast."""
 
 _TIMED = {"cpu": (1, 3), "cuda": (5, 9)}
-"""The calls of a drawing between whose ends is timed, by device: the first one of all sets up kernels, and on a GPU the first few
-are recorded in CUDA graphs."""
+"""First and last call of a drawing that are timed, by device: the first call sets up kernels, and a GPU records the first few in
+CUDA graphs."""
 
 
 def forecast(recipe: Recipe, device: str, choices: int, sites: Sequence[Site], step: float) -> dict[str, float]:
-    """Seconds of the stages that draw samples; those of data that is not drawn are left out.
+    """Returns the seconds of the stages that draw samples; data that is not drawn does not count.
 
     Args:
         device: "cpu" or "cuda".
-        choices: of sites and layers, that a search measures.
-        sites: that are converted.
-        step: seconds of one denoising step of one sample, in full precision.
+        choices: number of choices of sites and layers that a search measures.
+        sites: converted sites.
+        step: seconds of one denoising step of one sample in full precision.
     """
     verify, plan, bins = recipe.verify, recipe.plan, recipe.calibration.bins
     observed, in_int8 = OBSERVED[device], IN_INT8[device]
@@ -71,11 +71,7 @@ def forecast(recipe: Recipe, device: str, choices: int, sites: Sequence[Site], s
 def with_forecast(
     recipe: Recipe, place: Place, report: Reporter, model: DiffusionModel, parts: Parts
 ) -> DiffusionModel:
-    """The model, whose first drawing, that of the calibration, is timed: then it is said what the build will take.
-
-    Args:
-        parts: what is converted.
-    """
+    """Returns the model with a timer on its first drawing, the calibration's; the timer reports the forecast."""
     searched = len(recipe.plan.layer_candidates) if recipe.layers.modes == "auto" else 0
     groups = {layer.input_group for layer in parts.layers}
     choices = len(parts.sites) * len(recipe.plan.candidates) + len(groups) * searched
@@ -84,17 +80,17 @@ def with_forecast(
         found = forecast(recipe, place.device, choices, parts.sites, step / OBSERVED[place.device])
         if (total := sum(found.values())) < LEAST_SECONDS:
             return
-        parts_of_it = ", ".join(f"{name} {_words(seconds)}" for name, seconds in found.items())
+        stages = ", ".join(f"{name} {_words(seconds)}" for name, seconds in found.items())
         report.notice(
-            f"about {_words(total)} by the first calls: {parts_of_it}{_memory(place)}; export, the pipeline's other models and "
-            "engines come on top"
+            f"about {_words(total)}, estimated from the first calls: {stages}{_memory(place)}; export, the pipeline's other "
+            "models and engines take additional time"
         )
 
     return replace(model, sample=_Timed(model.sample, place, tell))
 
 
 def _words(seconds: float) -> str:
-    """A time as people say it."""
+    """Formats a time in its natural unit."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}" if seconds >= 10 * size else f"{seconds / size:.1f} {unit}"
@@ -102,7 +98,7 @@ def _words(seconds: float) -> str:
 
 
 def _memory(place: Place) -> str:
-    """What a call takes of a GPU's memory."""
+    """Describes the GPU memory of a call."""
     if not place.on_gpu:
         return ""
     import torch
@@ -110,13 +106,13 @@ def _memory(place: Place) -> str:
     most, all_of_it = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     offloaded = ", with the model's weights in host memory" if place.offload else ""
     return (
-        f"; a call takes {most / 2**30:.1f} of the GPU's {all_of_it / 2**30:.0f} GiB{offloaded}, a call of a search by probes "
+        f"; a call takes {most / 2**30:.1f} of the GPU's {all_of_it / 2**30:.0f} GiB{offloaded}, a call of a search with probes "
         "more"
     )
 
 
 class _Timed(WatchedSampler):
-    """A sampler that tells, once, the seconds of a denoising step of one sample."""
+    """A sampler that reports the seconds of a denoising step of one sample, once."""
 
     def __init__(self, sampler: Sampler, place: Place, tell: Callable[[float], None]) -> None:
         super().__init__(sampler)
@@ -140,7 +136,7 @@ class _Timed(WatchedSampler):
         return self._sampler(CountedDenoiser(denoiser, called), seeds, steps=steps, **named)
 
     def _now(self) -> float:
-        """The time at which the calls so far have ended."""
+        """Returns the time after all earlier calls have ended."""
         if self._place.on_gpu:
             import torch
 

@@ -1,12 +1,12 @@
-"""What observers note of the calls of a forward, in the order of the calls."""
+"""Notes of observers about the calls of a forward, in the order of the calls."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +14,27 @@ from torch import Tensor
 Entry = TypeVar("Entry")
 
 
-class Notes(Generic[Entry]):
-    """Entries by the name of what was called. An entry is a dataclass of tensors, dicts of tensors and plain values.
+class TensorFields:
+    """Base of dataclasses of tensors. `cat` and `select` need tensors with entries along dimension 0."""
 
-    A forward that a CUDA graph repeats runs no Python. Whoever repeats the forward takes the entries of the recorded forward by
-    `cut`, and gives copies of them after each repetition by `add_copies`.
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Concatenates the entries of the parts."""
+        return cls(**{name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()})
+
+    def select(self, chosen: Tensor | slice) -> Self:
+        """Returns some of the entries."""
+        return type(self)(**{name: x[chosen] for name, x in self.tensors().items()})
+
+
+class Notes(Generic[Entry]):
+    """Entries by the name of the called module. An entry is a dataclass of tensors, dicts of tensors and plain values.
+
+    A forward that a CUDA graph replays runs no Python. The code that replays the forward takes the entries of the recorded
+    forward by `cut`, and adds copies of the entries by `add_copies` after each replay.
     """
 
     def __init__(self) -> None:
@@ -31,7 +47,7 @@ class Notes(Generic[Entry]):
         self._entries.append((name, entry))
 
     def take(self) -> dict[str, list[tuple[int, Entry]]]:
-        """By name, the entries since the last `take`, each with its place among the entries of all names."""
+        """Returns the entries since the last `take` by name, each with its place among the entries of all names."""
         found: dict[str, list[tuple[int, Entry]]] = {}
         for place, (name, entry) in enumerate(self._entries):
             found.setdefault(name, []).append((place, entry))
@@ -39,13 +55,13 @@ class Notes(Generic[Entry]):
         return found
 
     def cut(self, start: int) -> list[tuple[str, Entry]]:
-        """Remove and return the entries from place `start` on."""
+        """Removes and returns the entries from place `start` on."""
         cut = self._entries[start:]
         del self._entries[start:]
         return cut
 
     def add_copies(self, entries: Iterable[tuple[str, Entry]]) -> None:
-        """Add entries with copies of their tensors. A tensor that several entries share is copied once."""
+        """Adds entries with copies of their tensors. A tensor that several entries share is copied once."""
         copies: dict[int, Tensor] = {}
 
         def copied(x: Any) -> Any:
@@ -60,23 +76,14 @@ class Notes(Generic[Entry]):
             self.add(name, replace(entry, **values))  # type: ignore[type-var]
 
 
-def call_of(sizes: Iterable[int], sample: int) -> int:
-    """The call that a sample is of.
-
-    Args:
-        sizes: samples of each call; sample: its place among the samples of all calls.
-    """
-    return bisect_right([*accumulate(sizes)], sample)
-
-
 @dataclass(frozen=True)
 class Groups:
     """The samples of several calls, by call and timestep bin. All tensors are on the CPU.
 
     Attributes:
-        call, bin: [G] of each group, in the order of the calls and, within a call, of the bins.
-        counts: [G] samples.
-        order: [N] places of the samples, group after group.
+        call, bin: [G] of each group, ordered by call, then by bin.
+        counts: [G] number of samples.
+        order: [N] indices of the samples, group after group.
     """
 
     call: Tensor
@@ -87,27 +94,20 @@ class Groups:
 
     @staticmethod
     def of(sizes: Iterable[int], index: Tensor, bins: int) -> Groups:
-        """
-        Args:
-            sizes: samples of each call; index: [N] timestep bin of each sample, of so many.
-        """
+        """Groups samples by call and timestep bin; sizes: samples of each call; index: [N] bin of each sample."""
         samples = torch.tensor(list(sizes))
         group = torch.repeat_interleave(torch.arange(len(samples)), samples) * bins + index
         groups, counts = group.unique(return_counts=True)
         return Groups(groups // bins, groups % bins, counts, group.argsort(stable=True))
 
     def on(self, device: torch.device) -> Tensor:
-        """The order on a device."""
+        """Returns the order on a device."""
         if device not in self._orders:
             self._orders[device] = self.order.to(device)
         return self._orders[device]
 
     def over(self, x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Reduce the samples of each group, where they lie: [N, …] to [G, …].
-
-        Args:
-            reduce: takes a tensor and the dimension of the samples, as torch.sum does.
-        """
+        """Reduces the samples of each group, on x's device: [N, …] → [G, …]; reduce: such as torch.sum, of (tensor, dim)."""
         ordered, sizes = x.index_select(0, self.on(x.device)), self.counts.tolist()
         if len(set(sizes)) == 1:
             return reduce(ordered.unflatten(0, (len(sizes), sizes[0])), 1)
@@ -115,28 +115,51 @@ class Groups:
 
 
 class GroupsOfCalls:
-    """Groups of calls that many operations were called in alike: they are found once.
-
-    Args:
-        bin_of: the timestep bin of timesteps; bins: how many there are.
-    """
+    """Groups of calls. Operations with the same calls share one computation of the groups."""
 
     def __init__(self, bin_of: Callable[[Tensor], Tensor], bins: int) -> None:
         self._bin_of, self._bins = bin_of, bins
         self._known: dict[tuple[tuple[int, ...], bytes], Groups] = {}
 
     def __call__(self, sizes: Iterable[int], timestep: Tensor) -> Groups:
-        """
-        Args:
-            sizes: samples of each call; timestep: [N] of each sample, on the CPU.
-        """
+        """Returns the groups of calls; sizes: samples of each call; timestep: [N] of each sample, on the CPU."""
         key = tuple(sizes), timestep.numpy().tobytes()
         if key not in self._known:
             self._known[key] = Groups.of(key[0], self._bin_of(timestep), self._bins)
         return self._known[key]
 
 
-def on_cpu(parts: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Each list of tensors [N, …] of one device and type as one on the CPU, in a single transfer: a GPU makes each one wait."""
-    joined = [torch.cat(of) for of in parts]
-    return [*torch.cat(joined).cpu().split([len(x) for x in joined])] if joined else []
+_Rows = TypeVar("_Rows")
+
+
+def rows_of_groups(
+    taken: Mapping[str, Sequence[tuple[int, Any]]],
+    finite: Mapping[str, Tensor],
+    groups: GroupsOfCalls,
+    rows: Callable[[str, Sequence[Any], Groups], _Rows],
+    refusal: Callable[[str, int, float], Exception],
+) -> dict[str, _Rows]:
+    """Computes the rows of each name from its entries, or raises the refusal of the first call with NaN or Inf.
+
+    Args:
+        taken: see `Notes.take`; the entries have a `timestep` [B]; finite: [N] true for samples without NaN and Inf.
+        rows: of a name, its entries and their groups; refusal: of a name, a sample's number and its timestep.
+    """
+    of_names = [torch.cat([entry.timestep for _, entry in seen]) for seen in taken.values()]
+    # All names share one transfer from the GPU, as every transfer synchronises.
+    timesteps = torch.cat(of_names).cpu().split([len(x) for x in of_names]) if of_names else ()
+    good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+    found: dict[str, _Rows] = {}
+    damaged: list[tuple[int, Exception]] = []
+    for (name, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
+        sizes = [len(entry.timestep) for _, entry in seen]
+        if is_good:
+            found[name] = rows(name, [entry for _, entry in seen], groups(sizes, timestep))
+        else:
+            sample = int((~finite[name]).long().argmax())
+            damaged.append(
+                (seen[bisect_right([*accumulate(sizes)], sample)][0], refusal(name, sample, timestep[sample].item()))
+            )
+    if damaged:
+        raise min(damaged, key=lambda item: item[0])[1]
+    return found

@@ -1,4 +1,4 @@
-"""Blocks that calibration data needs: found exactly, packed, merged, and checked when they are read."""
+"""Blocks that calibration data needs: exact search, packing, merging, and checks of stored blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trtconvert.attention.blocks import (
-    BlockObserver,
-    BlockRows,
-    SiteBlocks,
-    mask_at,
-    obstacle_to_blocks,
-    pack,
-    unpack,
-)
+from trtconvert.attention.blocks import BlockObserver, BlockRows, SiteBlocks, mask_at, obstacle_to_blocks, pack, unpack
 from trtconvert.attention.pruning import needed_blocks
 from trtconvert.attention.reference import BLOCK
 from trtconvert.attention.sites import Site, SiteCall
@@ -46,7 +38,7 @@ def test_the_blocks_that_are_left_lose_no_more_than_the_share():
                 for level, share in enumerate(SHARES):
                     left_out = mass[~kept[batch, level, head, row]]
                     assert left_out.sum() <= share
-                    # One more would be too much.
+                    # One more block would exceed the limit.
                     assert left_out.sum() + mass[kept[batch, level, head, row]].min() > share
 
 
@@ -75,14 +67,14 @@ def test_what_any_sample_or_batch_needs_is_kept_in_its_own_bin():
         masks = blocks.level(share)
         assert torch.equal(masks[0], needed[0][0, level] | needed[1][0, level] | needed[1][1, level])
         assert torch.equal(masks[2], needed[0][1, level])
-        assert masks[1].all() and masks[3].all()  # saw nothing
+        assert masks[1].all() and masks[3].all()  # bins without calls
     mixed = blocks.mask([0.3, 0.0, 0.05, 0.0])
     assert torch.equal(mixed[0], blocks.level(0.3)[0]) and torch.equal(mixed[2], blocks.level(0.05)[2])
     assert torch.equal(mask_at(mixed, torch.tensor([600.0, 0.0]), 1000.0), mixed[[2, 0]])
     assert blocks.densities()[1].tolist() == [1, 1] and blocks.densities()[0, 1] == blocks.level(0.3)[0].double().mean()
     assert blocks.density([0.3, 0.0, 0.05, 0.0]) == pytest.approx(mixed.double().mean((1, 2, 3)).tolist(), rel=1e-12)
     assert torch.equal(blocks.at(0.05, torch.tensor([2, 0])), blocks.level(0.05)[[2, 0]])
-    # One observer of all calls finds the same.
+    # One observer of all calls finds the same blocks.
     whole = BlockObserver([SITE], SHARES, 1000.0, 4)
     for each in calls:
         whole.observe(each)
@@ -90,7 +82,7 @@ def test_what_any_sample_or_batch_needs_is_kept_in_its_own_bin():
 
 
 def test_calls_of_another_size_are_refused():
-    with pytest.raises(UserError, match="other sizes") as refused:
+    with pytest.raises(UserError, match="other numbers of tokens") as refused:
         BlockObserver([SITE], SHARES, 1000.0, 4).observe(call(0, keys=901))
     assert "901" in refused.value.got and "attention.sparse" in refused.value.remedy
 
@@ -109,7 +101,7 @@ def test_other_sites_are_not_looked_at():
         ({"query_tokens": 384, "key_tokens": 384}, "384 keys, 385 are needed"),
         ({"key_tokens": 512}, "another sequence, 900 queries to 512 keys"),
         ({"masked": True}, "an attention mask of its own"),
-        ({"folds": 4}, "4 elements"),
+        ({"folds": 4}, "4 batch elements"),
     ],
 )
 def test_sites_that_stay_dense_say_why(change, reason):

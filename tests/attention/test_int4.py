@@ -1,4 +1,4 @@
-"""INT4 attention: its integers against Python's, its error against exact attention, and what it refuses."""
+"""INT4 attention: its integers against Python's, its error against exact attention, and refusals."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_codes_are_those_of_a_loop(tokens, channels):
                 assert got.scale[0, head, token, group].item() == (peak / 7 or 2.0**-100)
                 codes = [round(value / (peak / 7)) if peak else 0 for value in row[part]]
                 assert got.codes[0, head, token, part].tolist() == codes
-    # Only a scale's own largest magnitude is sure to reach the end.
+    # Only the largest magnitude of a scale certainly reaches the last code.
     assert got.codes.abs().max() == 7 and got.codes.unique().numel() == 15
 
 
 @pytest.mark.parametrize("dim", [32, 256])
 def test_the_product_of_codes_is_exact(dim):
-    """Up to the largest sum that there is, which FP32 holds and 16 bits do not."""
+    """Up to the largest possible sum, which FP32 represents exactly, but 16-bit types do not."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randint(-7, 8, (1, 1, n, dim), generator=generator) for n in (5, 9))
     q[..., 0, :], k[..., 0, :], k[..., 1, :] = 7, 7, -7
@@ -64,7 +64,7 @@ def test_the_product_of_codes_is_exact(dim):
 
 @pytest.mark.parametrize("channels", [None, 8])
 def test_attention_is_what_its_formula_says(channels):
-    """One head, one block of queries, written out by dequantised codes in float64."""
+    """One head and one block of queries, computed from dequantised codes in float64."""
     q, k, v = (x[:1, :1].double() for x in tensors(queries=20, keys=50, dim=32))
     means = torch.cat([part.mean(2, keepdim=True).expand_as(part) for part in q.split(8, 2)], 2)
     centred = k - k.mean(2, keepdim=True)
@@ -92,7 +92,7 @@ def test_error_is_bounded_and_falls_with_what_is_finer():
 
 
 def test_means_of_queries_and_keys_cost_nothing():
-    """What all keys, or all queries of a block, have in common is not rounded, however large."""
+    """A common offset of all keys, or of all queries of a block, is not rounded, however large."""
     q, k, v = (x.double() for x in tensors(queries=256))
     generator = torch.Generator().manual_seed(1)
     q_more, k_more = (100 * torch.randn(64, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -112,7 +112,7 @@ def test_no_query_block_leaves_means_in():
 
 
 def test_many_queries_are_those_of_parts():
-    """Logits are made some queries at a time, whose edge no block of queries has to keep to."""
+    """Logits are computed in chunks of queries; blocks of queries may span the edge of a chunk."""
     q, k, v = tensors(heads=1, kv_heads=1, queries=2100, keys=40, dim=32)
     whole = int4_attention(q, k, v, query_block=300)
     parts = [int4_attention(part, k, v, query_block=300) for part in q.split(300, 2)]

@@ -2,7 +2,7 @@
 
 Both compute the same quantised arithmetic, so they differ only by the output's rounding, the 16-bit rounding of P in
 modes 0 and 1, and single values that fall on the other side of a rounding edge. `target_arch` 80 runs this kernel on GPUs
-that have another one too.
+with a better kernel, too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
 ) -> Tensor:
-    # Fresh memory holds NaN, so that whatever the kernels leave unwritten or read unwritten shows in the result.
+    # Fresh memory holds NaN, so that elements that the kernels do not write, or read before writing, show in the result.
     poison = torch.full((64 << 20,), 0xFF, dtype=torch.uint8, device="cuda")
     del poison
     return kernel._run_cuda(
@@ -76,7 +76,7 @@ def run(
 
 
 def as_computed(tables: reference.AttentionTables) -> reference.AttentionTables:
-    """This kernel has no FP8, and computes PRECISION there."""
+    """This kernel computes PRECISION in place of FP8."""
     return tables.with_modes(torch.where(tables.modes == Mode.FP8, int(Mode.PRECISION), tables.modes))
 
 
@@ -90,7 +90,7 @@ def check(
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Runs both, compares, returns the kernel's output."""
+    """Runs and compares both; returns the kernel's output."""
     options = {"layout": layout, "scaling": scaling, "mask": mask, "key_lengths": key_lengths}
     out = run(qkv, timestep, tables, **options)
     exact = [x.double() for x in qkv]
@@ -204,7 +204,7 @@ def test_extreme_values(mode: Mode, kind: str) -> None:
         v[:, :, 7] *= 1000
     elif kind == "equal keys":
         q, k = torch.full_like(q, 200), torch.full_like(k, 200)
-    elif kind == "large":  # the output is as large as FP16 holds, logits are far beyond
+    elif kind == "large":  # outputs near FP16's largest number, logits far beyond it
         q, k, v = q * 1000, k * 1000, torch.full_like(v, 60000) - v * 500
     else:
         q, k, v = (torch.zeros_like(x) for x in (q, k, v))
@@ -228,6 +228,6 @@ def test_offsets_beyond_32_bits(mode: Mode) -> None:
     out = run([q, k, v], timestep, tables)
     del q, k, v
     expected = reference.attention(*(x.double() for x in last), timestep, as_computed(one), compute_dtype=torch.float64)
-    # An average over so many random values is small, and FP16 holds it with fewer bits.
+    # The average of many random values is small: FP16 has fewer bits for it.
     assert (out[:, -1:].double() - expected).norm() <= 5e-3 * expected.norm()
     assert out.isfinite().all()

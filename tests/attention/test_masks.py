@@ -1,4 +1,4 @@
-"""Block masks against what they stand for: every pair of tokens within a window lies in a block that is computed."""
+"""Block masks against windows: every pair of tokens within a window lies in a computed block."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_text_and_sinks_are_dense(text) -> None:
 
 def test_queries_lie_evenly_among_other_numbers_of_keys() -> None:
     found = window_mask(256, 1024, 128)[0, 0]
-    # Queries 0 to 127 stand for keys 0 to 511, and reach 64 more: 508 + 64 is in the fifth block.
+    # Queries 0 to 127 lie at keys 0 to 511 and reach 64 further: 508 + 64 is in the fifth block.
     assert found.tolist() == [[True] * 5 + [False] * 3, [False] * 3 + [True] * 5]
 
 

@@ -1,4 +1,4 @@
-"""`Int8Attention`: each option does what its words say, refusals name what was given, and torch's own ways with modules work."""
+"""`Int8Attention`: each option has its documented effect, refusals name the argument, and torch's module functions work."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_precision_mode_is_close_to_exact_attention(name: str, calibrated: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_computes_its_mode(name: str) -> None:
-    """Beside the operator with the calibrated tables: it is this mode, and no other."""
+    """Against the operator with the calibrated tables in this mode, and in the other modes."""
     q, k, v = tensors()
     attention = Int8Attention(H, D, precision_mode=name, timestep_bins=3).calibrate([(q, k, v, 10), (q, k, v, 900)])
     tables = attention.tables
@@ -127,7 +127,7 @@ def test_scales_follow_the_timestep_where_they_are_adaptive() -> None:
 
 
 def test_timestep_scales_carry_a_calibration_to_other_timesteps() -> None:
-    """The example of the guide: a table made of the noise."""
+    """The guide's example: a table from the noise."""
     q, k, v = tensors()
     scales = compute_adaptive_scales(compute_sigma_schedule(timesteps=1000))
     attention = Int8Attention(H, D, timestep_scales=scales, precision_mode="precision").calibrate([(q, k, v, 500)])
@@ -136,7 +136,7 @@ def test_timestep_scales_carry_a_calibration_to_other_timesteps() -> None:
     largest = scales.view(10, 100).amax(1).float()
     torch.testing.assert_close(tables.q_scale / tables.q_scale[5], (largest / largest[5])[:, None].expand(-1, H))
     torch.testing.assert_close(tables.k_offset[9] / largest[9], tables.k_offset[5] / largest[5])
-    # Queries that grow as the table says are quantised as well as those that were seen.
+    # Queries that grow by the table's factors are quantised as well as calibrated ones.
     grown = [x * (largest[8] / largest[5]) for x in (q, k, v)]
     plain = Int8Attention(H, D, precision_mode="precision").calibrate([(q, k, v, 500)])
     assert error(attention(*grown, 850), exact(*grown)) < error(plain(*grown, 850), exact(*grown))
@@ -201,7 +201,7 @@ def test_fused_guidance_is_two_calls(name: str) -> None:
     assert error(cond, attention(q, k, v, 500)) < tolerances.SAME_ARITHMETIC
     assert error(uncond, attention(other, k, v, 500)) < tolerances.SAME_ARITHMETIC
     torch.testing.assert_close(outputs.guided, uncond + 7.5 * (cond - uncond))
-    # A guided batch whose halves share keys is the same call.
+    # A guided batch whose halves share keys gives the same result.
     both = attention(torch.cat([q, other]), k, v, 500)
     assert torch.equal(both, torch.cat([cond, uncond]))
     of_function = fused_cfg(q, other, k, v, 500, 7.5, precision_mode=name)
@@ -259,7 +259,7 @@ def test_pruned_attention_is_attention_to_the_keys_that_are_kept() -> None:
     out, kept = attention(q, k, v, 500, return_mask=True)
     assert (kept.sum(-1) == N - N // 4).all() and torch.equal(kept[:, 0], kept[:, 1])
     assert error(out, exact(q, k, v, kept[:, :, None])) < tolerances.SAME_FLOAT
-    # By the call alone, as the guide has it.
+    # Pruning of one call only, as in the guide.
     same, mask = Int8Attention(H, D, num_kv_heads=2, precision_mode="fp16")(
         q, k, v, 500, enable_pruning=True, pruning_ratio=0.25
     )
@@ -273,7 +273,7 @@ def test_pruning_follows_a_schedule() -> None:
     out, kept = attention(q, k, v, timesteps, return_mask=True)
     assert kept.sum(-1)[:, 0].tolist() == [N, N, N - N // 10, N // 2]
     assert error(out, exact(q, k, v, kept[:, :, None])) < tolerances.SAME_FLOAT
-    for index, timestep in enumerate(timesteps.tolist()):  # the host knows the number
+    for index, timestep in enumerate(timesteps.tolist()):  # a number, which the host can read
         part = [x[index : index + 1] for x in (q, k, v)]
         one, mask = attention(*part, timestep, return_mask=True)
         assert torch.equal(mask, kept[index : index + 1])
@@ -293,19 +293,19 @@ def test_data_tells_how_many_keys_may_go() -> None:
     q, k, v = focused(kept=120)
     even = tensors()
     ratios = pruning_schedule([(q, k, v, torch.tensor([150, 350])), (*even, 350), (q, k, v, 950)], lost=0.01, bins=4)
-    # The keys that nobody attends to, and some of the least of the others.
+    # Keys without attention, and some of the keys with least attention.
     assert 0.4 <= ratios[0] < 0.5 and ratios[1] < 0.1 and ratios[2] == 0 and 0.4 <= ratios[3] < 0.5
     pruning = Int8Attention(H, D, enable_pruning=True, pruning_ratio=ratios, precision_mode="fp16")
     out, kept = pruning(q, k, v, 950, return_mask=True)
     assert not kept.all() and error(out, exact(q, k, v)) < 0.02
-    for data, lost, named in (([], 0.1, "nothing to find"), ([(q, k, v, 5)], 1.0, "cannot be left out")):
+    for data, lost, named in (([], 0.1, "nothing to find"), ([(q, k, v, 5)], 1.0, "share of lost attention")):
         for find in (pruning_schedule, block_mask_of_data):
             with pytest.raises(UserError, match=named):
                 find(data, lost)
 
 
 def test_data_tells_which_blocks_hold_attention() -> None:
-    """Of tokens that attend to their own block, in one of two heads."""
+    """Tokens attend to their own block in one of two heads."""
     tokens = 300
     place = torch.nn.functional.one_hot(torch.arange(tokens) // 128, 32).float()
     q = torch.stack([place, torch.zeros_like(place)])[None] * 60
@@ -316,7 +316,7 @@ def test_data_tells_which_blocks_hold_attention() -> None:
     assert error(attention(q, k, v, 500, block_mask=found), exact(q, k, v)) < 0.01
     both = block_mask_of_data([(q, k, v, 500), (q.flip(2), k, v, 500)], lost=0.01)
     assert (both >= found).all() and both.sum() > found.sum()
-    with pytest.raises(UserError, match="such calls"):
+    with pytest.raises(UserError, match="different block masks"):
         block_mask_of_data([(q, k, v, 5), (q[:, :, :100], k, v, 5)])
 
 
@@ -326,7 +326,7 @@ def test_pruning_keeps_something(ratio) -> None:
         Int8Attention(H, D, enable_pruning=True, pruning_ratio=ratio)
 
 
-# What torch does with modules -----------------------------------------------------------------------------------------
+# Functions of torch.nn.Module -----------------------------------------------------------------------------------------
 
 
 def test_state_dict_makes_another_module_the_same() -> None:
@@ -464,8 +464,8 @@ SPARSE = {"attention_type": "block_sparse"}
         ({"sink_tokens": 4}, "sink_tokens"),
         ({"text_tokens": 4}, "text_tokens"),
         (SPARSE, "window_size"),
-        (SPARSE | {"window_size": 64, "block_size": 48}, "block-sparse attention cannot have such blocks"),
-        (SPARSE | {"window_size": 64, "block_size": 192}, "block-sparse attention cannot have such blocks"),
+        (SPARSE | {"window_size": 64, "block_size": 48}, "the block size of block-sparse attention is not valid"),
+        (SPARSE | {"window_size": 64, "block_size": 192}, "the block size of block-sparse attention is not valid"),
         (SPARSE | {"window_size": (3, 3)}, "window_size"),
         (SPARSE | {"window_size": 3, "text_tokens": 4}, "text_tokens"),
         (SPARSE | {"window_size": 9, "grid": (8, 8)}, "window"),

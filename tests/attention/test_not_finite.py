@@ -1,4 +1,4 @@
-"""NaN and ±Inf in what attention is given: which results they reach, and that all others stay as they are."""
+"""NaN and ±Inf in attention's inputs: which results they affect, and that all others stay bit-identical."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ MODES = list(Mode)
 TIMESTEP = torch.zeros(1)
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 1, 4, 2, 150, 300, 32
 GROUP = slice(2, 4)
-"""The query heads that share the second key head."""
+"""Query heads that share the second key head."""
 
 
 def tensors(dtype=torch.float32):
@@ -38,7 +38,7 @@ def struck(x, place, value):
 
 
 def compare(broken, whole, reached):
-    """Exactly the results of a mask are not finite; the others are those without, bit by bit."""
+    """Exactly the results in `mask` are not finite; the others equal those without the fault, bit by bit."""
     assert torch.equal(~broken.isfinite(), reached.expand_as(broken))
     assert torch.equal(broken[~reached.expand_as(broken)], whole[~reached.expand_as(broken)])
 
@@ -131,7 +131,9 @@ def test_keys_that_do_not_exist_and_blocks_that_are_left_out_count_for_nothing(m
         attention(q, k, v, TIMESTEP, tables, key_index=index),
         nothing(),
     )
-    blocks = torch.tensor([[[[True, True, False], [True, False, True]]]])  # the last keys are left to the last queries
+    blocks = torch.tensor(
+        [[[[True, True, False], [True, False, True]]]]
+    )  # only the last queries attend to the last keys
     whole = attention(q, k, v, TIMESTEP, tables, block_mask=blocks, scaling="dynamic")
     reached = nothing()
     reached[:, GROUP, 128:] = True
@@ -156,7 +158,7 @@ def test_the_log_sum_exp_is_nan_where_the_weights_are(mode):
 @pytest.mark.parametrize("table", ["q_scale", "k_scale", "v_scale", "k_offset", "v_offset"])
 @pytest.mark.parametrize("value", BROKEN)
 def test_tables_of_no_use_are_nan(table, value):
-    """In the modes that use them."""
+    """In the modes that use the scales."""
     q, k, v = tensors()
     tables = tables_from_data(q, k, v, Mode.AGGRESSIVE)
     getattr(tables, table)[0, 1] = value
@@ -169,13 +171,13 @@ def test_tables_of_no_use_are_nan(table, value):
 @pytest.mark.parametrize("mode", ["fp16", "precision", "balanced", "aggressive", "fp8", "auto"])
 @pytest.mark.parametrize("value", BROKEN)
 def test_a_module_with_measured_scales(mode, value):
-    """One broken query leaves the others: no scale is measured with it."""
+    """A broken query does not affect the others: measured scales exclude it."""
     q, k, v = tensors()
     module = Int8Attention(HEADS, DIM, num_kv_heads=KV_HEADS, precision_mode=mode)
     whole = module(q, k, v, 900)
     reached = nothing()
     reached[0, 3, 7] = True
-    # A query of average size: without it the largest is the same.
+    # A query of average size, which is not the largest.
     compare(module(struck(q, (0, 3, 7, 5), value), k, v, 900), whole, reached)
     assert not module(q, struck(k, (0, 1, 200, 5), value), v, 900)[:, GROUP].isfinite().any()
     assert not module(q, k, struck(v, (0, 1, 200, 5), value), 900)[:, GROUP, :, 5].isfinite().any()
@@ -232,7 +234,7 @@ def test_pruning_keeps_what_is_broken(value):
     reached = nothing()
     reached[0, 3, 7] = True
     compare(module(struck(q, (0, 3, 7, 5), value), k, v, 900), whole, reached)
-    out = module(struck(q, (0, 3, 32, 5), value), k, v, 900)  # one of the queries that are asked which keys count
+    out = module(struck(q, (0, 3, 32, 5), value), k, v, 900)  # one of the queries that pruning samples
     assert out.isnan().all(-1).nonzero().tolist() == [[0, 3, 32]]
 
 
@@ -254,7 +256,7 @@ def test_noise_that_is_none_is_refused(value):
     ):
         with pytest.raises(UserError, match="finite sigmas of 0 or more") as refused:
             taken()
-        assert f"{value:g}, and 1 of 100" in refused.value.got and refused.value.remedy
+        assert f"{value:g}; 1 of 100" in refused.value.got and refused.value.remedy
     with pytest.raises(UserError, match="sigma_data of 0 or more"):
         compute_adaptive_scales(SIGMAS, value)
     with pytest.raises(UserError, match="finite sigmas"):
@@ -282,5 +284,5 @@ def test_softmax_scales_that_are_none_are_refused(value):
         assert str(value) in refused.value.got and refused.value.remedy == "leave it out for 1/√D"
     with pytest.raises(ValueError, match="softmax_scale: expected a positive finite number, got"):
         int8_attention(q, k, v, TIMESTEP, **tables, softmax_scale=value)
-    with pytest.raises(ValueError, match="timestep_max: expected the positive finite timestep"):
+    with pytest.raises(ValueError, match="timestep_max: expected the positive finite end of the schedule"):
         int8_attention(q, k, v, TIMESTEP, **tables, timestep_max=value)

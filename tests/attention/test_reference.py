@@ -1,4 +1,4 @@
-"""The torch reference: against plain attention, against closed forms, and against what its tables may not hold."""
+"""The torch reference: against plain attention and closed forms, and its refusal of invalid tables."""
 
 import math
 
@@ -35,11 +35,11 @@ def exact(q, k, v, mask=None):
 ZERO = torch.zeros(2)
 
 MODE_ERROR = tolerances.MODE_ERROR | {Mode.FP8: 0.06}
-"""FP8 rounds weights and values by up to 2**-4 of themselves: 0.041 was seen at 2,048 keys, 0.049 with 200 keys and a sink."""
+"""FP8 rounds weights and values by up to 2**-4: relative errors of 0.041 at 2,048 keys, 0.049 with 200 keys and a sink."""
 
 
 def sink(q, k, v):
-    """The same, with a first key that all queries attend to and whose value is small, as trained models have them."""
+    """The same with an attention sink as in trained models: all queries attend to the first key, whose value is small."""
     direction = torch.nn.functional.normalize(
         torch.randn(q.shape[-1], generator=torch.Generator().manual_seed(1)), dim=0
     )
@@ -65,7 +65,7 @@ def test_single_precision_computes_what_double_does(mode):
 
 
 def test_quantised_products_match_a_loop_over_tiles():
-    """One head, one query, written out with Python integers as DESIGN's table defines modes 2 and 3."""
+    """One head and one query in Python integers, as DESIGN's table defines modes 2 and 3."""
     q, k, v = tensors(heads=1, kv_heads=1, queries=1, keys=TILE + 30, dim=32, batch=1)
     for mode in (Mode.BALANCED, Mode.AGGRESSIVE):
         tables = tables_from_data(q, k, v, mode)
@@ -93,14 +93,14 @@ def test_quantised_products_match_a_loop_over_tiles():
 
 
 def e4m3(x):
-    """Rounded to E4M3, ties to even, by its definition: 3 bits of fraction, least exponent -6, at most 448."""
+    """Rounds to E4M3, ties to even, by its definition: 3 bits of fraction, least exponent -6, at most 448."""
     step = 2.0 ** (max(math.frexp(x)[1] - 1, -6) - 3) if x else 1.0
     return max(-448.0, min(448.0, round(x / step) * step))
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.float64])
 def test_fp8_products_match_a_loop_over_keys(compute_dtype):
-    """One head, one query, and logits that are spread so that some weights are subnormals and some are nothing."""
+    """One head, one query, and logits with a spread that makes some weights subnormal and some zero."""
     q, k, v = tensors(heads=1, kv_heads=1, queries=1, keys=TILE + 30, dim=32, batch=1)
     q = 5 * q
     tables = tables_from_data(q, k, v, Mode.FP8)
@@ -134,7 +134,7 @@ def test_fp8_is_as_far_from_exact_attention_with_a_sink_as_without(make):
 
 @pytest.mark.parametrize("octaves", [-40, -1, 3, 100])
 def test_whole_octaves_between_rows_change_nothing_in_fp8(octaves):
-    """A constant added to a row's logits; of whole octaves since that is what the kernels' references differ by."""
+    """A constant added to a row's logits changes nothing; whole octaves, as FP8's references differ by octaves."""
     q, k, v = (x.double() for x in tensors())
     tables = tables_from_data(q, k, v, Mode.FP8)
     shift = torch.zeros(1, 1, 33, 1, dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_fp8_saturates_at_448_steps_of_the_calibrated_scale():
     capped[:, :, 7], beyond[:, :, 7] = top, top + 1000 * tables.v_scale[0]
     out = attention(q, k, beyond, ZERO, tables)
     assert error(out, attention(q, k, capped, ZERO, tables)) < tolerances.SAME_ARITHMETIC
-    beyond[:, :, 7] = math.nan  # which is no large number
+    beyond[:, :, 7] = math.nan  # although NaN is not large
     assert attention(q, k, beyond, ZERO, tables).isnan().all()
 
 
@@ -274,7 +274,7 @@ def test_a_channel_of_zeros_stays_zero():
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_blocks_hide_whole_tiles(mode):
-    """Each row of blocks computes what it would compute if its keys were all there are."""
+    """Each row of blocks equals attention to the keys of its blocks only."""
     q, k, v = tensors(queries=300, keys=300)
     tables = tables_from_data(q, k, v, mode)
     blocks = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 1]], dtype=torch.bool)
@@ -303,7 +303,7 @@ def test_heads_and_elements_have_blocks_of_their_own_or_share_them():
 @pytest.mark.parametrize("layout", ["BHND", "BNHD"])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_gathered_keys_are_the_keys(mode, layout):
-    """Lengths count them, and masks and tiles do."""
+    """Lengths, masks and tiles count the indexed rows."""
     q, k, v = tensors(keys=300)
     tables, lengths = tables_from_data(q, k, v, mode), torch.tensor([180, 100])
     index = torch.randint(300, (2, 2, 180), generator=torch.Generator().manual_seed(0)).int()
@@ -339,7 +339,7 @@ def test_outputs_for_disjoint_keys_merge(mode):
     merged = sum(((part_lse - lse.logsumexp(0)).exp()[..., None] * out for out, part_lse in parts), torch.zeros(()))
     assert (
         error(merged, attention(q, k, v, ZERO, tables)) < 2e-3
-    )  # modes 2 and 3 merge tiles all the same; FP8 rounds elsewhere
+    )  # modes 2 and 3 merge tiles in the same way; FP8 rounds elsewhere
 
 
 def test_rows_that_see_nothing_have_no_sum():

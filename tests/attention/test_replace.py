@@ -1,5 +1,5 @@
-"""Attention of real diffusers classes replaced in place: close to exact, told of truly, undone exactly, and beside what else is
-done to pipelines."""
+"""Attention of real diffusers classes replaced in place: close to exact, reported truly, undone exactly, and together with
+other changes of pipelines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ import tiny_pipelines
 import tolerances
 from accelerate import hooks
 
-from trtconvert.attention import (
-    attention_report,
-    replace_attention_with_int8,
-    restore_attention,
-)
+from trtconvert.attention import attention_report, replace_attention_with_int8, restore_attention
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, tables_of_ranges
 from trtconvert.attention.sites import SiteCall, attention_hooks
@@ -50,7 +46,7 @@ SITES = {
     "wan": 4,
     "hunyuan_dit": 4,
 }
-"""Attention modules of each denoiser: of a block of a U-Net or PixArt self- and cross-attention, of SD 3 and Flux both in one."""
+"""Attention modules of each denoiser: a block of U-Nets and PixArt has self- and cross-attention, SD 3 and Flux join both."""
 
 CALL = {"num_inference_steps": 2, "output_type": "latent"}
 
@@ -179,7 +175,7 @@ def test_timesteps_of_flux_are_shares_of_the_schedule(monkeypatch) -> None:
     wan = tiny_pipelines.wan()
     replace_attention_with_int8(wan, precision_mode="auto")
     tokens = torch.full((1, 16), 30.0)
-    tokens[:, 8:] = 990.0  # of each token: the noisiest counts
+    tokens[:, 8:] = 990.0  # a timestep per token: the noisiest counts
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         wan.transformer(
@@ -190,7 +186,7 @@ def test_timesteps_of_flux_are_shares_of_the_schedule(monkeypatch) -> None:
     assert set(seen) == {Mode.AGGRESSIVE}
 
 
-# Beside what else is done to pipelines --------------------------------------------------------------------------------
+# Together with other changes of pipelines -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -201,7 +197,7 @@ def pipe(unet) -> Any:
 
 
 class Adapted(nn.Module):
-    """A linear layer with a LoRA, as peft puts one in the layer's place."""
+    """A linear layer with a LoRA, as peft replaces layers."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -221,7 +217,7 @@ def adapt(model: nn.Module) -> None:
 
 
 def adapters(model: Any) -> dict[str, Any]:
-    """Weights of an IP-Adapter for a U-Net, and what it gives the call."""
+    """Weights of an IP-Adapter for a U-Net, and its arguments of the call."""
     generator = torch.Generator().manual_seed(6)
 
     def draw(*shape: int) -> Tensor:
@@ -259,7 +255,7 @@ def test_loras_and_ip_adapters_before_and_after(pipe, first: bool) -> None:
     assert len(report.replaced) == SITES["stable_diffusion"] and not report.exceptions
     restore_attention(pipe)
     exact = noise_of(unet, **named)
-    assert error(exact, plain) > 0.05  # the adapters do something
+    assert error(exact, plain) > 0.05  # the adapters have an effect
     assert 1e-5 < error(found, exact) < 0.05
 
 
@@ -302,7 +298,7 @@ def test_pipelines_do_not_meet(pipe) -> None:
     assert torch.equal(noise_of(pipe.unet), found) and not torch.equal(noise_of(other.unet), others)
     restore_attention(pipe)
     assert torch.equal(noise_of(pipe.unet), exact) and not torch.equal(noise_of(other.unet), others)
-    q = torch.randn(1, 2, 9, 32)  # nothing is left behind for others
+    q = torch.randn(1, 2, 9, 32)  # no hook remains for other code
     assert torch.equal(
         functional.scaled_dot_product_attention(q, q, q), functional.scaled_dot_product_attention(q, q, q)
     )
@@ -390,7 +386,7 @@ def test_repeated_blocks_are_compiled_once(pipe, counted) -> None:
 
 
 def test_a_bundle_has_scales_and_modes(digits, digits_build) -> None:
-    model = replace(digits, denoiser=copy.deepcopy(digits.denoiser))  # others use it too
+    model = replace(digits, denoiser=copy.deepcopy(digits.denoiser))  # the fixture is shared
     manifest = read_manifest(digits_build.bundle)
     inputs = model.example(0, {"batch": 4, "height": 8, "width": 8})
     inputs["timestep"] = torch.tensor([10.0, 300.0, 600.0, 990.0])
@@ -408,7 +404,7 @@ def test_a_bundle_has_scales_and_modes(digits, digits_build) -> None:
 
 
 def calibrate(pipe: Any, path: Any, *, prefix: str = "unet.", bins: int = 4) -> Calibration:
-    """A calibration of a U-Net, as `trtconvert calibrate` writes them."""
+    """A calibration of a U-Net, as `trtconvert calibrate` writes it."""
     names: set[str] = set()
     observer: RangeObserver | None = None
 
@@ -453,7 +449,7 @@ def test_a_calibration_file_has_scales(pipe, tmp_path, monkeypatch) -> None:
     alone = replace_attention_with_int8(pipe.unet, calibration=path, precision_mode="aggressive")
     assert alone is pipe.unet and len(attention_report(pipe.unet).replaced) == len(made.tables)
     restore_attention(pipe.unet)
-    # A part of the sites: the others stay, and are told of.
+    # With some of the sites, the others stay and are reported.
     site = next(iter(made.tables))
     Calibration({site: made.tables[site]}, made.provenance).save(path)
     replace_attention_with_int8(pipe, calibration=path)
@@ -481,7 +477,7 @@ def test_calibrations_of_other_models_are_refused(pipe, tmp_path, digits_build) 
         replace_attention_with_int8(pipe, calibration=path)
 
 
-# What is refused, and what is left ------------------------------------------------------------------------------------
+# Refused pipelines and sites that are left ----------------------------------------------------------------------------
 
 
 def test_a_second_replacement_is_refused(pipe) -> None:
@@ -560,7 +556,7 @@ def test_patterns_choose_modules(pipe) -> None:
 
 @pytest.mark.parametrize(("heads", "replaced"), [(2, 8), (1, 6)])
 def test_heads_of_other_sizes_are_filled_up_or_left_and_told_of(heads: int, replaced: int) -> None:
-    """16 and 32 channels; or 320, which kernels do not take."""
+    """16 and 32 channels; or 320, which the kernels do not take."""
     widths = (32, 64) if heads == 2 else (32, 320)
     made = tiny_pipelines.randomised(
         diffusers.UNet2DConditionModel(
@@ -578,7 +574,7 @@ def test_heads_of_other_sizes_are_filled_up_or_left_and_told_of(heads: int, repl
 
 
 class Causal(nn.Module):
-    """Two attentions, the second of which is causal."""
+    """Two attentions; the second is causal."""
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         y = functional.scaled_dot_product_attention(x, x, x)
@@ -611,7 +607,7 @@ def test_modules_that_never_call_attention_are_told_of(pipe) -> None:
 
 
 def test_attention_that_processors_write_out_is_replaced(unet) -> None:
-    """Those of diffusers from before torch's function."""
+    """diffusers' processors from before torch's function."""
     from diffusers.models.attention_processor import AttnProcessor
 
     replace_attention_with_int8(unet)
@@ -626,7 +622,7 @@ def test_attention_that_processors_write_out_is_replaced(unet) -> None:
 
 
 class Talking(nn.Module):
-    """Two attentions that are written out. The first one mixes the probabilities of its heads."""
+    """Two written-out attentions. The first mixes the probabilities of its heads."""
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         weights = (x @ x.mT).softmax(-1)

@@ -1,4 +1,4 @@
-"""Noise schedules against closed forms, and the modes that follow from them."""
+"""Noise schedules against closed forms, and their modes."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_sigma_rises_with_the_timestep(kind):
 
 
 def test_sigma_is_the_noise_to_signal_ratio():
-    """Measured on x itself: √ᾱ·x₀ + √(1-ᾱ)·n and (1-s)·x₀ + s·n hold σ times as much noise as signal."""
+    """Measured on x: √ᾱ·x₀ + √(1-ᾱ)·n and (1-s)·x₀ + s·n contain σ times as much noise as signal."""
     t = 700
     alpha_bar = alphas_cumprod(ddpm_betas())[t].item()
     assert compute_sigma_schedule(1000, "linear")[t].item() == pytest.approx(
@@ -98,7 +98,7 @@ def test_adaptive_scales_follow_the_magnitude_of_noisy_images():
 
 
 def test_rule_takes_precision_at_low_noise_and_aggressive_at_high_noise():
-    sigmas = torch.tensor([0.09, 0.11, 1.0, 4.9, 5.1])  # the middle, 1.0, is the measure
+    sigmas = torch.tensor([0.09, 0.11, 1.0, 4.9, 5.1])  # relative to the middle, 1.0
     assert sigma_rule_modes(sigmas, 5).tolist() == [
         Mode.PRECISION,
         Mode.BALANCED,
@@ -123,7 +123,7 @@ def test_rule_on_the_shipped_schedule():
     assert ratio[first_balanced - 1] < 0.1 <= ratio[first_balanced]
     assert ratio[first_aggressive - 1] <= 5 < ratio[first_aggressive]
     assert (modes.diff() >= 0).all()
-    assert modes.max() == Mode.AGGRESSIVE  # the rule knows nothing of FP8
+    assert modes.max() == Mode.AGGRESSIVE  # the rule never gives FP8
 
 
 def test_timestep_bins_at_their_edges():

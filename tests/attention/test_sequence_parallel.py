@@ -1,4 +1,4 @@
-"""Attention over two processes, gloo between them, against one process with all tokens."""
+"""Attention over two processes with gloo, against one process with all tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def work(rank: int, place: str) -> None:
         results["group of one"] = SequenceParallelAttention(Int8Attention(H, D), "ring", dist.new_subgroups(1)[0])(
             q, k, v, 500
         )
-        # A process that refuses its own arguments does not keep the others waiting.
+        # A process that refuses its arguments does not block the others.
         for step, name in ((5 + 5000 * rank, "a timestep of one"), (5, "none")):
             try:
                 results[name] = made(q, k, v, step)
@@ -74,7 +74,7 @@ def work(rank: int, place: str) -> None:
 def refusals(
     rank: int, made: SequenceParallelAttention, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Any]]:
-    """Calls that every process refuses, and a part of what it says."""
+    """Calls that every process refuses, by a part of the message."""
     part = q[:, :, : 100 + rank], k[:, :, :100], v[:, :, :100]
     many = q.repeat(6, 1, 1, 1), k.repeat(6, 1, 1, 1), v.repeat(6, 1, 1, 1)
     steps = torch.arange(12.0)
@@ -96,7 +96,7 @@ def refusals(
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """What each process found."""
+    """The results of each process."""
     with tempfile.TemporaryDirectory() as place:
         mp.spawn(work, (place,), PROCESSES)
         return [torch.load(Path(place) / f"{rank}.pt") for rank in range(PROCESSES)]
@@ -116,7 +116,7 @@ def test_two_processes_compute_what_one_does(results, method: str, mode: str, ca
     exact = scaled_dot_product_attention(q, k, v, enable_gqa=True)
     if method == "ulysses" or mode == "fp16" or (calibrated and mode == "precision"):
         assert error(found, single) < tolerances.SAME_ARITHMETIC
-    # Each part of a ring has scales of its own where they are measured, and its own roundings of weights.
+    # In a ring, each part has its own measured scales, and its own rounding of weights.
     assert error(found, exact) < 1.1 * error(single, exact) + tolerances.SAME_FLOAT
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_by_every_process(results, said: str) -> No
 
 def test_what_one_process_refuses_keeps_none_waiting(results) -> None:
     assert "0 to 1000" in results[1]["a timestep of one"] and "5005" in results[1]["a timestep of one"]
-    assert "others on rank 1" in results[0]["a timestep of one"] and "remedy" in results[0]["a timestep of one"]
+    assert "invalid ones on rank 1" in results[0]["a timestep of one"] and "remedy" in results[0]["a timestep of one"]
     assert all(isinstance(result[name], Tensor) for result in results for name in ("none", "unchecked"))
 
 

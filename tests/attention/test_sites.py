@@ -1,4 +1,4 @@
-"""Sites: what is seen of a model's attention, how it is named, and what is refused."""
+"""Sites: properties and names of a model's attention, and refusals."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
 
 class Wide(nn.Module):
-    """Heads that no kernel takes."""
+    """Heads of a size that the kernels do not take."""
 
     def forward(self, x):
         heads = x[..., :1].expand(*x.shape[:2], 264)[:, None]
@@ -160,7 +160,7 @@ class SharedKeys(nn.Module):
 
 
 class SomeOfEach(nn.Module):
-    """Three elements of two samples."""
+    """Three batch elements for two samples."""
 
     def forward(self, x):
         heads = x.reshape(3, -1, 2, 32).transpose(1, 2)
@@ -265,7 +265,7 @@ def test_torchs_multi_head_attention_is_a_site(need_weights, training):
 
 @pytest.mark.parametrize(("dim", "taken"), [(4, 32), (31, 32), (33, 40), (72, 72), (100, 104), (250, 256)])
 def test_heads_of_other_sizes_are_filled_up(dim, taken):
-    """With zeros: the handler computes attention of whole heads, and the model gets what it would have computed itself."""
+    """Padded with zeros: the handler computes padded heads, and the model receives its own result."""
     inputs = INPUTS | {"x": torch.randn(2, 6, 2 * dim, generator=torch.Generator().manual_seed(0))}
     (site,) = find_sites(Model(Attention(dim=dim)), inputs, "timestep")
     assert not site.obstacle and (site.head_dim, site.scale) == (taken, dim**-0.5)

@@ -1,6 +1,6 @@
 """`torch.ops.trtconvert.int8_attention`: the operator on a CPU, where it runs the reference, and on a GPU.
 
-The kernels' own numerics are tests/gpu/test_int8_attention.py's; here, what torch does with the operator: schema, shape
+tests/gpu/test_int8_attention.py tests the kernels' numerics. This file tests the operator in torch: schema, shape
 inference, gradients, compilation, graphs, errors.
 """
 
@@ -80,7 +80,7 @@ def test_cpu_runs_the_reference(mode: Mode, layout: str) -> None:
     )  # fmt: skip
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    # Not by being nothing: it is attention, up to quantisation.
+    # The result is attention up to quantisation, not a constant.
     plain = sdpa(q * (0.2 * 8), k, v, layout)
     assert (out - plain).norm() < 0.05 * plain.norm()
 
@@ -228,7 +228,7 @@ def test_gradients_through_blocks_and_indices_and_of_the_log_sum_exp(layout: str
 
 
 def test_the_gradient_of_many_queries_under_a_block_mask() -> None:
-    """More than are written out at once."""
+    """More queries than one chunk of the backward."""
     args = inputs(grad=True, queries=1100, keys=130, dim=32)
     block_mask = torch.rand(2, 1, 9, 2, generator=torch.Generator().manual_seed(SEED)) > 0.5
     block_mask[..., 0] = True
@@ -276,7 +276,7 @@ def test_bad_block_masks_and_indices_are_refused(change: dict[str, Tensor], said
 
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
 def test_the_library_and_this_file_agree_on_the_struct() -> None:
-    """The C API refuses a struct of another size, so a workspace query tells that the two declarations match."""
+    """The C API refuses a struct of another size, so a workspace query shows that the two declarations match."""
     params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
     for name in ("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "num_bins"):
         setattr(params, name, 1)
@@ -347,7 +347,7 @@ def test_block_masks_and_indices_are_checked_without_a_gpu(fields: dict[str, int
 
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
 def test_a_block_mask_takes_little_memory() -> None:
-    """Four bytes for each block and some for each row, for every element and head that has blocks of its own."""
+    """Four bytes per block and some per row, for every batch element and head with its own blocks."""
     long = {"num_queries": 1 << 17, "num_keys": 1 << 17}
     without, *_ = _workspace(long)
     shared, *_ = _workspace(long | {"block_mask_batch": 1, "block_mask_heads": 1})
@@ -413,7 +413,7 @@ def test_pointers_of_block_masks_and_indices_are_checked(fields: dict[str, int],
     ],
 )
 def test_sizes_beyond_64_bits_are_refused_by_name(fields: dict[str, int], named: str) -> None:
-    """Their products wrapped, and a workspace of a few megabytes was enough."""
+    """The products once overflowed, so that a few megabytes passed as enough."""
     params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
     shape = dict.fromkeys(("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "num_bins"), 1)
     for name, value in (shape | {"head_dim": 64} | fields).items():
@@ -436,7 +436,7 @@ def test_opcheck_on_a_gpu(dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", list(Mode))
 def test_cuda_graphs_replay_with_new_inputs(mode: Mode) -> None:
-    """Neither the launch nor the workspace depends on the host: a replay follows the data, the timestep included."""
+    """A replay follows the data, including the timestep: launch and workspace do not depend on host values."""
     args = inputs(mode=mode, dtype=torch.float16, device="cuda")
     OP(*args)  # loads the kernels outside the capture
     graph = torch.cuda.CUDAGraph()
@@ -461,7 +461,7 @@ def test_compiles_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_threads_and_streams_share_nothing() -> None:
-    """8 threads, each with 4 streams of its own, against the same calls one after another."""
+    """8 threads with 4 streams each, against the same calls in sequence."""
     cases = [inputs(mode=mode, dtype=torch.float16, device="cuda", keys=500 + 128 * i) for i, mode in enumerate(Mode)]
     expected = [OP(*args) for args in cases]
     torch.cuda.synchronize()

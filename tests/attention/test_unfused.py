@@ -1,5 +1,5 @@
-"""Attention that models write out: every form is found, keeps its bits where it is left, and is the same attention where it is
-handed over; what cannot be handed over is named with the reason."""
+"""Attention that models write out: every form is found, bit-identical if left alone, and the same attention if handed over;
+forms that cannot be handed over are named with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH, TOKENS, HEADS, DIM = 3, 10, 2, 32
 WIDTH = HEADS * DIM
 
 Form = Callable[[Tensor, Tensor], Tensor]
-"""Tokens [B, N, HEADS · DIM] and other ones, [B, M, HEADS · DIM] → as the tokens."""
+"""Tokens [B, N, HEADS · DIM], context [B, M, HEADS · DIM] → like the tokens."""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -69,14 +69,14 @@ def computed(handler: Handler, *forms: Form, dtype: torch.dtype = torch.float32)
 
 
 def fused(call: SiteCall) -> Tensor:
-    """The attention by another implementation, from what the call was given."""
+    """The call's attention by another implementation."""
     grouped = call.q.shape[1] != call.k.shape[1]
     return functional.scaled_dot_product_attention(
         call.q, call.k, call.v, call.mask, scale=call.scale, enable_gqa=grouped
     )
 
 
-# How models write it ----------------------------------------------------------------------------------------------------
+# Forms in models --------------------------------------------------------------------------------------------------------
 
 
 def qkv(x: Tensor, context: Tensor) -> list[Tensor]:
@@ -162,7 +162,7 @@ def as_cross_attention(x: Tensor, context: Tensor) -> Tensor:
 
 
 def as_lucidrains(x: Tensor, context: Tensor) -> Tensor:
-    """A bias of positions, a triangular mask, the largest score subtracted, dropout of a model in evaluation."""
+    """A bias of positions, a triangular mask, the largest score subtracted, dropout in evaluation mode."""
     q, k, v = qkv(x, context)
     scores = einsum("b h i d, b h j d -> b h i j", q * DIM**-0.5, k)
     scores = scores + random(HEADS, q.shape[2], k.shape[2], seed=7).to(q.dtype)
@@ -187,7 +187,7 @@ def with_broadcast_keys(x: Tensor, context: Tensor) -> Tensor:
 
 
 def with_grouped_keys(x: Tensor, context: Tensor) -> Tensor:
-    """Two heads of keys for four of queries, that are two groups."""
+    """Two key heads for two groups of two query heads."""
     q, k, v = qkv(x, context)
     q = torch.stack([q, q.flip(2)], 1)
     scores = einsum("b g h i d, b h j d -> b g h i j", q, k) * DIM**-0.5
@@ -208,7 +208,7 @@ def with_channels_before_tokens(x: Tensor, context: Tensor) -> Tensor:
 
 
 def with_learned_temperatures(x: Tensor, context: Tensor) -> Tensor:
-    """Cosines, times a number for each head."""
+    """Cosines times a factor per head."""
     q, k, v = qkv(x, context)
     q, k = (functional.normalize(y, dim=-1) for y in (q, k))
     scores = (q @ k.mT) * torch.tensor([4.0, 9.0]).view(1, HEADS, 1, 1).to(q.dtype)
@@ -224,7 +224,7 @@ def with_masks_of_samples(x: Tensor, context: Tensor) -> Tensor:
 
 
 def in_groups_of_tokens(x: Tensor, context: Tensor) -> Tensor:
-    """As frames of videos attend: tensors of five axes."""
+    """Tensors of five axes, as in attention over video frames."""
     q, k, v = (y.unflatten(2, (2, -1)).transpose(1, 2) for y in qkv(x, x))
     scores = einsum("... h i d, ... h j d -> ... h i j", q, k) * DIM**-0.5
     output = einsum("... h i j, ... h j d -> ... h i d", scores.softmax(-1), v)
@@ -356,7 +356,7 @@ def with_some_probabilities(x: Tensor, context: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, context: Tensor) -> Tensor:
-    """Attention of linear cost, whose softmaxes are of queries and keys."""
+    """Attention of linear cost with softmaxes over queries and keys."""
     q, k, v = qkv(x, context)
     return tokens(einsum("b h n d, b h d e -> b h n e", q, einsum("b h m d, b h m e -> b h d e", k.softmax(-2), v)))
 
@@ -382,7 +382,7 @@ def never_multiplied(x: Tensor, context: Tensor) -> Tensor:
 
 
 def with_heads_first(x: Tensor, context: Tensor) -> Tensor:
-    """Rows of the first head of all samples, those of the second, …"""
+    """Rows of the first head of all samples, then those of the second, …"""
     q, k, v = (torch.cat(y.unbind(1)) for y in qkv(x, context))
     return tokens((q @ k.mT).softmax(-1).bmm(v).unflatten(0, (HEADS, -1)).transpose(0, 1))
 
@@ -461,7 +461,7 @@ def test_probabilities_that_are_kept_elsewhere_are_not_written_to() -> None:
 
 
 def test_nothing_is_kept_of_a_forward() -> None:
-    """Scores are let go as the model lets go of them."""
+    """Scores are freed when the model frees them."""
     alive = []
 
     def form(x: Tensor, context: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ RECIPE = REPOSITORY / "recipes" / "digits-dit.yaml"
 
 
 def inputs_of(model, data, skip=False, **fields):
-    """What the denoiser is given, call by call, and what was left out."""
+    """Returns the denoiser's inputs, call by call, and the skipped samples."""
     seen, bad = [], BadSamples(skip)
     fields = {"samples": 6, "batch": 4, "steps": 5} | fields
     opened = open_data(model, CalibrationSection(data=data, **fields), bad)

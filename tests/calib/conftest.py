@@ -1,4 +1,4 @@
-"""Fixtures that several tests of calibration share."""
+"""Fixtures shared by tests of calibration."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Block masks in calibrations: what is found, kept, resumed, taken from a file, and refused."""
+"""Block masks in calibrations: search, storage, resumption, loading from files, and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtconvert.attention.blocks import pack
 from trtconvert.attention.pruning import needed_blocks
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.calib import calibrate as module
-from trtconvert.calib.calibrate import calibrate, parts_to_convert, refuse_without_blocks, taken
+from trtconvert.calib.calibrate import calibrate, load_calibration, parts_to_convert, refuse_without_blocks
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.data import batches_of
 from trtconvert.errors import UserError
@@ -56,7 +56,7 @@ def test_masks_are_what_any_sample_needs_in_any_step(local, sites, made):
         for level, share in enumerate(SHARES):
             assert torch.equal(made.blocks[name].level(share), masks[:, level])
     early, late = made.blocks["denoiser"].densities()[[1, 0], 0].tolist()
-    assert late < 0.8 < early  # local attention, the more so the less noise there is
+    assert late < 0.8 < early  # attention is more local at less noise
 
 
 def test_the_file_gives_back_the_blocks_and_older_files_have_none(made, tmp_path):
@@ -79,7 +79,7 @@ def every_bit(heads):
     [
         ({"block_bits": torch.zeros(BINS, 2, 2, 4, dtype=torch.uint8)}, "leave queries without a key"),
         ({"block_bits": every_bit(3)}, "3 heads"),
-        ({"block_bits": every_bit(2) | 1}, "behind the last block"),
+        ({"block_bits": every_bit(2) | 1}, "beyond the last block"),
     ],
 )
 def test_damaged_blocks_are_refused(made, tmp_path, change, said):
@@ -135,18 +135,18 @@ def test_two_ranks_find_what_one_does(tmp_path):
 def test_a_file_without_the_blocks_is_refused(local, sites, made, tmp_path):
     path = tmp_path / "calibration.safetensors"
     made.save(path)
-    assert taken(path, local, "x", BINS, sites, shares=(0.1,)).blocks.keys() == {site.name for site in sites}
-    assert taken(path, local, "x", BINS, sites).blocks == {}
+    assert load_calibration(path, local, "x", BINS, sites, shares=(0.1,)).blocks.keys() == {site.name for site in sites}
+    assert load_calibration(path, local, "x", BINS, sites).blocks == {}
     with pytest.raises(UserError, match="lacks the blocks") as refused:
-        taken(path, local, "x", BINS, sites, shares=(0.02, 0.1))
+        load_calibration(path, local, "x", BINS, sites, shares=(0.02, 0.1))
     assert "0.02" in refused.value.expected and "0.01, 0.1" in refused.value.got
-    assert "shares among 0.01, 0.1" in refused.value.remedy
+    assert "use the shares 0.01, 0.1" in refused.value.remedy
     larger = [replace(site, query_tokens=1000, key_tokens=1000) for site in sites]
     with pytest.raises(UserError, match="blocks of other sizes"):
-        taken(path, local, "x", BINS, larger, shares=(0.1,))
+        load_calibration(path, local, "x", BINS, larger, shares=(0.1,))
     replace(made, blocks={}).save(path)
     with pytest.raises(UserError, match="lacks the blocks") as refused:
-        taken(path, local, "x", BINS, sites, shares=(0.1,))
+        load_calibration(path, local, "x", BINS, sites, shares=(0.1,))
     assert "calibrate again with attention.sparse" in refused.value.remedy
 
 
@@ -170,12 +170,12 @@ def test_models_without_block_masks_are_refused(options, dims, problem, remedy):
 
 
 def test_masks_of_gigabytes_are_refused_before_the_calibration(local, sites):
-    """A video of 131,072 tokens, 24 heads and 40 sites; and what is said of it serves."""
+    """A video of 131,072 tokens, 24 heads and 40 sites; the remedy works."""
     large = [replace(site, heads=24, query_tokens=131072, key_tokens=131072) for site in sites[:1] * 40]
     with pytest.raises(UserError, match="too large for a graph") as refused:
         refuse_without_blocks(local, large, local.dims, 10)
     assert (
-        refused.value.got == "9.4 GiB, of 10 timestep bins" and "calibration.bins to 4 or less" in refused.value.remedy
+        refused.value.got == "9.4 GiB for 10 timestep bins" and "calibration.bins to 4 or less" in refused.value.remedy
     )
     refuse_without_blocks(local, large, local.dims, 4)
     with pytest.raises(UserError) as refused:
@@ -186,7 +186,7 @@ def test_masks_of_gigabytes_are_refused_before_the_calibration(local, sites):
 def test_samples_of_another_size_are_refused(tmp_path):
     model = tiny_sparse.build(height=24, pixels=16)
     found = parts_to_convert(model, AttentionSection(), LayersSection(modes="off")).sites
-    with pytest.raises(UserError, match="called in other sizes than block masks are for"):
+    with pytest.raises(UserError, match="called with other numbers of tokens"):
         calibrate(model, SECTION, "x", found, tmp_path, Quiet(), shares=SHARES)
 
 

@@ -1,4 +1,4 @@
-"""Plans that choose block masks with the modes: priced, measured, optimal, and held to the budget by sampling."""
+"""Plans that choose block masks together with modes: prices, measurements, optimality, and the budget."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSectio
 
 BINS, SHARES = 2, (0.01, 0.1)
 LEVELS = (None, *SHARES, 0.0)
-"""What a mask may lose; no mask first, and a mask of all blocks last."""
+"""Shares that a mask may lose; no mask first, a mask of all blocks last."""
 SHAPE = AttentionShape(1, 24, 16384, 16384, 128)
 
 
 def blocks_of(density, heads=2, counts=(50, 50)):
-    """Blocks of a site: all in the last bin, and about these shares of them in the first, by level."""
+    """Blocks of a site: all in the last bin; in the first bin about these shares, by level."""
     kept = torch.zeros(1, len(density), heads, *counts, dtype=torch.bool)
     for level, share in enumerate(density):
         kept[:, level, :, :, : max(1, round(share * counts[1]))] = True
@@ -51,7 +51,7 @@ def test_time_follows_the_blocks_and_masks_that_leave_few_out_cost_time():
     for mode in Mode:
         ratios = [cost.masked_ratio(SHAPE, mode, density) for density in (0.01, 0.1, 0.25, 0.5, 0.8, 1.0)]
         assert ratios[0] > 0 and ratios == sorted(ratios) and ratios[-1] > 1
-    # As they were measured: at that work a little more than the blocks' share, and at the nearest.
+    # As measured: a little more than the density at measured work, and at the nearest work otherwise.
     assert 0.5 < cost.masked_ratio(SHAPE, Mode.BALANCED, 0.5) < 0.6
     of_64 = replace(SHAPE, head_dim=64)
     nearest = AttentionShape(2, 10, 16384, 16384, 64)
@@ -96,15 +96,15 @@ def test_choices_are_priced_by_their_density():
     assert torch.equal(found[:, 0], seconds.expand(BINS, -1))
     assert found[0, 2, 2] < found[0, 1, 2] < found[0, 3, 2]
     assert found[0, 2, 2] == pytest.approx(float(seconds[2]) * cost.masked_ratio(SHAPE, Mode.BALANCED, 0.4))
-    assert found[1, 1:3].isinf().all()  # nothing to leave out
-    assert (found[1, 3] > seconds).all()  # and all blocks by a mask take longer
+    assert found[1, 1:3].isinf().all()  # no block can be skipped
+    assert (found[1, 3] > seconds).all()  # a mask of all blocks takes longer
     assert torch.equal(attention_seconds(cost, SHAPE, dense, None, BINS), seconds.expand(BINS, -1))
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("limit", [1e-3, 0.3, 1.5])
 def test_no_plan_with_masks_is_faster(seed, limit):
-    """Against all plans that there are: a site has a mask in all bins or in none."""
+    """Against the enumeration of all plans: a site has a mask in all bins or in none."""
     generator = torch.Generator().manual_seed(seed)
     every = [Choice(mode, share) for share in LEVELS for mode in Mode]
     dense = every[: len(Mode)]
@@ -132,7 +132,7 @@ def test_no_plan_with_masks_is_faster(seed, limit):
 
 
 def searched(min_psnr, density=(0.6, 0.2), steps=(0.5, 0.5), allowed=(Mode.FP16, Mode.BALANCED)):
-    """A search over a site with masks and one without, at the times of the table."""
+    """A search over a site with masks and a site without, with the table's times."""
     cost = KernelCost.load(masks=True)
     blocks = {"a": blocks_of(density)}
     units = attention_units({"a": "dynamic", "b": "dynamic"}, allowed, blocks, SHARES)
@@ -153,7 +153,7 @@ def fastest_kept(points) -> PlanPoint:
 def test_the_search_leaves_out_what_the_budget_allows(min_psnr, share):
     points, _ = searched(min_psnr)
     chosen = fastest_kept(points)
-    assert chosen.sparse == ({"a": [share, 0.0]} if share else {})  # in the last bin nothing can be left out
+    assert chosen.sparse == ({"a": [share, 0.0]} if share else {})  # in the last bin no block can be skipped
     dense = [point for point in points if point.keeps_budget and point.allowed and not point.sparse]
     assert dense and (chosen.speed > dense[0].speed if share else chosen.speed == dense[0].speed)
     names = [point.name for point in points]
@@ -187,7 +187,7 @@ def test_a_stated_share_is_taken_where_it_gains_time():
 
 @pytest.mark.parametrize(("calls", "gains"), [([1, 9], False), ([5, 1], True), ([1, 0], True), ([0, 1], False)])
 def test_a_stated_share_is_judged_by_the_steps_that_the_calibration_saw(calls, gains):
-    """In the first bin a mask gains a little; in the last one it only costs. One of two denoisers has no step there."""
+    """A mask gains a little in the first bin and only costs in the last, where one of two denoisers has no step."""
     site = Site("a", 24, 24, 128, 0.1, False, 16384, 16384)
     plan = {"a": Decision((Choice(Mode.PRECISION),) * BINS)}
     found, dense = stated_blocks(0.01, PlanSection(), [site], plan, {"a": blocks_of((0.8,))}, 1, calls)
@@ -195,7 +195,7 @@ def test_a_stated_share_is_judged_by_the_steps_that_the_calibration_saw(calls, g
 
 
 def test_a_mode_that_was_not_measured_is_judged_by_another(tmp_path):
-    """Tables of before FP8."""
+    """Tables that are older than FP8."""
     table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
     rows = [row for row in table["rows"] if row["mode"] != Mode.FP8]
     (tmp_path / "old.json").write_text(json.dumps(table | {"rows": rows}))
@@ -234,7 +234,7 @@ def test_sensitivities_of_masks_are_the_errors_that_they_make(local, calibration
     torch.testing.assert_close(error(Mode.BALANCED, SHARES[0]), error(Mode.BALANCED) + low)
     assert (high[:, 0] > low[:, 0]).all() and (low[:, 0] > 0).all()
 
-    # The error of one mask alone, by another way: the specification in mode FP16.
+    # The error of a mask alone, computed by the specification in mode FP16.
     masked = replace(sites, masks={name: calibration.blocks[name].level(SHARES[1])})
     squares = []
 
@@ -251,7 +251,7 @@ def test_sensitivities_of_masks_are_the_errors_that_they_make(local, calibration
 
 
 def test_masks_follow_the_plan(local, calibration):
-    """What sites compute with a plan's masks is exact attention to their blocks."""
+    """Sites with a plan's masks compute exact attention to their blocks."""
     shares = Decision((Choice(Mode.FP16, 0.1), Choice(Mode.FP16, 0.0))).shares
     assert shares == [0.1, 0.0]
     mask = calibration.blocks["denoiser"].mask(shares)

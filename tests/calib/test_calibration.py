@@ -1,4 +1,4 @@
-"""Calibration: ranges against what the tensors hold, percentiles, bins, the file, and refused data."""
+"""Calibration: ranges of tensors, percentiles, bins, the file, and refused data."""
 
 import json
 import math
@@ -8,15 +8,18 @@ import re
 import pytest
 import tolerances
 import torch
+from found_sites import sites_to_convert
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.ranges import CHANNEL_FLOOR, RangeObserver, Rows, offsets
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
-from trtconvert.calib.calibrate import sites_to_convert, taken
+from trtconvert.bars import NoBar
+from trtconvert.calib.calibrate import calibrate, load_calibration
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.coverage import CoverageObserver
+from trtconvert.calib.data import Drive
 from trtconvert.calib.fixed_plans import stated_attention
 from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
 from trtconvert.calib.histogram import (
@@ -29,21 +32,29 @@ from trtconvert.calib.histogram import (
     SiteHistograms,
 )
 from trtconvert.calib.knapsack import fastest
-from trtconvert.calib.observer import observe
 from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.calib.shards import Shards
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.denoiser import intercepted
 from trtconvert.provenance import Provenance, read_provenance
-from trtconvert.recipe import AttentionSection
+from trtconvert.recipe import AttentionSection, CalibrationSection
 
 SITE = "blocks.3.attn"
 BINS = 4
 
 
+def observe(model: DiffusionModel, drive: Drive, *, sites: list[str], bins: int) -> dict[str, Rows]:
+    """Returns the rows of the named sites while `drive` runs the model once."""
+    observer = RangeObserver(sites, model.timestep_max, bins)
+    with torch.no_grad():
+        drive(intercepted(model, observer))
+    return observer.finish()
+
+
 @pytest.fixture(scope="module")
 def calls(digits):
-    """What happens at one site over a few denoising steps, kept whole."""
+    """Whole tensors of one site over a few denoising steps."""
     kept = []
 
     def handler(call):
@@ -108,7 +119,7 @@ def test_elementwise_percentiles_are_those_of_the_elements(calls, records, histo
             "v": (v - tables["v_offset"][index][:, None]).permute(1, 3, 0, 2).flatten(2),
         }
         for name, x in elements.items():
-            # Between two elements any value is the percentile.
+            # Any value between two elements is a percentile.
             low, high = (torch.quantile(x.abs(), 0.99, dim=-1, interpolation=side) for side in ("lower", "higher"))
             found, step = tables[f"{name}_scale"][index] * LEVELS, tolerances.HISTOGRAM_STEP[name]
             assert (found > low / step).all() and (found < high * step).all()
@@ -116,7 +127,7 @@ def test_elementwise_percentiles_are_those_of_the_elements(calls, records, histo
 
 @pytest.fixture(scope="module")
 def coverage(digits, records):
-    """What tables far too small for the data cover of it, so that much is clipped."""
+    """Coverage by tables that are far too small for the data, so that much is clipped."""
     tables = scales(records[0], 1.0, BINS)
     tables[SITE] = {name: x / 2 if name.endswith("_scale") else x for name, x in tables[SITE].items()}
     observer = CoverageObserver(tables, digits.timestep_max)
@@ -126,7 +137,7 @@ def coverage(digits, records):
 
 
 def relative_to_ranges(calls, tables, index):
-    """The elements of one bin over their ranges, [N, H, tokens, D] each."""
+    """The elements of one bin divided by their ranges, [N, H, tokens, D] each."""
     q, k, v = (torch.cat(x) for x in zip(*of_bin(calls, index), strict=True))
     return {
         "q": q / (tables["q_scale"][index][:, None, None] * LEVELS),
@@ -157,7 +168,7 @@ def test_magnitudes_are_counted_by_octave_of_the_range(calls, coverage):
     for name, count in expected.items():
         found = observer.magnitudes()[SITE][f"{name}_octaves"]
         assert found.sum() == count.sum()
-        # An element on the edge of two octaves may be on either side of it, by a rounding of its logarithm.
+        # An element on the edge of two octaves may fall on either side, as its logarithm is rounded.
         assert (found - count).abs().sum() <= 4
 
 
@@ -188,12 +199,12 @@ def test_ranges_of_a_ramp_are_its_closed_forms():
 
 @pytest.mark.parametrize("bits", [HEAD_BITS, CHANNEL_BITS])
 def test_histograms_of_a_ramp_are_its_closed_forms(bits):
-    # |x| is uniform on (0, a): the percentile p is a·p, and nothing is worth clipping.
+    # |x| is uniform on (0, a): the percentile p is a·p, and clipping does not pay.
     limits = torch.tensor([0.3, 1.0, 777.0])
     x = (torch.arange(200_000) + 0.5) / 200_000 * limits[:, None] * torch.tensor([1, -1]).repeat(100_000)
     histogram = Histogram(3, bits)
     histogram.add(x, torch.arange(3)[:, None])
-    # Interpolation makes a uniform density exact but for the last step, which the ramp ends within.
+    # Interpolation is exact for a uniform density, except in the last step, in which the ramp ends.
     torch.testing.assert_close(histogram.percentile(50.0), limits / 2, rtol=1e-3, atol=0)
     assert ((histogram.least_error_range() / limits).log2().abs() <= 2**-bits * math.log2(math.e)).all()
 
@@ -269,7 +280,7 @@ def test_frames_of_a_sample_are_observed_together():
     observer = RangeObserver(["site"], 10.0, 2)
     observer(SiteCall("site", q, k, v, None, 1.0, torch.tensor([1.0, 1.0, 1.0, 9.0, 9.0, 9.0]), "", lambda: q, 3))
     folded = observer.finish()["site"]
-    # The same tokens as those of one element each.
+    # The same tokens with one batch element per sample.
     (joined,) = observed([x.unflatten(0, (2, 3)).transpose(1, 2).flatten(2, 3)[:1] for x in (q, k, v)]).values()
     assert folded.bin.tolist() == [0, 1] and folded.tokens.tolist() == [15, 15]
     for name, x in joined.tensors().items():
@@ -297,7 +308,7 @@ def test_a_bin_without_observations_takes_its_neighbours_ranges():
 def test_dead_channels_and_heads_get_positive_scales():
     v = torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     v[:, 0, :, 2] = 0.0
-    v[:, 1] = 3.0  # a constant head: nothing is left after its mean
+    v[:, 1] = 3.0  # a constant head is zero after subtracting its mean
     tables = scales(observed((torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 9, 8), v)), 99.0, 1)["site"]
     assert all((tables[name] > 0).all() for name in ("q_scale", "k_scale", "v_scale"))
     assert tables["v_scale"][0, 0, 2] == pytest.approx(tables["v_scale"][0, 0].max().item() * CHANNEL_FLOOR)
@@ -341,7 +352,7 @@ def test_a_damaged_file_is_refused(records, tmp_path, damage):
     ("change", "got"),
     [
         ({"v_scale": None}, "without v_scale"),
-        ({"v_scael": torch.ones(BINS, 1, 8)}, "with v_scael, which is none"),
+        ({"v_scael": torch.ones(BINS, 1, 8)}, "with unknown v_scael"),
         ({"q_scale": torch.full((BINS, 2), math.nan)}, "NaN"),
         ({"k_scale": torch.zeros(BINS, 2)}, "not positive"),
         ({"k_scale": torch.ones(BINS, 4)}, "k_scale of [4, 4] torch.float32, where FP32 [4, 2] is needed"),
@@ -360,7 +371,7 @@ def test_tables_that_cannot_be_used_are_refused(digits, records, tmp_path, chang
     Calibration(tables, provenance()).save(tmp_path / "c.safetensors")
     (site,) = (site for site in sites_to_convert(digits, AttentionSection())[0] if site.name == SITE)
     with pytest.raises(UserError, match="tables that cannot be used") as refused:
-        taken(tmp_path / "c.safetensors", digits, provenance().weights, BINS, [site])
+        load_calibration(tmp_path / "c.safetensors", digits, provenance().weights, BINS, [site])
     assert got in refused.value.got and SITE in refused.value.got
 
 
@@ -433,9 +444,10 @@ def test_nan_and_inf_name_the_site(digits, site_value):
         observe(digits, drive, sites=["blocks.0.attn"], bins=BINS)
 
 
-def test_no_calls_at_all_are_an_error(digits):
+def test_no_calls_at_all_are_an_error(digits, tmp_path):
+    section = CalibrationSection(samples=1, batch=1, steps=1, bins=1)
     with pytest.raises(UserError, match="nothing to calibrate on"):
-        observe(digits, lambda denoiser: None, sites=[SITE], bins=BINS)
+        calibrate(digits, section, "weights", [], tmp_path, NoBar())
 
 
 def test_plans_follow_the_recipe(digits):
@@ -452,7 +464,7 @@ def test_plans_follow_the_recipe(digits):
 
 
 def test_what_was_not_measured_stays_in_full_precision():
-    """A bin that no step fell into, one whose samples diverge, a mode that gives NaN, and one that was left out."""
+    """A bin without steps, a bin with diverging samples, a mode that gives NaN, and an excluded mode."""
     error = torch.full((1, 4, len(Mode)), 1e-6, dtype=torch.float64)
     error[..., Mode.FP16] = 0
     error[0, 0] = 0
@@ -471,7 +483,7 @@ def test_what_was_not_measured_stays_in_full_precision():
 
 
 def test_a_plan_whose_samples_are_nan_can_be_read_back(tmp_path):
-    """It keeps no budget, and must not keep the others from being chosen."""
+    """It exceeds the budget, and must not prevent the choice of others."""
     broken, exact = (
         PlanPoint(name=name, speed=s, figures={"psnr": db}, keeps_budget=s == 1, int8_values=0.0, modes={"a": [mode]})
         for name, s, db, mode in (("broken", 2.0, math.nan, 3), ("exact", 1.0, 120.0, 0))

@@ -1,4 +1,4 @@
-"""Calibration data: every source streams what it holds, and every bad input is refused by name or left out."""
+"""Calibration data: every source streams its samples, and every bad input is refused by name or skipped."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from trtconvert.calib.data import BadSamples, open_data
-from trtconvert.calib.recorded import open_inputs
+from trtconvert.calib.recorded_inputs import open_inputs
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.images import read_image
@@ -112,7 +112,7 @@ def test_a_safetensors_file_of_odd_types_or_with_a_name_twice_is_refused(digits,
     with pytest.raises(UserError, match="x has the type F8_E4M3"):
         inputs_of(digits, path)
     save_file(inputs | {"other": inputs["x"].to(torch.float8_e5m2)}, path)
-    inputs_of(digits, path)  # what the model does not take may be of any type
+    inputs_of(digits, path)  # arrays that the model does not take may have any type
     content = path.read_bytes()
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     twice = header.replace(b'"other"', b'"x"')
@@ -154,7 +154,7 @@ def test_a_number_for_all_samples_is_an_input(tmp_path, name):
 
 
 class Trap:
-    """Unpickling it would leave a file."""
+    """Unpickling writes a file."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -181,7 +181,7 @@ def test_images_are_shown_at_stratified_timesteps(digits, tmp_path):
         stratum = number % 5
         assert ((call["timestep"] >= stratum * 200) & (call["timestep"] < (stratum + 1) * 200)).all()
         assert (call["label"] == NULL_LABEL).all()
-    # The least noisy call shows the images themselves, but for its noise.
+    # The least noisy call holds the images plus little noise.
     least = seen[0]
     sigma = digits.sigmas[least["timestep"].long()].float()[:, None, None, None]
     noise = least["x"] * (1 + sigma**2).sqrt() - (images[:4] * 2 - 1)
@@ -191,7 +191,7 @@ def test_images_are_shown_at_stratified_timesteps(digits, tmp_path):
 
 
 def test_images_are_never_shown_beyond_the_schedule(digits, tmp_path, monkeypatch):
-    """The largest number that torch draws below 1, after which FP32 rounds a sum up."""
+    """Draws the largest FP32 number below 1, with which FP32 rounds a sum up."""
     write_images(tmp_path / "images")
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, 1 - 2.0**-24))
     seen, _ = inputs_of(digits, tmp_path / "images", steps=20)
@@ -235,8 +235,8 @@ def test_prompts_are_denoised(digits, tmp_path):
         (lambda f: (f / "01.png").write_bytes(b"no image"), "cannot read the image", "cannot identify"),
         (lambda f: (f / "01.png").write_bytes((f / "01.png").read_bytes()[:60]), "cannot read the image", ""),
         (lambda f: Image.new("L", (9, 8)).save(f / "01.png"), "has the wrong size", "9 × 8"),
-        (lambda f: (f / "01.txt").write_bytes(b"\xff"), "has no caption", "none that can be read"),
-        (lambda f: (f / "01.txt").unlink(), "has no caption", "none that can be read"),
+        (lambda f: (f / "01.txt").write_bytes(b"\xff"), "has no caption", "no readable caption"),
+        (lambda f: (f / "01.txt").unlink(), "has no caption", "no readable caption"),
         (lambda f: (f / "01.txt").write_text("cat"), "cannot take the caption", "'cat'"),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_prompt_in_another_encoding_is_named_by_its_line(digits, tmp_path):
 
 
 def png_header(width, height):
-    """The start of a PNG that claims to be this large."""
+    """The start of a PNG with this size in its header."""
     chunk = b"IHDR" + width.to_bytes(4) + height.to_bytes(4) + b"\x08\x00\x00\x00\x00"
     return b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4)
 
@@ -324,7 +324,7 @@ def test_a_missing_library_is_named(digits, tmp_path, monkeypatch):
 
 
 def three_batches(model):
-    """Yields batches of its own sizes."""
+    """Yields batches of different sizes."""
     for size in (4, 1, 9):
         yield model.example(size, {"batch": size, "height": 8, "width": 8})
 

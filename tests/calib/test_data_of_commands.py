@@ -1,4 +1,4 @@
-"""Calibration data as the commands take it: what is refused, left out and listed, recorded, and written."""
+"""Calibration data in the commands: refusals, skipped and listed samples, recordings, and files."""
 
 import json
 import subprocess
@@ -9,11 +9,12 @@ import pytest
 import tiny_models
 import torch
 from calibration_data import RECIPE, write_images, write_inputs
+from found_sites import sites_to_convert
 from rich.console import Console
 from safetensors.torch import load_file
 from support import Quiet, environment, finish, refusal, run, start, tiny_recipe
 
-from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.calibrate import calibrate
 from trtconvert.calib.calibration import Calibration
 from trtconvert.errors import UserError
 from trtconvert.progress import Reporter
@@ -110,7 +111,7 @@ def test_what_was_left_out_is_counted_and_listed(tmp_path):
     assert "1 bad samples left out:" in outcome.output and "03.png" in outcome.output
     made = Calibration.load(output)
     assert len(made.provenance.skipped) == 1
-    # The default statistic counts what it clips too.
+    # The default statistic counts clipped elements, too.
     assert made.outliers.keys() == made.tables.keys() and "clipped elements: at most" in outcome.output
 
 
@@ -135,12 +136,12 @@ def test_a_build_leaves_bad_samples_out_only_when_it_is_asked_to(tmp_path, digit
     assert len(Calibration.load(tmp_path / "bundle" / "calibration.safetensors").provenance.skipped) == 1
     for told in (outcome.output, run("inspect", tmp_path / "bundle").output):
         assert "1 bad samples left out" in " ".join(told.replace("│", " ").split())
-    # What was left out is not in the cache of a build that leaves nothing out.
+    # A build that skips nothing does not reuse a calibration with skipped samples.
     refusal(run(*arguments), "is damaged at sample 2")
 
 
 def test_what_an_interrupted_run_left_out_is_no_secret_of_the_next(tmp_path, digits, inputs):
-    """A run with --skip-bad was stopped before its end; one without goes on from its batches."""
+    """A run with --skip-bad was interrupted; a run without resumes from its batches."""
     inputs["x"][1, 0, 0, 0] = torch.nan
     section = CalibrationSection(data=write_inputs(tmp_path / "a.safetensors", inputs), samples=6, batch=2, bins=2)
     sites, _ = sites_to_convert(digits, AttentionSection())
@@ -193,7 +194,7 @@ def test_recorded_inputs_serve_as_calibration_data(tmp_path):
     assert {name: list(x.shape) for name, x in inputs.items()} == {
         "x": [24, 1, 4, 4], "timestep": [24], "prev_x": [24, 1, 4, 4], "prev_timestep": [24],
     }  # fmt: skip
-    # Every run gives one step of each quarter, and the step before it is one step noisier.
+    # Every run gives one step of each quarter; the preceding step is one step noisier.
     spacing = 1000 / 9
     assert ((inputs["prev_timestep"] - inputs["timestep"]) - spacing).abs().max() <= 1
     steps = ((999 - inputs["timestep"]) / spacing).round().view(6, 4)
@@ -225,7 +226,7 @@ def test_a_recorded_step_is_the_sampler_s_own(digits, tmp_path):
 
 
 def test_every_row_of_a_recording_is_written(tmp_path, monkeypatch):
-    """Also with the largest number that torch draws below 1, and from a sampler whose timesteps are FP64."""
+    """Also with the largest random number below 1, and from a sampler with FP64 timesteps."""
     from trtconvert.calib.record import record
 
     tiny = tiny_models.build()
@@ -255,7 +256,7 @@ def test_unfit_recordings_are_refused(tmp_path):
 @pytest.mark.soak
 def test_a_full_disk_keeps_what_was_finished(tmp_path):
     recipe = tiny_recipe(tmp_path, calibration={"samples": 8, "statistic": "elements"})
-    # Rows of a batch are small, counts of elements are not: a limit on the size of files stands for a full disk.
+    # Rows are small and counts of elements are large: a limit on the size of files simulates a full disk.
     limited = subprocess.run(
         ["bash", "-c", 'ulimit -f 20; trap "" XFSZ; exec "$0" -m trtconvert.cli "$@"', sys.executable, "calibrate",
          str(recipe), "-o", str(tmp_path / "c.safetensors"), "--cache", str(tmp_path / "cache")],
@@ -275,7 +276,7 @@ def test_two_calibrations_of_the_same_take_turns(tmp_path):
     running = [start("calibrate", recipe, "-o", output, "--cache", tmp_path / "cache") for output in outputs]
     for outcome in map(finish, running):
         assert outcome.exit_code == 0, outcome.output
-    # Each has seen all of the data, not what another one had left.
+    # Each observed all of the data, not the rest of another.
     assert len({output.read_bytes() for output in outputs}) == 1
     assert sum(Calibration.load(outputs[0]).provenance.observed) == 24 * 20
     assert not list((tmp_path / "cache").iterdir())

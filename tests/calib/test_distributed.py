@@ -1,4 +1,4 @@
-"""Calibration on several real processes: the same file as one process makes, byte for byte; killed ones go on where they were."""
+"""Calibration on several real processes: the file of one process, byte for byte; killed runs resume."""
 
 import signal
 import socket
@@ -16,7 +16,7 @@ BATCHES = 8
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The recipe, and the calibration that one process makes of it."""
+    """The recipe, and its calibration by one process."""
     folder = tmp_path_factory.mktemp("alone")
     recipe = recipe_in(folder)
     outcome = finish(start("calibrate", recipe, "-o", folder / "c.safetensors", "--cache", folder / "cache"))
@@ -25,7 +25,7 @@ def alone(tmp_path_factory):
 
 
 def recipe_in(folder, **calibration):
-    """Of a model with attention and layers of several kinds."""
+    """The calibration of a model with attention and layers of several kinds."""
     fields = {"samples": 2 * BATCHES, "steps": 3, "statistic": "elements"} | calibration
     model, layers = {"source": "tiny_layers:build"}, {"modes": "static", "include": WITH_CONV}
     return tiny_recipe(folder, model=model, layers=layers, calibration=fields)
@@ -38,7 +38,7 @@ def free_port():
 
 
 def ranks(size, *arguments, separate_disks=None):
-    """Processes as torchrun starts them, without torchrun's own watch over them."""
+    """Starts processes like torchrun, but does not supervise them."""
     port = free_port()
     started = []
     for rank in range(size):
@@ -99,7 +99,7 @@ def wait_for(condition, process):
 @pytest.mark.first_case
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
-    # Batches long enough to be killed among them, in a recipe of its own with an outcome of its own.
+    # Batches take long enough to be killed in between; a recipe of its own has its own result.
     recipe = recipe_in(tmp_path, steps=40, statistic="batch-max")
     expected = tmp_path / "expected.safetensors"
     assert finish(start("calibrate", recipe, "-o", expected, "--cache", tmp_path / "other")).exit_code == 0
@@ -123,7 +123,7 @@ def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
         assert "Traceback" not in outcome.output
 
     modified = {path: path.stat().st_mtime_ns for path in cache.glob("observed-*/rows-*.safetensors")}
-    # It goes on with another number of processes: what is left is dealt out anew.
+    # It resumes with another number of processes, which share the remaining batches.
     slow = ranks(3 - size, *arguments)
     wait_for(lambda: len(finished_batches(cache)) > len(kept) or output.exists(), slow[0])
     assert all(not path.exists() or path.stat().st_mtime_ns == then for path, then in modified.items())
@@ -141,7 +141,7 @@ def test_a_terminated_run_says_how_to_go_on(tmp_path):
     process.terminate()
     outcome = finish(process)
     assert outcome.exit_code == 128 + signal.SIGTERM
-    assert f"kept in {cache}" in outcome.output and "the same command goes on there" in outcome.output
+    assert f"kept in {cache}" in outcome.output and "the same command resumes there" in outcome.output
 
 
 def test_counts_of_elements_are_resumed(alone, tmp_path):

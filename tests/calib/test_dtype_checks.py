@@ -1,4 +1,4 @@
-"""Models that do not compute in a 16-bit type are told so by the module, before they are calibrated."""
+"""Models that cannot compute in a 16-bit type are refused with the module's name, before the calibration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtconvert.errors import UserError
 
 
 def scaled(up: float, down: float):
-    """A path whose inside is large and whose ends are not."""
+    """Modules with large values inside and small ones at the ends."""
     denoiser = Called(
         lambda self, x: x + self.down(self.up(x)), up=nn.Linear(32, 32), down=nn.Linear(32, 32, bias=False)
     )
@@ -30,7 +30,7 @@ def watched(model):
 
 def test_values_beyond_it_are_named():
     with pytest.raises(
-        UserError, match=r"(?s)leaves the range of float16.*at up\n.*remedy: set model.dtype to bfloat16"
+        UserError, match=r"(?s)exceeds the range of float16.*at up\n.*remedy: set model.dtype to bfloat16"
     ):
         watched(scaled(3e5, 3e-6))
 
@@ -67,7 +67,7 @@ def test_a_build_says_so_before_the_calibration(tmp_path, monkeypatch, dtype, fi
     if fits:
         assert outcome.exit_code == 0, outcome.output
     else:
-        refusal(outcome, "leaves the range of float16", "mlp.0", "bfloat16")
+        refusal(outcome, "exceeds the range of float16", "mlp.0", "bfloat16")
 
 
 # Types ----------------------------------------------------------------------------------------------------------------
@@ -86,9 +86,7 @@ class Timed(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_layers_whose_input_stays_in_fp32_are_named(dtype):
     model = model_of(Timed(False), ("batch", 16, 32))
-    with pytest.raises(
-        UserError, match=r"(?s)does not compute in .*float16.*got: embed\.0: .*remedy: cast what it reads"
-    ):
+    with pytest.raises(UserError, match=r"(?s)does not compute in .*float16.*got: embed\.0: .*remedy: cast the module"):
         refuse_mixed_types(model, dtype)
     refuse_mixed_types(model_of(Timed(True), ("batch", 16, 32)), dtype)
     assert model.denoiser.embed[0].weight.dtype == torch.float32 and model.denoiser.embed[0].weight.isfinite().all()

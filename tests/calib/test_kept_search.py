@@ -1,4 +1,4 @@
-"""What a search has measured outlives it."""
+"""A search's measurements survive the search."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trtconvert.cli import main
 
 
 class Stopped(BaseException):
-    """As a signal that ends the program."""
+    """Stands for a signal that ends the program."""
 
 
 @pytest.fixture
 def measured(monkeypatch) -> list[str]:
-    """What was measured, in order."""
+    """Counts measurements, in order."""
     done: list[str] = []
 
     def counting(name):
@@ -57,7 +57,7 @@ def test_another_budget_draws_with_no_plan_again(tmp_path, measured):
         p.name: p.figures for p in second.points if p.name == "fp16"
     }
     drawn_again = len(measured)
-    assert drawn_again < len(second.points)  # those alone that the bisection had not come to
+    assert drawn_again < len(second.points)  # only those that the bisection had not reached
     measured.clear()
     build(tmp_path, out="again")
     assert measured == []

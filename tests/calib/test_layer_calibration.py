@@ -1,4 +1,4 @@
-"""Calibrations with layers, from end to end: what is in the file, what is taken from one, and what is refused."""
+"""Calibrations with layers from end to end: contents of the file, loading, and refusals."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from support import Quiet, refusal, run, tiny_recipe
 from tiny_layers import CHOSEN, LEFT, WITH_CONV, build
 
-from trtconvert.calib.calibrate import calibrate, parts_to_convert, taken
+from trtconvert.calib.calibrate import calibrate, load_calibration, parts_to_convert
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.identity import calibration_reads
 from trtconvert.errors import UserError
@@ -48,7 +48,7 @@ def test_there_are_scales_of_each_tensor_that_layers_read(calibrated):
     channels = {layer.input_group: layer.in_channels for layer in parts.layers}
     assert all(scales.flaw(channels[input_group], BINS) == "" for input_group, scales in calibration.layers.items())
     assert any(len(scales.x_scale.unique()) == BINS for scales in calibration.layers.values())
-    # What a GELU gives is moved, images never are, and tied layers keep their one weight.
+    # A GELU's output has an offset, images never have one, and tied layers keep one weight.
     assert calibration.layers["mlp.2"].x_offset.all() and not calibration.layers["conv"].x_offset.any()
     assert all((calibration.layers[name].x_factor == 1).all() for name in ("tied", "tied#2"))
 
@@ -63,7 +63,7 @@ def test_observing_layers_changes_nothing_about_attention(calibrated, tmp_path):
 def test_the_recipe_says_how_scales_are_made(calibrated, tmp_path):
     calibration, _ = made(tmp_path, equalise=False, offsets=False, scales="maxima")
     assert all((scales.x_factor == 1).all() and not scales.x_offset.any() for scales in calibration.layers.values())
-    # Percentiles of the calls' maxima clip hardly anything, ranges of least error may.
+    # Percentiles of the calls' maxima clip little; ranges of least error may clip more.
     for input_group, scales in calibration.layers.items():
         least = calibrated[0].layers[input_group]
         if torch.equal(least.x_factor, scales.x_factor) and torch.equal(least.x_offset, scales.x_offset):
@@ -94,7 +94,7 @@ def test_a_file_that_lacks_a_tensor_of_a_layer_is_none(calibrated, tmp_path):
 
 
 def take(path, parts):
-    return taken(path, build(), "weights", BINS, parts.sites, parts.layers)
+    return load_calibration(path, build(), "weights", BINS, parts.sites, parts.layers)
 
 
 def test_what_is_taken_is_what_is_needed(calibrated, tmp_path):
@@ -111,7 +111,7 @@ def test_a_calibration_without_layers_serves_no_recipe_with_them(calibrated, tmp
     plain.save(tmp_path / "c.safetensors")
     with pytest.raises(UserError, match="lacks the ranges of layers") as refused:
         take(tmp_path / "c.safetensors", parts)
-    assert "conv, q, attended" in refused.value.expected and "attention alone" in refused.value.got
+    assert "conv, q, attended" in refused.value.expected and "attention only" in refused.value.got
     assert "layers.modes to off" in refused.value.remedy
     assert take(tmp_path / "c.safetensors", replace(parts, layers=[])).layers == {}
 
@@ -172,8 +172,8 @@ def test_a_recipe_that_takes_a_calibration_without_layers_is_refused_with_the_wa
         taking.write_text(json.dumps(document))
         return run("build", taking, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
 
-    refusal(building("static"), "lacks the ranges of layers", "attention alone", "set layers.modes to off")
-    assert building("off").exit_code == 0  # what the remedy says
+    refusal(building("static"), "lacks the ranges of layers", "attention only", "set layers.modes to off")
+    assert building("off").exit_code == 0  # the remedy works
 
 
 @pytest.mark.parametrize(

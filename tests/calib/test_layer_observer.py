@@ -1,4 +1,4 @@
-"""What calibration sees of layers: extremes of each channel and some rows, of each call and timestep bin."""
+"""Observations of layers: extremes of each channel and some rows, per call and timestep bin."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_samples_of_one_call_go_to_their_own_bins(folds):
     for entry, members in enumerate(([0, 2], [1, 3])):
         seen = of_samples[members].flatten(0, 1)
         assert torch.equal(rows.low[entry], seen.amin(0)) and torch.equal(rows.high[entry], seen.amax(0))
-        # The rows that are kept are rows of the bin, one of each sample.
+        # The stored rows belong to the bin, one row of each sample.
         owners = [next(m for m in members if (of_samples[m] == row).all(1).any()) for row in rows.sample[entry]]
         assert owners == members[:ROWS]
 
@@ -94,18 +94,18 @@ def test_nan_and_inf_name_the_first_layer_and_its_timestep(value):
     good, bad = random(2, 8, 16), random(2, 8, 16)
     bad[1, 3, 5] = value
     observer = LayerObserver(["a", "b"], MAX, BINS)
-    # "a" was called first, but it is "b" whose input broke first.
+    # "a" was called first, but the input of "b" broke first.
     for name, x, timestep in (("a", good, 1.0), ("b", bad, 7.5), ("a", bad, 2.0)):
         observer(call(x, [0.5, timestep], name=name))
     with pytest.raises(UserError, match=r"NaN or Inf at the input of b at timestep 7\.5"):
         observer.finish()
     observer(call(good, [1.0, 1.0], name="a"))
-    assert len(observer.finish()["a"].bin) == 1  # nothing is left of what was refused
+    assert len(observer.finish()["a"].bin) == 1  # the refused calls are gone
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_batches_merge_to_the_same_rows_whoever_observed_them(tmp_path, ranks):
-    """Each batch by itself, in the order of the batches: processes and kills leave no trace."""
+    """Batches are observed separately and merged in order, whatever processes and interruptions there were."""
     model, expected = build(), Shards(tmp_path / "alone")
     observers = [LayerObserver(CHOSEN, model.timestep_max, 2) for _ in range(ranks)]
 
@@ -123,7 +123,7 @@ def test_batches_merge_to_the_same_rows_whoever_observed_them(tmp_path, ranks):
     for name in CHOSEN:
         assert_equal(shared.layer(name), expected.layer(name))
         assert len(expected.layer(name).bin) == 3 * 4
-    assert list(shared) == []  # layers are no attention sites
+    assert list(shared) == []  # layers do not count as attention sites
 
 
 def test_extremes_do_not_depend_on_how_samples_were_batched():
@@ -156,7 +156,7 @@ def test_a_missing_layer_is_no_empty_one(tmp_path):
 
 
 def test_a_batch_that_another_process_replaced_is_read_anew(tmp_path):
-    """As one does that observes a batch again from which an earlier run left something out."""
+    """As a run does that observes a batch again from which an earlier run skipped samples."""
     writing, reading = Shards(tmp_path), Shards(tmp_path)
     for value in (1.0, 2.0):
         writing.write(0, {}, [], observed(call(torch.full((1, 8, 16), value), [1.0])))

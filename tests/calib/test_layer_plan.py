@@ -1,4 +1,4 @@
-"""One plan for attention and layers: optimal, a layer INT8 in all timestep bins or in none, plans of either alone beside it."""
+"""One plan for attention and layers: optimal; layers are INT8 in all timestep bins or none; fixed plans for comparison."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ BINS = 2
 SITE = attention_units({"site": "dynamic"}, Mode)
 OF_LAYER = [EXACT, *map(Choice, (LayerMode.WEIGHT_ONLY, LayerMode.DYNAMIC)), STATIC, BY_DELTAS]
 FORMS = [[choice.form for choice in choices] for choices in (SITE[0].choices, OF_LAYER)]
-"""Of a site and a layer, which have five choices each."""
+"""Units: a site and a layer with five choices each."""
 
 
 # The knapsack ---------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_no_plan_within_the_limit_is_faster_among_those_whose_layers_are_int8_or
 
 
 def test_a_layer_may_change_between_int8_modes():
-    """Its weights are the same in all of them."""
+    """A layer has the same weights in all timestep bins."""
     cost = torch.zeros(1, BINS, len(OF_LAYER), dtype=torch.float64)
     cost[0, 0, OF_LAYER.index(STATIC)] = 5
     cost[..., 1:3], cost[..., 4] = 0.1, math.inf
@@ -86,7 +86,7 @@ def test_a_layer_that_one_bin_cannot_bear_is_int8_in_none():
 
 
 def searched(psnr, *, layer_error=1e-4, layer_seconds=1.0, steps=(0.5,) * BINS):
-    """A search over a site and two groups of layers whose samples are what the error model foretells.
+    """A search over a site and two groups of layers whose samples match the error model.
 
     Args:
         layer_error: of a group in INT8; layer_seconds: its time then, of 4 in 16 bits.
@@ -96,7 +96,7 @@ def searched(psnr, *, layer_error=1e-4, layer_seconds=1.0, steps=(0.5,) * BINS):
     error[..., 0] = 0
     error[0, :, 1:4] = torch.tensor([1e-5, 3e-5, 1e-4], dtype=torch.float64)
     error[1:, :, 1] = layer_error
-    error[:, torch.tensor(steps) == 0] *= 0  # of NaN it stays NaN
+    error[:, torch.tensor(steps) == 0] *= 0  # NaN stays NaN
     seconds = [torch.tensor(row) for row in ([4.0, 3, 2, 1, math.inf], *[[4.0, layer_seconds]] * 2)]
     points, _ = points_of([*SITE, layer_unit("q"), layer_unit("skip")], error, seconds, steps, psnr)
     return Frontier(gpu="", date="", limits={"psnr": psnr}, points=points)
@@ -111,7 +111,7 @@ def test_attention_alone_layers_alone_and_both_are_compared():
     assert alone.layers == {"q": [0, 0], "skip": [0, 0]} and alone.modes == {"site": [3, 3]}
     assert layers.layers == {"q": [3, 3], "skip": [3, 3]} and layers.modes == {"site": [0, 0]}
     assert (both.modes, both.layers) == (alone.modes, layers.layers)
-    # Times of 12 in 16 bits: of the site 4, of each group 4.
+    # Times in 16 bits: 12 in all, 4 of the site and 4 of each group.
     assert [round(point.speed, 6) for point in (alone, layers, both)] == [round(12 / t, 6) for t in (9, 6, 3)]
 
 
@@ -139,7 +139,7 @@ def test_every_plan_has_layers_in_all_bins_or_in_none():
 
 @pytest.mark.parametrize("unseen", range(BINS))
 def test_a_bin_without_steps_does_not_keep_layers_from_being_int8(unseen):
-    """Attention stays in FP16 there; a layer has its weights for all bins."""
+    """Attention stays FP16 in a bin without steps; a layer has the same weights in all bins."""
     found = searched(20.0, steps=[float(index != unseen) for index in range(BINS)]).choose(None)
     assert found.modes["site"][unseen] == Mode.FP16
     assert found.layers == {"q": [3, 3], "skip": [3, 3]}
@@ -194,7 +194,7 @@ def test_sensitivities_of_layers_are_the_errors_that_one_group_makes(int8):
     assert found.units == units and bar.done == bar.told == BINS + 1 + 3
     assert found.error[0, :, :2].isfinite().all() and found.error[0, :, 2:].isnan().all()
     assert found.error[1:, :, :2].isfinite().all() and found.error[1:, :, 2:].isnan().all()
-    # A first step from seeds alone: what the group's layers in INT8 change at the output.
+    # A first step from the seeds: the change of the output by the group's layers in INT8.
     calls = []
 
     def watched(*inputs, **named):
@@ -250,7 +250,7 @@ def table(
     sizes=((64, 32, 32), (4096, 1024, 1024)),
     convs=((0, 4.0), (3, 1.0)),
 ):
-    """A table of made-up times: of attention by mode, of layers by mode, both in some unit of work, and of convolutions."""
+    """A table of invented times: of attention and layers by mode, per unit of work, and of convolutions."""
     rows = [{"mode": m, "shape": [1, 1, 16, 16, 32], "seconds": s * 1e-5} for m, s in enumerate(attention)]
     of_layers = [
         {"mode": mode, "shape": list(shape), "seconds": s * 1e-9 * math.prod(shape) ** 0.5}
@@ -276,7 +276,7 @@ def test_times_of_layers_are_interpolated_over_their_work(tmp_path):
     )
     between = cost.layer_seconds(small, 64, LayerMode.STATIC)
     assert cost.layer_seconds(small, 4, LayerMode.STATIC) < between < cost.layer_seconds(large, 1, LayerMode.STATIC)
-    # A square root of the work between measured sizes, as the table has it.
+    # Between measured sizes the table's times grow with the square root of the work.
     assert between == pytest.approx(1e-9 * (64 * 16 * 32 * 32) ** 0.5, rel=1e-6)
     assert cost.layer_seconds(small, 1, LayerMode.DYNAMIC) == math.inf  # not measured
 
@@ -292,16 +292,16 @@ def test_times_of_convolutions_are_those_of_engines(tmp_path):
     cost = KernelCost.load(table(tmp_path / "t.json"), of_convs=True)
     exact, static, alone = (cost.layer_seconds(conv_of(), 2, LayerMode(mode)) for mode in (0, 3, 1))
     assert (exact, static) == (pytest.approx(4 * 64e-9), pytest.approx(64e-9))
-    assert alone == exact  # 16 bits, of INT8 weights
+    assert alone == exact  # 16 bits, with INT8 weights
     assert static < cost.layer_seconds(conv_of(), 4, LayerMode.STATIC)
     for slow in (
-        conv_of(normed=False),  # nothing quantises its input
+        conv_of(normed=False),  # no norm quantises its input
         conv_of(8, outputs=160), conv_of(inputs=64), conv_of(kernel=1, padding=0), conv_of(padding=3),
         dataclasses.replace(conv_of(), kernel=(3, 3, 3), stride=(1, 1, 1), padding=(1, 1, 1)),
     ):  # fmt: skip
         assert cost.layer_seconds(slow, 2, LayerMode.STATIC) == cost.layer_seconds(slow, 2, LayerMode.EXACT)
     without = KernelCost.load(table(tmp_path / "t.json", convs=((0, 4.0),)), of_convs=True)
-    assert without.layer_seconds(conv_of(), 2, LayerMode.STATIC) == exact  # of a GPU without the kernel
+    assert without.layer_seconds(conv_of(), 2, LayerMode.STATIC) == exact  # on a GPU without the kernel
 
 
 def test_the_times_that_come_with_the_program_have_convolutions():
@@ -321,7 +321,7 @@ def planned(folder, *, times=None, layers=None, **plan):
     of_layers = {"modes": "auto", "include": WITH_CONV} | (layers or {})
     sections = {"model": {"source": "tiny_layers:build"}, "attention": {"modes": "auto"}, "layers": of_layers}
     document = json.loads(tiny_recipe(folder, calibration={"samples": 16}, **sections).read_text())
-    # The difference of lowerings lies at the gate's edge with this model, on one processor below and on another above.
+    # With this model the difference of lowerings is near the gate: below on one processor, above on another.
     document["verify"] = document["verify"] | {"min_site_sqnr": 12}
     document["plan"] = {"min_psnr": 20, "samples": 2, "steps": 4, "kernel_cost": "times.json"} | plan
     (folder / "recipe.yaml").write_text(json.dumps(document))
@@ -341,10 +341,10 @@ def test_a_build_searches_one_plan_for_attention_and_layers(tmp_path):
         name: row for name, row in chosen.layers.items() if any(row)
     }
     assert {site.name: site.modes for site in component.sites} == chosen.modes
-    # Layers that read one tensor have one mode: it is quantised once.
+    # Layers of one input group share a mode, so that the input is quantised once.
     assert all(point.layers["q"] == point.layers["k"] == point.layers["v"] for point in frontier.points)
 
-    # Others of the same search, by their names: layers alone, and attention alone.
+    # Other plans of the same search by name: layers only, and attention only.
     outcome = planned(tmp_path, point="fp16 everywhere, layers static")
     component = read_manifest(tmp_path / "bundle").components["denoiser"]
     assert reused(outcome)["search"] and not any(site.in_int8 for site in component.sites)

@@ -1,4 +1,4 @@
-"""Scales of layers: what is equalised and moved, and what is not; ranges; and the tables that follow."""
+"""Scales of layers: factors and offsets where they pay, ranges, and tables."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def layer_and_model(channels=64, outputs=64, *, weight=None, kernel=()):
 
 
 def rows_of(*batches, bins=1, kind="linear"):
-    """What an observer keeps of calls, a batch each: (x, timestep)."""
+    """Observations of calls, a batch each: (x, timestep)."""
     observer = LayerObserver(["layer"], MAX, bins)
     for x, timestep in batches:
         observer(LayerCall("layer", kind, x, x, None, torch.full((len(x),), timestep), lambda x=x: x))
@@ -40,7 +40,7 @@ def rows_of(*batches, bins=1, kind="linear"):
 
 
 def calls(make, count=16):
-    """Batches of four samples of 64 tokens, as a denoising run has them."""
+    """Batches of four samples of 64 tokens, as in a denoising run."""
     return [(make(random(4, 64, 64, seed=seed)), 1.0) for seed in range(count)]
 
 
@@ -50,7 +50,7 @@ def chosen(layer, model, rows, bins=1, **options):
 
 
 def static_error(layer, model, scales, x):
-    """Relative error of the INT8 layer on data that nobody saw."""
+    """Relative error of the INT8 layer on data outside of the calibration."""
     modes = {layer.name: torch.full_like(scales.x_scale, int(LayerMode.STATIC))}
     tables = layer_tables(model, [layer], {layer.input_group: scales}, modes)[layer.name]
     with torch.no_grad():
@@ -61,7 +61,7 @@ def static_error(layer, model, scales, x):
 
 
 def outliers(x):
-    """Two channels as large as transformers have them."""
+    """Two outlier channels as in transformers."""
     return x * torch.ones(64).index_fill(0, torch.tensor([3, 40]), 40.0)
 
 
@@ -107,7 +107,7 @@ def test_what_lies_on_one_side_of_zero_is_moved(function):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("count", "outputs"), [(4, 16), (4, 256), (16, 64)])
 def test_what_has_neither_outliers_nor_an_offset_gets_neither(seed, count, outputs):
-    """Channels that are the largest by chance are so in some calls only: what pays pays in either half of them."""
+    """Channels that are large by chance are large in some calls only: a choice must pay in both halves of the calls."""
     layer, model = layer_and_model(outputs=outputs)
     scales = chosen(layer, model, rows_of(*[(random(2, 64, 64, seed=100 * seed + i), 1.0) for i in range(count)]))
     assert torch.equal(scales.x_factor, torch.ones(64)) and not scales.x_offset.any()
@@ -120,7 +120,7 @@ def test_what_is_seen_in_one_call_alone_can_be_chosen_from():
 
 
 def test_factors_are_chosen_for_all_that_read_the_tensor():
-    """An input channel whose weights are large in one of two layers is scaled for it in both."""
+    """An input channel with large weights in one of two layers is scaled in both."""
     heads = [nn.Linear(64, 64) for _ in range(2)]
     with torch.no_grad():
         for number, head in enumerate(heads):
@@ -164,7 +164,7 @@ def test_images_have_factors_and_no_offsets():
 def test_maxima_are_the_percentile_of_the_calls(percentile):
     layer, model = layer_and_model()
     batches = [(random(1, 8, 64, seed=seed) * (1 + seed), t) for seed in range(6) for t in (100.0, 900.0)]
-    batches = [(torch.cat([x, -x]), t) for x, t in batches]  # whose middle is zero
+    batches = [(torch.cat([x, -x]), t) for x, t in batches]  # symmetric about zero
     scales = chosen(
         layer, model, rows_of(*batches, bins=2), bins=2, statistic="maxima", percentile=percentile, equalise=False
     )
@@ -175,7 +175,7 @@ def test_maxima_are_the_percentile_of_the_calls(percentile):
 
 
 def test_the_range_of_least_error_is_about_the_best_of_all():
-    """Of heavy tails it clips some; on data that nobody saw hardly any range is better."""
+    """Heavy tails are clipped; on unseen data few ranges are better."""
     layer, model = layer_and_model()
 
     def heavy(x):
@@ -233,7 +233,7 @@ def test_a_dead_channel_does_not_upset_the_others():
 
 
 def test_offsets_and_factors_are_exact_but_for_roundings_of_the_weights():
-    """Without quantised activations the layer is that of its INT8 weights, whatever was moved."""
+    """Without quantised activations the layer computes with its INT8 weights, whatever factors and offsets it has."""
     layer, model = layer_and_model()
     scales = LayerScales(short_scale(random(64, seed=3).exp()), 5 * random(64, seed=4), torch.ones(2))
     modes = {layer.name: torch.tensor([LayerMode.WEIGHT_ONLY] * 2)}

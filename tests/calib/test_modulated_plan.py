@@ -1,4 +1,4 @@
-"""Plans that choose which layers quantise deltas from step to step: what that costs in time, and saves in error."""
+"""Plans that choose the layers that quantise deltas from step to step: cost in time, gain in error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_table_without_the_bandwidth_is_refused(tmp_path):
 
 
 def searched(min_psnr, modulated_seconds=1.3):
-    """A search over a site and two groups of layers: static ones ruin the samples, and deltas do not."""
+    """A search over a site and two groups of layers: static layers ruin the samples, deltas do not."""
     groups = [layer_unit(name, choices=(STATIC, BY_DELTAS)) for name in ("q", "skip")]
     units = [*attention_units({"site": "dynamic"}, {Mode.FP16, Mode.BALANCED}), *groups]
     error = torch.full((3, BINS, len(Mode)), math.nan, dtype=torch.float64)
@@ -73,7 +73,7 @@ def searched(min_psnr, modulated_seconds=1.3):
 
 def test_caches_hold_a_budget_that_static_layers_miss():
     chosen, points = searched(40.0)
-    assert chosen.modulated == ["q"]  # and not "skip", whose caches would take time for nothing
+    assert chosen.modulated == ["q"]  # not "skip": its caches would cost time without a gain
     assert chosen.layers == {name: [LayerMode.STATIC] * BINS for name in ("q", "skip")}
     assert {"fp16 everywhere, layers static", "fp16 everywhere, layers static by deltas"} <= {p.name for p in points}
 

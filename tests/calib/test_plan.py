@@ -9,6 +9,7 @@ import math
 import pytest
 import scipy.optimize
 import torch
+from found_sites import sites_to_convert
 from support import Quiet, refusal, reused, run, tiny_recipe
 
 from trtconvert.attention.modes import Mode
@@ -16,7 +17,6 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.attention.schedules import compute_sigma_schedule
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
-from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
 from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
@@ -67,7 +67,7 @@ def test_limits_far_from_one_are_kept():
 
 
 def test_the_solver_leaves_the_standard_output_to_results(capfd, monkeypatch):
-    """On larger problems HiGHS prints lines of its own, as C does."""
+    """On larger problems HiGHS prints lines through C's stdout."""
     solve = scipy.optimize.milp
 
     def noisy(*given, **options):
@@ -82,12 +82,12 @@ def test_the_solver_leaves_the_standard_output_to_results(capfd, monkeypatch):
 
 
 def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp8=math.inf):
-    """A search over two sites whose error model is off by a factor of three, as real ones are.
+    """A search over two sites whose error model is off by a factor of three, as real ones may be.
 
     Args:
         budget: limits of PSNR, and perhaps of a second figure, which is `distance` for every plan with an aggressive mode.
-        steps: share of the steps in each bin. Samples do not tell what a plan has in a bin without any.
-        fp8: time of both sites in that mode, by default unknown, as in tables that were measured before it.
+        steps: share of the steps in each bin. Samples do not depend on the modes of a bin without steps.
+        fp8: time of both sites in this mode; None: unknown, as in older tables.
     """
     cost, _ = random_choices(1)
     seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0, fp8], [8.0, 7.0, 5.0, 4.0, fp8]], dtype=torch.float64)
@@ -115,7 +115,7 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
 def test_the_chosen_plan_is_the_fastest_sampled_one_that_keeps_the_budget(psnr):
     frontier = searched(psnr)
     best = frontier.choose(None)
-    if psnr > 150:  # more than equal samples reach
+    if psnr > 150:  # above the PSNR of equal samples
         assert best.name == "fp16 everywhere"
     else:
         assert best.psnr >= psnr
@@ -126,14 +126,14 @@ def test_the_chosen_plan_is_the_fastest_sampled_one_that_keeps_the_budget(psnr):
 
 @pytest.mark.parametrize("mode", [Mode.PRECISION, Mode.BALANCED])
 def test_a_search_chooses_among_its_candidates(mode):
-    """Aggressive is the fastest and would keep the budget; the fixed plans are there to compare with."""
+    """Aggressive is the fastest and within the budget, but fixed plans serve only for comparison."""
     frontier = searched(20.0, allowed=(Mode.FP16, mode))
     chosen = frontier.choose(None)
     assert {m for row in chosen.modes.values() for m in row} == {int(mode)}
     assert next(p for p in frontier.points if p.name == "aggressive everywhere").keeps_budget
     of_the_search = [p for p in frontier.points if p.name.startswith(("model", "search"))]
     assert of_the_search and all({m for row in p.modes.values() for m in row} <= {0, int(mode)} for p in of_the_search)
-    assert frontier.choose("aggressive everywhere").speed > chosen.speed  # whoever names it wants it
+    assert frontier.choose("aggressive everywhere").speed > chosen.speed  # a named plan may be any that was sampled
 
 
 def test_fp8_is_chosen_where_it_is_a_candidate_and_has_a_time():
@@ -143,14 +143,14 @@ def test_fp8_is_chosen_where_it_is_a_candidate_and_has_a_time():
     assert chosen.int8_values == 0  # its second product is not in INT8
     assert searched(20.0, fp8=0.5, allowed=(Mode.FP16, Mode.AGGRESSIVE)).choose(None).int8_values == 1
 
-    # No candidate, but its time is known: sampled to compare with, as the others are.
+    # Not a candidate, but of known time: sampled for comparison.
     compared = searched(20.0, fp8=0.5, allowed=without)
     uniform = next(point for point in compared.points if point.name == "fp8 everywhere")
     assert uniform.keeps_budget and not uniform.allowed and uniform.speed > compared.choose(None).speed
     others = [point for point in compared.points if point is not uniform]
     assert others and not any(int(Mode.FP8) in row for point in others for row in point.modes.values())
 
-    # Of unknown time nothing can be said, whether it is a candidate or not.
+    # A mode of unknown time is never sampled, candidate or not.
     for allowed in (without, tuple(Mode)):
         unknown = searched(20.0, allowed=allowed)
         assert not any(int(Mode.FP8) in row for point in unknown.points for row in point.modes.values())
@@ -159,7 +159,7 @@ def test_fp8_is_chosen_where_it_is_a_candidate_and_has_a_time():
 
 @pytest.mark.parametrize("unseen", range(BINS))
 def test_no_plan_leaves_fp16_where_no_step_was_measured(unseen):
-    """Neither do those without a search: with other steps the model comes to that bin, and nobody knows what it gives there."""
+    """Fixed plans are FP16 there, too: with other steps the model reaches the bin, where no mode was measured."""
     frontier = searched(20.0, steps=[float(index != unseen) for index in range(BINS)])
     names = {point.name for point in frontier.points}
     assert {"fp16 everywhere", "balanced everywhere", "aggressive everywhere"} <= names
@@ -184,7 +184,7 @@ def test_a_named_plan_is_chosen_if_it_keeps_the_budget():
         frontier.choose("nothing")
     assert "fp16 everywhere (1.000×" in refused.value.expected
     missed = next(p for p in frontier.points if not p.keeps_budget)
-    with pytest.raises(UserError, match="misses the budget") as refused:
+    with pytest.raises(UserError, match="exceeds the budget") as refused:
         frontier.choose(missed.name)
     assert refused.value.got.startswith("psnr ") and "psnr 35" in refused.value.expected
 
@@ -252,7 +252,7 @@ def test_the_cost_table_orders_modes_by_work_and_interpolates():
 
 
 def old_table(path, *, fp8=()):
-    """The times that come with the program, as a table that has FP8 at some head sizes alone."""
+    """The program's own times, with FP8 only at some head sizes."""
     table = json.loads(KERNEL_COST.read_text(encoding="utf-8"))
     old = [row for row in table["rows"] if row["mode"] != Mode.FP8]
     new = [row | {"mode": int(Mode.FP8)} for row in old if row["mode"] == Mode.AGGRESSIVE and row["shape"][-1] in fp8]
@@ -294,14 +294,14 @@ def test_attention_to_a_prompt_has_times_of_its_own_where_they_were_measured():
         return min(Mode, key=lambda mode: costs.seconds(shape, mode))
 
     assert fastest(both, 2048, 77) == fastest(both, 2048, 128) == Mode.FP16
-    # More keys, a few tokens among themselves, and tables that were made before.
+    # More keys, few tokens, and older tables.
     assert {fastest(both, 2048, 129), fastest(both, 64, 64), fastest(without, 2048, 77)} == {Mode.AGGRESSIVE}
     assert both.seconds(AttentionShape(1, 8, 4096, 77, 64), Mode.PRECISION) == pytest.approx(4096 * 2e-9)
     assert "to prompts" in KernelCost({"gpu": "", "date": "", "rows": own + prompts[:2]})._lacking()
 
 
 def timed(calibrated):
-    """Times of attention among 256 and 4,096 tokens, in BALANCED also with calibrated scales."""
+    """Times of self-attention with 256 and 4,096 tokens; BALANCED also with calibrated scales."""
     rows = [
         {"mode": int(mode), "shape": [1, 8, n, n, 64], "seconds": n * 1e-8}
         for mode in ALWAYS_MEASURED
@@ -327,7 +327,7 @@ def test_scales_are_measured_where_that_is_no_slower():
     ("scaling", "modes", "expected"),
     [
         ("auto", "auto", "calibrated"),
-        ("auto", "precision", "dynamic"),  # whose calibrated scales nobody has measured
+        ("auto", "precision", "dynamic"),  # without times of calibrated scales
         ("auto", ["precision", "balanced"], "calibrated"),
         ("auto", "sigma-rule", "calibrated"),
         ("dynamic", "balanced", "dynamic"),
@@ -364,13 +364,13 @@ def test_sensitivities_are_the_errors_that_single_choices_make(digits):
     assert (measured.error[..., Mode.PRECISION :] > 0).all() and (measured.gain > 0).all()
     assert measured.steps.sum() == 1
 
-    # What is not asked for is not measured, and never chosen.
+    # Excluded modes are neither measured nor chosen.
     units = attention_units(scalings, [Mode.FP16, Mode.BALANCED])
     some = measure_sensitivity(digits, units, sites, BINS, seeds=range(4), steps=4)
     assert torch.equal(some.error[..., Mode.BALANCED], measured.error[..., Mode.BALANCED])
     assert some.cost().isfinite().all((0, 1)).tolist() == [mode in (Mode.FP16, Mode.BALANCED) for mode in Mode]
 
-    # The sum over single choices foretells what all of them together do to the samples, to a factor of a few.
+    # The sum over single choices predicts the samples' error of all choices together within a factor of a few.
     everything = Int8Sites(
         {n: t.with_modes(Mode.AGGRESSIVE) for n, t in chosen.items()}, digits.timestep_max, "calibrated", True
     )
@@ -401,12 +401,12 @@ def test_a_recipe_sets_the_budget_and_chooses_among_the_plans(tmp_path):
     assert frontier.chosen == fastest.name and fastest.modes["denoiser"] == modes
     assert all(point.figures.keys() == {"psnr", "feature_distance"} for point in frontier.points)
 
-    # Another plan of the same search: nothing is sampled again.
+    # Another plan of the same search samples nothing again.
     outcome, modes = planned(tmp_path, features="tiny_features:pixels", point="balanced everywhere")
     assert modes == [Mode.BALANCED] * 2 and reused(outcome)["search"] and not reused(outcome)["plan"]
     assert read_frontier(tmp_path / "bundle" / "frontier.json").chosen == "balanced everywhere"
 
-    # A limit that this plan misses.
+    # A limit that this plan exceeds.
     (missed,) = (p.figures["feature_distance"] for p in frontier.points if p.name == "balanced everywhere")
     strict = {"features": "tiny_features:pixels", "max_feature_distance": missed / 2}
     outcome, _ = planned(tmp_path, **strict)
@@ -414,7 +414,7 @@ def test_a_recipe_sets_the_budget_and_chooses_among_the_plans(tmp_path):
     kept = read_frontier(tmp_path / "bundle" / "frontier.json").choose(None)
     assert kept.figures["feature_distance"] <= missed / 2 and kept.speed <= fastest.speed
     outcome, _ = planned(tmp_path, **strict, point="balanced everywhere")
-    refusal(outcome, "'balanced everywhere' misses the budget", "feature_distance", "plan.point")
+    refusal(outcome, "'balanced everywhere' exceeds the budget", "feature_distance", "plan.point")
 
 
 def test_a_plan_follows_the_times_of_the_gpu_that_it_is_for(tmp_path):

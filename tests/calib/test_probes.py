@@ -1,4 +1,4 @@
-"""Errors by probes: they rank candidates as one forward for each does."""
+"""Errors by probes: they rank candidates like one forward for each candidate."""
 
 from __future__ import annotations
 

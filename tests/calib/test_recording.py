@@ -1,4 +1,4 @@
-"""Recordings of real diffusers pipelines: every row is a call of the pipeline's own, and gives again what it gave there."""
+"""Recordings of real diffusers pipelines: every row is a call of the pipeline, and its replay gives the same output."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SHARED = {"flux": {"img_ids", "txt_ids"}, "cogvideox": {"image_rotary_emb.0", "i
 WITHOUT_GUIDANCE = ("flux",)
 CALLS_PER_STEP = {"wan": 2}
 PROMPTS_FOR_EACH_FRAME = "animatediff"
-"""Its denoiser takes the prompt once for each frame of each sample: not a row of a sample, nor one for all."""
+"""Its denoiser takes the prompt once per frame of each sample: neither a row per sample nor one for all."""
 
 
 class Watched(nn.Module):
-    """A denoiser whose calls are kept."""
+    """A denoiser that stores its calls."""
 
     def __init__(self, denoiser: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Watched(nn.Module):
 
 @dataclass(frozen=True)
 class Recording:
-    """A file, and the calls that it was recorded from."""
+    """A recording, and the recorded calls."""
 
     name: str
     model: DiffusionModel
@@ -79,7 +79,7 @@ def recording(request, tmp_path_factory) -> Recording:
 
 
 def found(recording: Recording, inputs: dict[str, Tensor], row: int, prefix: str = "") -> tuple[int, int]:
-    """The call, and the place in it, whose inputs a row holds."""
+    """The call of a row's inputs, and the row's place in the call."""
     own = [spec.name for spec in recording.model.inputs if spec.name not in recording.shared]
     for number, (call, _) in enumerate(recording.calls):
         for place in range(len(call[recording.model.inputs[0].name])):
@@ -133,7 +133,7 @@ def test_a_recorded_video_pipeline_is_calibrated(tmp_path):
     assert set(tables) == {f"transformer.blocks.{i}.attn{j}" for i in range(2) for j in (1, 2)}
 
 
-# What cannot be recorded or replayed -----------------------------------------------------------------------------------
+# Refused recordings and replays ----------------------------------------------------------------------------------------
 
 
 def test_prompts_for_each_frame_are_refused_with_what_to_do(tmp_path):
@@ -157,7 +157,7 @@ class Positioned(nn.Module):
 
 
 def positioned(calls: Sequence[Sequence[tuple[float, float]]]) -> DiffusionModel:
-    """A model whose sampler makes the given calls, step by step: of each the timestep and the positions."""
+    """A model whose sampler makes the given calls, (timestep, positions) each, step by step."""
 
     def sample(denoiser, seeds, **_: object) -> Tensor:
         x = torch.stack([torch.full((2,), float(seed)) for seed in seeds])
@@ -186,7 +186,7 @@ def recorded(model: DiffusionModel, path: Path, steps: int = 3) -> Path:
         ([[(9, 0), (9, 0)], [(5, 0), (5, 0)], [(1, 0)]], "2, then 1 calls at a timestep"),
         ([[(9, 0), (7, 0)], [(5, 0), (3, 0)], [(1, 0)]], "5 timesteps, where 3 were asked for"),
         ([[(9, 0)], [(5, 0)]], "2 timesteps, where 3 were asked for"),
-        ([[(9, 0)], [(5, 0)], [(1, 7)]], "another one than in the first call"),
+        ([[(9, 0)], [(5, 0)], [(1, 7)]], "another value than in the first call"),
     ],
 )
 def test_samplers_without_steps_are_refused(calls, got, tmp_path):

@@ -1,4 +1,4 @@
-"""Which steps the shipped model may leave out: what is measured, what is found, and what unseen seeds lose."""
+"""Steps that the shipped model may skip: measurements, results, and the loss on unseen seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def measured(model):
-    """Trajectories, samples, and how many drawings there were."""
+    """Trajectories, samples, and the number of drawings."""
     bar = Quiet()
     found, full = measure_trajectories(model, SEEDS, STEPS, bar)
     return found, full, bar.done
@@ -55,7 +55,7 @@ def search(model, measured):
 
 
 def unseen(model, reuse, steps=STEPS):
-    """dB of samples with steps left out, and how many calls that took."""
+    """PSNR of samples with skipped steps, and the number of calls."""
     calls = []
 
     def denoiser(*inputs, **named):
@@ -110,7 +110,7 @@ def test_nothing_is_left_out_where_the_budget_says_so(search):
 
 @pytest.mark.parametrize("steps", [12, 30])
 def test_other_numbers_of_steps_lose_no_more(model, search, steps):
-    """What was measured at 20 steps holds within 4 dB for others, by the modelled error."""
+    """Measurements at 20 steps predict the error at other numbers of steps within 4 dB."""
     chosen = search(38.0)[0][-1]
     assert chosen.reuse is not None
     db, computed = unseen(model, chosen.reuse, steps)
@@ -126,7 +126,7 @@ def test_few_steps_leave_out_what_the_budget_allows(model, search):
 
 @pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "EulerDiscreteScheduler"])
 def test_other_schedulers_lose_no_more(model, measured, name):
-    """What was measured with DDIM holds for them, corrections included, although some use a prediction for several steps."""
+    """DDIM's measurements hold for other samplers, including corrections, although some use a prediction for several steps."""
     found = measured[0]["mean"]
 
     def drawn(reuse: StatedSchedule | None) -> Tensor:

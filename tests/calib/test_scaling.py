@@ -1,4 +1,4 @@
-"""`attention.scaling`: what a build makes of it, and what measured scales are for."""
+"""`attention.scaling`: its effect in a build, and the benefit of measured scales."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_build_follows_the_recipe_and_says_what_it_did(tmp_path, attention, sc
 
 
 def test_times_of_another_gpu_change_the_plan(tmp_path):
-    """Without plan.kernel_cost nothing tells that measured scales were slower; with it a second build follows it."""
+    """Without plan.kernel_cost measured scales do not count as slower; a second build uses plan.kernel_cost."""
     assert built(tmp_path)[1] == {"dynamic"}
     rows = [
         {"mode": mode, "shape": [1, 8, 64, 64, 32], "seconds": seconds, "scaling": scaling}
@@ -57,7 +57,7 @@ def test_times_of_another_gpu_change_the_plan(tmp_path):
 
 
 def test_measured_scales_follow_inputs_unlike_those_of_the_calibration(tmp_path):
-    """A denoiser that is given five times as much clips it with calibrated scales."""
+    """Inputs five times as large are clipped by calibrated scales."""
     built(tmp_path)
     model, manifest = tiny_models.build(), read_manifest(tmp_path / "bundle")
     modes = {s.name: torch.full((2,), int(Mode.PRECISION), dtype=torch.int32) for s in manifest.sites if s.modes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from found_sites import sites_to_convert
 from support import WEIGHTS, Quiet, tiny_recipe, torchrun
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
@@ -11,7 +12,7 @@ from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.ranges import RangeObserver
 from trtconvert.attention.sites import SiteCall
 from trtconvert.calib import measure
-from trtconvert.calib.calibrate import calibrate, sites_to_convert
+from trtconvert.calib.calibrate import calibrate
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.histogram import Histogram
 from trtconvert.evaluate.metrics import psnr

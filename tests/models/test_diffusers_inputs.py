@@ -11,10 +11,10 @@ import pytest
 import tiny_models
 import tiny_pipelines
 import torch
+from found_sites import sites_to_convert
 from tiny_pipelines import PIPELINES, picture
 
 from trtconvert import models
-from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.evaluate.verify import psnr

@@ -8,13 +8,13 @@ from types import ModuleType
 
 import tiny_models
 import torch
+from found_sites import sites_to_convert
 from support import run, tiny_recipe
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
-from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.interception import first_tensor

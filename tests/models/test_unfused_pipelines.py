@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("diffusers", reason="needs diffusers")
 import tiny_pipelines
 from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
+from found_sites import sites_to_convert
 
-from trtconvert.calib.calibrate import sites_to_convert
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.recipe import AttentionSection
 

@@ -1,4 +1,4 @@
-"""Schedules against the enumeration of all of them, and modelled errors against those of predictions."""
+"""Schedules against the enumeration of all schedules, and modelled errors against errors of predictions."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def timesteps() -> Tensor:
 
 @pytest.fixture
 def predictions(timesteps: Tensor) -> Tensor:
-    """That bend, each sample by itself."""
+    """Trajectories that bend, differently for each sample."""
     generator = torch.Generator().manual_seed(1)
     rate = torch.rand(SAMPLES, 1, ELEMENTS, generator=generator, dtype=torch.float64)
     return torch.sin(rate * timesteps[:, None] / 150) + rate
 
 
 def extrapolated(predictions: Tensor, timesteps: Tensor, computed: tuple[bool, ...]) -> Tensor:
-    """[S, N, E] what a sampler is given."""
+    """[S, N, E] predictions that a sampler receives."""
     given, last = [], list[int]()
     for step, now in enumerate(computed):
         if now:
@@ -75,7 +75,7 @@ def test_errors_are_those_of_what_is_extrapolated(timesteps, predictions, comput
 
 
 def cost_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...], objective: str) -> float:
-    """Gap by gap."""
+    """Modelled error, gap by gap."""
     total, places = 0.0, [i for i, now in enumerate(computed) if now]
     for place, end in zip(places, [*places[1:], len(computed)], strict=True):
         before = [i for i in places if i < place][-1:]
@@ -93,7 +93,7 @@ def cost_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...], 
 
 
 def used(predictions: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
-    """[S, N, E] what a sampler is given of a schedule with what fits it, the corrections included."""
+    """[S, N, E] predictions that a sampler receives with a fitted schedule, including corrections."""
     given, last = [], list[int]()
     for step, now in enumerate(schedule.computed):
         exact = predictions[:, step]
@@ -117,7 +117,7 @@ def test_a_correction_takes_back_most_of_what_its_gap_has_moved(timesteps, predi
         assert schedule.computed == steps and any(schedule.corrections) == (correction > 0)
         errors = (predictions - used(predictions, timesteps, schedule)) * found.weights(timesteps)[:, None]
         of_samples = errors.sum(1).square().mean(1)
-        # The model counts, beside these, what the denoiser has answered before the correction.
+        # The model adds the denoiser's response before the correction.
         assert (error_of(found, timesteps, schedule) >= of_samples - 1e-12).all()
         return float(of_samples.mean())
 
@@ -126,7 +126,7 @@ def test_a_correction_takes_back_most_of_what_its_gap_has_moved(timesteps, predi
 
 
 def test_extrapolations_go_as_far_as_fits(timesteps, predictions):
-    """No factor of the way between two predictions is nearer to what comes."""
+    """No other factor of the difference of two predictions comes nearer to the next prediction."""
     found = replace(trajectories(predictions, timesteps), fitted=True)
     schedule = stated(found, timesteps, tuple(x == "1" for x in "110010100"))
     for step in (2, 3, 5, 7, 8):
@@ -184,7 +184,7 @@ def test_what_goes_in_a_line_is_computed_twice(timesteps):
 
 @pytest.mark.parametrize("count", [5, 9, 17, 40])
 def test_other_numbers_of_steps_are_priced_by_what_lies_between(count):
-    """Of cubic predictions the interpolation is exact."""
+    """The interpolation of cubic predictions is exact."""
     grid = torch.linspace(1000, 20, 15, dtype=torch.float64)
     generator = torch.Generator().manual_seed(2)
     factors = torch.randn(SAMPLES, 4, ELEMENTS, generator=generator, dtype=torch.float64)

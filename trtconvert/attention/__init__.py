@@ -1,6 +1,6 @@
-"""The attention op: its reference in torch, the op over the C API, timestep schedules, and where sites are intercepted.
+"""Attention in INT8: the operator and its specification, timestep schedules, and the interception of sites.
 
-What users of torch take is here by name: `Int8Attention`, `fused_cfg`, `replace_attention_with_int8` and what belongs to them.
+This package exports the API for users of torch: `Int8Attention`, `fused_cfg`, `replace_attention_with_int8` and others.
 """
 
 from importlib import import_module
@@ -40,7 +40,7 @@ _PLACES = {
     "schedules": ("compute_adaptive_scales", "compute_sigma_schedule"),
     "sequence_parallel": ("SequenceParallelAttention",),
 }
-"""Module: what it has of these. Imported when it is asked for: the command line does without torch."""
+"""Exports by module. Imported on first access, so that the command line starts without torch."""
 
 
 def __getattr__(name: str) -> Any:

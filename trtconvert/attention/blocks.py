@@ -1,15 +1,14 @@
-"""Block masks of attention sites for engines: which sites may have them, and which blocks calibration data needs.
+"""Block masks of attention sites for engines: which sites may have them, and which blocks the calibration data needs.
 
-A block of 128 queries × 128 keys is needed in a timestep bin where any sample in any step of the bin sends more than a share of
-its queries' attention to it and to those that get less; see `pruning.needed_blocks`. The blocks of several batches, runs or
-machines merge by or, in any order.
+A block of 128 queries × 128 keys is needed in a timestep bin if any sample in any step of the bin needs it, see
+`pruning.needed_blocks`. The blocks of several batches, runs or machines merge by `or`, in any order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,20 +18,21 @@ from trtconvert.attention.pruning import needed_blocks
 from trtconvert.attention.reference import BLOCK, timestep_bin
 from trtconvert.attention.sites import Site, SiteCall
 from trtconvert.errors import UserError
+from trtconvert.noted import TensorFields
 
 MIN_KEY_BLOCKS = 4
-"""Fewer blocks of keys have too little to leave out."""
+"""Sites with fewer blocks of keys stay dense: there is too little to leave out."""
 
 MAX_TABLE_BYTES = 4 << 30
-"""Of the masks of all sites, a byte for each block, head and timestep bin: exports hold them in memory, and so do engines on the
-GPU. Videos of 32,760 tokens take a quarter of a gigabyte, those of 118,800 more than this."""
+"""Limit for the masks of all sites, one byte per block, head and timestep bin: exports hold the masks in memory, and engines on
+the GPU. Videos of 32,760 tokens take a quarter of a gigabyte, videos of 118,800 tokens more than the limit."""
 
 _ONES = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8))
-"""[256] how many bits of a byte are set."""
+"""[256] number of set bits of each byte."""
 
 
 def obstacle_to_blocks(site: Site) -> str:
-    """Why a site that is converted stays dense; empty where it may have a block mask."""
+    """Returns why a converted site stays dense; empty if it may have a block mask."""
     blocks = math.ceil(site.key_tokens / BLOCK)
     if (reason := obstacle_at_any_size(site)) or blocks >= MIN_KEY_BLOCKS:
         return reason
@@ -40,45 +40,42 @@ def obstacle_to_blocks(site: Site) -> str:
 
 
 def obstacle_at_any_size(site: Site) -> str:
-    """Why a site could have no block mask with more tokens either; empty where nothing else than those may be in the way."""
+    """Returns why a site could have no block mask at any size; empty if only the number of tokens may be in the way."""
     if site.query_tokens != site.key_tokens:
-        # Of a prompt that is longer than those of the calibration, more is needed.
+        # A prompt longer than the calibration's prompts would need more blocks.
         return f"it attends to another sequence, {site.query_tokens} queries to {site.key_tokens} keys"
     if site.masked:
         return "it has an attention mask of its own"
     if site.folds > 1:
-        return f"a sample has {site.folds} elements of its batch, frames or windows"
+        return f"its samples have {site.folds} batch elements each (frames or windows)"
     return ""
 
 
 def block_counts(site: Site) -> tuple[int, int]:
-    """Blocks of queries and of keys."""
+    """(blocks of queries, blocks of keys)."""
     return math.ceil(site.query_tokens / BLOCK), math.ceil(site.key_tokens / BLOCK)
 
 
 def table_bytes(sites: Iterable[Site], bins: int) -> int:
-    """What the masks of all sites take at most in a graph and its engines, where no two timestep bins have the same."""
+    """Returns the size of the masks of all sites in a graph and its engines if no two timestep bins share a mask."""
     return sum(bins * site.heads * math.prod(block_counts(site)) for site in sites if not obstacle_to_blocks(site))
 
 
 @dataclass(frozen=True)
-class BlockRows:
-    """Blocks that were needed at one site, packed as `pack` does. On the CPU.
+class BlockRows(TensorFields):
+    """Blocks that were needed at one site, packed by `pack`. On the CPU.
 
     Attributes:
-        bin: [R] INT64 timestep bins that were seen, each once in what one batch gives.
+        bin: [R] INT64 timestep bins with calls; rows of one batch have distinct bins.
         bits: [R, L, H, bytes] U8, by the shares of attention that may be lost.
     """
 
     bin: Tensor
     bits: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
     @staticmethod
     def merged(parts: Iterable[BlockRows]) -> BlockRows:
-        """What any of the parts needs; bins in their order."""
+        """Returns the blocks that any of the parts needs; bins in ascending order."""
         found: dict[int, Tensor] = {}
         for part in parts:
             for index, bits in zip(part.bin.tolist(), part.bits, strict=True):
@@ -88,13 +85,13 @@ class BlockRows:
 
 
 @dataclass(frozen=True)
-class SiteBlocks:
-    """The blocks that a site needs, as a calibration keeps them: T timestep bins, L levels.
+class SiteBlocks(TensorFields):
+    """The blocks that a site needs, as stored in a calibration: T timestep bins, L levels.
 
     Attributes:
         block_shares: [L] FP64, rising: the share of its attention that a block of queries may lose.
         block_counts: [2] INT64, blocks of queries and of keys.
-        block_bits: [T, L, H, bytes] U8, packed as `pack` does. All ones in bins that saw nothing.
+        block_bits: [T, L, H, bytes] U8, packed by `pack`. All ones in bins without calls.
     """
 
     block_shares: Tensor
@@ -103,25 +100,22 @@ class SiteBlocks:
 
     @staticmethod
     def of(rows: BlockRows, shares: Sequence[float], counts: tuple[int, int], bins: int) -> SiteBlocks:
-        """Of what was needed in all batches."""
+        """Makes the stored form of the rows of all batches."""
         every = pack(torch.ones(1, len(shares), rows.bits.shape[2], *counts, dtype=torch.bool))
         bits = every.repeat(bins, 1, 1, 1)
         bits[rows.bin] = rows.bits
         return SiteBlocks(torch.tensor(shares, dtype=torch.float64), torch.tensor(counts), bits)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
     def shares(self) -> list[float]:
         return self.block_shares.tolist()
 
     def level(self, share: float) -> Tensor:
-        """[T, H, Bq, Bk] boolean, the blocks of one of `shares`."""
+        """[T, H, Bq, Bk] boolean, the blocks at one of `shares`."""
         return self.at(share, torch.arange(len(self.block_bits)))
 
     def mask(self, shares: Sequence[float]) -> Tensor:
-        """[T, H, Bq, Bk] boolean: each timestep bin's blocks at a share of its own, which is 0 where it has all."""
+        """[T, H, Bq, Bk] boolean: the blocks of each timestep bin at its share; share 0 gives all blocks."""
         found = torch.ones(len(shares), self.block_bits.shape[2], *self.block_counts.tolist(), dtype=torch.bool)
         for share in sorted(set(shares) - {0.0}):
             chosen = torch.tensor([each == share for each in shares])
@@ -129,22 +123,22 @@ class SiteBlocks:
         return found
 
     def at(self, share: float, bins: Tensor) -> Tensor:
-        """[B, H, Bq, Bk] boolean, the blocks of one of `shares` in some timestep bins [B]."""
+        """[B, H, Bq, Bk] boolean, the blocks at one of `shares` in timestep bins [B]."""
         return unpack(self.block_bits[bins, self.shares.index(share)], *self.block_counts.tolist())
 
     def densities(self) -> Tensor:
-        """[T, L] FP64, the share of blocks that is needed. Counted in the bits: unpacked, long sequences have gigabytes."""
+        """[T, L] FP64, the share of needed blocks. Counted on packed bits: masks of long sequences have gigabytes."""
         heads, blocks = self.block_bits.shape[2], math.prod(self.block_counts.tolist())
         needed = torch.stack([_ONES[bits.int()].sum((1, 2)) for bits in self.block_bits])
         return needed.double() / (heads * blocks)
 
     def density(self, shares: Sequence[float]) -> list[float]:
-        """The share of blocks that each timestep bin computes at a share of its own, see `mask`."""
+        """Returns the share of blocks that each timestep bin computes at its share, see `mask`."""
         rows = self.densities().tolist()
         return [row[self.shares.index(share)] if share else 1.0 for row, share in zip(rows, shares, strict=True)]
 
     def flaw(self, bins: int) -> str:
-        """What keeps it from being used; empty if nothing."""
+        """Returns why the blocks cannot be used; empty if they can."""
         shares, counts, bits = self.block_shares, self.block_counts, self.block_bits
         if shares.dim() != 1 or shares.dtype != torch.float64 or not len(shares) or not _rise(shares.tolist()):
             return "with block_shares that do not rise between 0 and 1"
@@ -156,7 +150,7 @@ class SiteBlocks:
         ):  # fmt: skip
             return f"with block_bits of {list(bits.shape)} {bits.dtype}, where [{bins}, {len(shares)}, heads, {size}] is needed"
         if (unused := -math.prod(counts.tolist()) % 8) and (bits[..., -1] & ((1 << unused) - 1)).any():
-            return "with block_bits behind the last block"
+            return "with block_bits beyond the last block"
         if not all(self.level(share).any(-1).all() for share in self.shares):
             return "with block_bits that leave queries without a key"
         return ""
@@ -172,18 +166,18 @@ def pack(masks: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, queries: int, keys: int) -> Tensor:
-    """The other way round."""
+    """Reverses `pack`."""
     flat = np.unpackbits(bits.numpy(), axis=-1, count=queries * keys)
     return torch.from_numpy(flat.astype(bool)).unflatten(-1, (queries, keys))
 
 
 class BlockObserver:
-    """Notes which blocks the sites' calls need. Handles a call as its model does.
+    """Notes which blocks the sites' calls need.
 
     Args:
-        sites: that may have block masks, see `obstacle_to_blocks`.
-        shares: of attention that may be lost, rising.
-        timestep_max: see `DiffusionModel`; bins: timestep bins.
+        sites: sites that may have block masks, see `obstacle_to_blocks`.
+        shares: shares of attention that may be lost, rising.
+        timestep_max: see `DiffusionModel`; bins: number of timestep bins.
     """
 
     def __init__(self, sites: Sequence[Site], shares: Sequence[float], timestep_max: float, bins: int) -> None:
@@ -192,19 +186,16 @@ class BlockObserver:
         self._found: dict[str, BlockRows] = {}
 
     def observe(self, call: SiteCall) -> None:
-        """
-        Raises:
-            UserError: the call has other numbers of tokens than its site.
-        """
+        """Notes a call of one of the sites; UserError if it has other numbers of tokens than its site."""
         wanted = self._tokens.get(call.name)
         if wanted is None:
             return
         if (got := (call.q.shape[2], call.k.shape[2])) != wanted:
             raise UserError(
-                f"{call.name} was called in other sizes than block masks are for",
+                f"{call.name} was called with other numbers of tokens than the block masks are for",
                 expected=f"{wanted[0]} queries and {wanted[1]} keys, as at the sizes that the engine is tuned for",
                 got=f"{got[0]} and {got[1]}",
-                remedy="calibrate on data of one size, that of the engine, or set attention.sparse to off",
+                remedy="calibrate on data of the engine's size only, or set attention.sparse to off",
             )
         needed = pack(needed_blocks(call.q, call.k, self._shares, call.scale))
         index = timestep_bin(call.timestep, self._timestep_max, self._bins).cpu()
@@ -212,12 +203,12 @@ class BlockObserver:
         self._found[call.name] = BlockRows.merged([*before, BlockRows(index, needed)])
 
     def finish(self) -> dict[str, BlockRows]:
-        """What was needed since this was asked last."""
+        """Returns the needed blocks since the last `finish`."""
         found, self._found = self._found, {}
         return found
 
 
 def mask_at(masks: Tensor, timestep: Tensor, timestep_max: float) -> Tensor:
-    """The block mask of each element: [T, H, Bq, Bk], [B] → [B, H, Bq, Bk]."""
+    """Returns the block mask of each element's timestep: [T, H, Bq, Bk], [B] → [B, H, Bq, Bk]."""
     index = timestep_bin(timestep, timestep_max, len(masks))
-    return masks[index.to(masks.device)].to(timestep.device)  # those of all bins may have gigabytes
+    return masks[index.to(masks.device)].to(timestep.device)  # indexed before the move: all bins may have gigabytes

@@ -1,4 +1,4 @@
-"""Times what runs on this machine's GPU, without the host's part in it."""
+"""Times work on this machine's GPU without the host's share."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 import torch
 
 REPLAYS = 20
-"""Of the graph of all calls; the median counts."""
+"""Replays of the graph of all calls; the median counts."""
 
 WARM_UP_SECONDS = 0.1
-"""A GPU that rests runs at a fraction of its clock, and needs some tens of milliseconds to reach it."""
+"""An idle GPU runs at a fraction of its clock and needs some tens of milliseconds to reach the full clock."""
 
 
 def device_microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median device time of one call in µs, over calls that take turns.
+    """Returns the median device time of one call in µs.
 
-    The calls are captured in a CUDA graph, so that the time is the device's, not that of the host's launches.
+    The calls run in turn in one CUDA graph, so that the host's launches do not count.
 
     Args:
-        calls: enqueue work on torch's current stream. With inputs of their own, so that none finds its own in the cache.
+        calls: functions that enqueue work on torch's current stream. Each needs inputs of its own, lest caches serve it.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # a first call outside of the graph loads kernels, and TensorRT wants one before a capture
+        for call in calls:  # the first call loads kernels, and TensorRT requires one before a capture
             call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

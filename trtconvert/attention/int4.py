@@ -1,12 +1,11 @@
-"""Experimental: attention whose first product, QKᵀ, is of 4-bit integers. Emulated: every device computes it by plain torch.
+"""Experimental: attention with a 4-bit first product, QKᵀ, emulated in plain torch on every device.
 
-Tensor cores of sm_80, 86 and 89 multiply 4-bit integers (mma.sync s4) at twice the rate of INT8; Hopper's have no such rate.
-There is no kernel for them here: this tells what 4 bits cost in quality, on a CPU or any GPU.
+Tensor cores of sm_80, 86 and 89 multiply 4-bit integers (mma.sync s4) at twice the rate of INT8; Hopper's do not. There is no
+kernel: this module measures what 4 bits cost in quality.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trtconvert.attention.masks import check_mask
+from trtconvert.attention.pruning import check_softmax_scale
 from trtconvert.attention.reference import BLOCK, TINY_SCALE
 from trtconvert.errors import UserError
 
 TOP = 7
-"""Codes are -7 to 7: symmetric, so that no code has a counterpart that is missing."""
+"""Codes are -7 to 7, symmetric about 0."""
 
 _QUERIES = 1024
-"""Queries whose logits are held at once, about."""
+"""Approximate number of queries per chunk of logits."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Int4:
 
     Attributes:
         codes: [B, H, N, D], whole numbers from -7 to 7 in a floating-point type; NaN where the tensor was NaN or infinite.
-        scale: [B, H, N, G], what a code of each token and group counts.
+        scale: [B, H, N, G], the value of code 1 for each token and group.
     """
 
     codes: Tensor
@@ -38,12 +38,12 @@ class Int4:
 
 
 def quantise_int4(x: Tensor, *, tokens: int = 1, channels: int | None = None) -> Int4:
-    """Round to 4 bits, to the nearest, ties to even; scales are the largest magnitude / 7.
+    """Rounds to 4 bits, to nearest, ties to even; scales are the largest magnitude / 7.
 
     Args:
         x: [B, H, N, D] FP32 or float64.
-        tokens: neighbours that share a scale; the last ones may be fewer.
-        channels: that share a scale, a divisor of D; all of them by default.
+        tokens: number of adjacent tokens that share a scale; the last group may be smaller.
+        channels: number of channels that share a scale, a divisor of D; None: D.
     """
     batch, heads, count, dim = x.shape
     tokens = min(tokens, count)
@@ -55,9 +55,9 @@ def quantise_int4(x: Tensor, *, tokens: int = 1, channels: int | None = None) ->
 
 
 def int4_product(q: Int4, k: Int4) -> Tensor:
-    """[B, H, Nq, Nk] of q kᵀ: products of integers, group by group, times their scales.
+    """Multiplies q kᵀ: products of integers, group by group, times the scales. [B, H, Nq, Nk].
 
-    A group's integers stay under 49·256 < 2**14: they are exact in FP32, in TF32 and in the INT32 of tensor cores alike.
+    The sums of a group stay below 49·256 < 2**14, so that FP32, TF32 and the tensor cores' INT32 are exact.
     """
     groups = q.scale.shape[-1]
     q_codes, k_codes = (x.codes.unflatten(-1, (groups, -1)) for x in (q, k))
@@ -79,31 +79,30 @@ def int4_attention(
     key_block: int = 1,
     group_size: int | None = None,
 ) -> Tensor:
-    """Attention with INT4 QKᵀ; softmax and PV are exact. Experimental, emulated on every device, without gradients.
+    """Computes attention with INT4 QKᵀ and exact softmax and PV. Experimental, emulated on every device, without gradients.
 
-    The mean key is subtracted before, and from each block of queries their mean, whose product with the keys is then added
-    unquantised: one row for each block. Both leave less to be rounded. Memory is linear in the tokens.
+    Before quantisation the mean key is subtracted from the keys, and from each block of queries their mean; the product of this
+    mean and the keys is added unquantised, one row per block. Both reduce rounding. Memory is linear in the tokens.
 
     Args:
         q: [B, H, Nq, D], any floating-point type; k, v: [B, Hkv, Nk, D] in q's type, Hkv divides H.
-        softmax_scale: factor of the logits; 1/√D by default.
+        softmax_scale: factor of the logits; None: 1/√D.
         mask: broadcastable to [B, H, Nq, Nk], boolean (true attends) or additive. A row without a visible key is zero.
-        query_block: neighbouring queries whose mean is taken out; 0 for none.
-        key_block: neighbouring keys that share a scale; queries have one each.
-        group_size: channels that share a scale, a divisor of D; all by default. Fewer are more exact: half of 64 takes a tenth
-            off the error, and costs a kernel another conversion of all sums to FP32.
+        query_block: number of adjacent queries whose mean is subtracted; 0: none is.
+        key_block: number of adjacent keys that share a scale; each query has its own scale.
+        group_size: number of channels that share a scale, a divisor of D; None: D. Smaller groups are more exact: half of 64
+            saves a tenth of the error, but costs a kernel another conversion of all sums to FP32.
     Returns:
-        [B, H, Nq, D] in q's type. NaN and infinities reach what they would reach in other attention, and beyond: all queries of
-        their block, or of their head.
+        [B, H, Nq, D] in q's type. NaN and infinities spread as in other attention, and also to all queries of their block or
+        head.
     Raises:
-        UserError: tensors or options that do not fit each other, or tensors that ask for gradients.
-    Source: SageAttention2 (arXiv 2411.10958), sections 3.1 and 3.2, with a scale for each token in place of each thread's tokens.
+        UserError: tensors or options do not fit each other, or a tensor requires gradients.
+    Source: SageAttention2 (arXiv 2411.10958), sections 3.1 and 3.2, with a scale for each token instead of each thread's tokens.
     """
     _check(q, k, v, mask, query_block, key_block, group_size)
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # written so that NaN fails
-        raise _misfit("softmax_scale", "a positive finite number", repr(softmax_scale), "leave it out for 1/√D")
+    check_softmax_scale(softmax_scale)
     out_type, compute = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
-    with torch.autocast(q.device.type, enabled=False):  # whose products would be rounded to 16 bits
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round products to 16 bits
         q, k, v = (x.to(compute) for x in (q, k, v))
         out = _attend(q, k, v, softmax_scale, mask, query_block, key_block, group_size)
     return out.to(out_type)
@@ -160,9 +159,8 @@ def _check(
 ) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape or not x.is_floating_point():
-            raise _misfit(
-                name, "floating-point [batch, heads, tokens, head_dim], none of them 0", f"{list(x.shape)} {x.dtype}"
-            )
+            wanted = "floating-point [batch, heads, tokens, head_dim], none of them 0"
+            raise _misfit(name, wanted, f"{list(x.shape)} {x.dtype}")
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[1] % k.shape[1]:
         wanted = f"[{q.shape[0]}, a divisor of {q.shape[1]}, tokens, {q.shape[3]}] both"
         raise _misfit("k and v", wanted, f"{list(k.shape)} and {list(v.shape)}")
@@ -177,13 +175,10 @@ def _check(
         if not isinstance(size, int) or size < least:
             raise _misfit(name, f"a whole number of tokens from {least}", repr(size))
     if group_size is not None and (not isinstance(group_size, int) or group_size < 1 or q.shape[3] % group_size):
-        raise _misfit(
-            "group_size", f"a divisor of head_dim, {q.shape[3]}", repr(group_size), "leave it out for all channels"
-        )
+        wanted = f"a divisor of head_dim, {q.shape[3]}"
+        raise _misfit("group_size", wanted, repr(group_size), "leave it out for all channels")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise _misfit(
-            "q, k or v", "tensors without gradients", "one that asks for them", "call it under torch.no_grad()"
-        )
+        raise _misfit("q, k or v", "tensors without gradients", "requires_grad", "call it under torch.no_grad()")
 
 
 def _misfit(what: str, expected: str, got: str, remedy: str = "") -> UserError:

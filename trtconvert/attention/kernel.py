@@ -1,7 +1,7 @@
 """`torch.ops.trtconvert.int8_attention`: the CUDA kernels as a torch operator, through the C API and ctypes.
 
-The shared library knows neither torch nor Python, so one build serves every version of both. On a CPU the operator runs
-the specification, `trtconvert.attention.reference`.
+The shared library depends on neither torch nor Python, so that one build serves every version of both. On a CPU the operator
+runs the specification, `trtconvert.attention.reference`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtconvert.attention import reference
+from trtconvert.attention.masks import block_shape, broadcasts, fits_blocks
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.library import load_library
 
@@ -36,7 +37,7 @@ class _Strides(ctypes.Structure):
 
 
 class _Params(ctypes.Structure):
-    """TrtConvertAttentionParams, field by field; int8_attention.h says what each means."""
+    """TrtConvertAttentionParams, field by field; int8_attention.h documents the fields."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -105,35 +106,35 @@ def int8_attention(
     block_mask: Tensor | None = None,
     key_index: Tensor | None = None,
 ) -> Tensor:
-    """Attention whose precision follows the timestep; `reference.attention` specifies what it computes.
+    """Computes attention in the precision that the timestep selects; `reference.attention` is the specification.
 
-    Where a GPU has no kernel for `Mode.FP8` it computes `Mode.PRECISION`; the former says where.
+    A GPU without a kernel for `Mode.FP8` computes `Mode.PRECISION`, see `Mode.FP8`.
 
     Args:
         q: [B, H, Nq, D] (`layout` "BHND") or [B, Nq, H, D] ("BNHD"). On a GPU FP16 or BF16 and D in 32…256 in steps of 8,
             on a CPU any.
         k, v: as q, with Hkv heads (Hkv divides H) and Nk tokens.
-        timestep: [B] FP32, what the denoiser is given; read on the device, so that no host waits for it.
+        timestep: [B] FP32, the denoiser's timesteps; read on the device, without a synchronisation.
         q_scale, k_scale, v_scale, k_offset, v_offset, modes: the fields of `reference.AttentionTables`.
         mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive.
-        key_lengths: [B] INT32; keys at and after the length do not exist.
+        key_lengths: [B] INT32; keys from this length on are ignored.
         layout, softmax_scale, timestep_max, scaling, smooth_k: as in `reference.attention`.
-        block_mask: [B or 1, H or 1, ⌈Nq/128⌉, ⌈Nk/128⌉] bool, the blocks to compute; time is linear in their number. A row of
-            blocks without any is refused on a CPU; a GPU, where nobody waits for the mask, computes zeros.
-        key_index: [B, Hkv, K] INT32, the rows of k and v to attend to: Nk of the other arguments is K then. Outside k it is
-            refused on a CPU and clamped on a GPU. The kernels gather while they quantise, which costs no trip over memory.
+        block_mask: [B or 1, H or 1, ⌈Nq/128⌉, ⌈Nk/128⌉] bool, the blocks to compute; time is linear in their number. A CPU
+            refuses a row without a block; a GPU computes zeros, as a check would synchronise.
+        key_index: [B, Hkv, K] INT32, the rows of k and v to attend to; Nk of the other arguments is then K. A CPU refuses indices
+            outside k, a GPU clamps them. The kernels gather while they quantise, without an extra pass over memory.
     Returns:
         The output in q's shape and type, contiguous.
     Raises:
-        ValueError: shapes, types or attributes that do not belong together.
-        BackendUnavailable: a GPU tensor, and no library was built.
+        ValueError: shapes, types or attributes do not fit each other.
+        BackendUnavailable: a GPU tensor, and the library is not built.
         RuntimeError: the GPU is older than sm_80, or CUDA failed.
 
-    Differentiable in q, k and v, straight through: the backward is that of unquantised attention at the same q, k and v in
-    their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432). With a block
-    mask it takes as long as without: it computes all blocks, some rows at a time. NaN and ±Inf in q, k or v make all gradients
-    NaN that depend on them, as torch's attention does of NaN; a key that is not finite reaches the gradients of all queries of
-    its head, whatever masks hide it from.
+    Differentiable in q, k and v with a straight-through estimator: the backward is that of unquantised attention at the same q, k
+    and v in their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432). With a
+    block mask the backward computes all blocks, some rows at a time, and saves no time. NaN and ±Inf in q, k or v make all
+    dependent gradients NaN, as NaN does in torch's attention; a non-finite key reaches the gradients of all queries of its head,
+    whatever masks hide it.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
     return _compute(
@@ -164,9 +165,9 @@ def int8_attention_lse(
     block_mask: Tensor | None = None,
     key_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`int8_attention`, and with the output each row's log-sum-exp, [B, H, Nq] FP32: `return_lse` of `reference.attention`.
+    """`int8_attention` that also returns each row's log-sum-exp, [B, H, Nq] FP32: `return_lse` of `reference.attention`.
 
-    An operator of its own, as operators of torch have a fixed number of results. Differentiable through both.
+    A separate operator, as torch operators have a fixed number of results. Differentiable through both results.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
     return _compute(
@@ -177,7 +178,7 @@ def int8_attention_lse(
 
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, **options: Any) -> Any:
-    """What both operators do: checks, and then the kernels on a GPU and the reference on a CPU. Options are the reference's."""
+    """Checks the arguments, then runs the kernels on a GPU or the reference on a CPU. Options are the reference's."""
     checked = ("mask", "key_lengths", "layout", "scaling", "block_mask", "key_index", "softmax_scale", "timestep_max")
     _check(q, k, v, timestep, tables, *(options[name] for name in checked))
     run = _run_cuda if q.is_cuda else reference.attention
@@ -216,9 +217,9 @@ def attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`int8_attention`, called as `reference.attention` is: with `return_lse` it returns the log-sum-exp as well."""
+    """Calls `int8_attention` with the signature of `reference.attention`; with `return_lse` also returns the log-sum-exp."""
     run = int8_attention_lse if return_lse else int8_attention
-    # One by one: torch.compile knows no vars() of a frozen dataclass.
+    # torch.compile cannot trace vars() of a frozen dataclass.
     named = {name: getattr(tables, name) for name in (*_TABLES[1:], "modes")}
     return run(q, k, v, timestep, **named, **options)
 
@@ -247,7 +248,7 @@ def _(
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(_heads_first(q, layout)[:3], dtype=torch.float32)
+    return out, q.new_empty(_sizes(q, layout)[:3], dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output: Tensor | tuple[Tensor, Tensor]) -> None:
@@ -260,7 +261,7 @@ def _setup_context(ctx, inputs, output: Tensor | tuple[Tensor, Tensor]) -> None:
 
 
 _BACKWARD_QUERIES = 1024
-"""Queries whose block mask is written out at once in the backward."""
+"""Queries per chunk of the backward, which expands a block mask chunk by chunk."""
 
 
 def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
@@ -270,7 +271,7 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
         return None, None, None, *others
     scale = q.shape[-1] ** -0.5 if ctx.softmax_scale is None else ctx.softmax_scale
     swapped = ctx.layout == "BNHD"
-    # An infinite key may have a logit of minus infinity, which torch gives no weight, and its query a gradient.
+    # An infinite key may have a logit of -inf and so no weight in torch, although its query has a gradient: NaN instead.
     q, k, v = (x.nan_to_num(math.nan, math.nan, math.nan) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) if swapped else x for x in (q, k, v))
     if grad is not None and swapped:
@@ -282,7 +283,7 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
     exists = None
     if key_lengths is not None:
         exists = (torch.arange(keys.shape[2], device=q.device) < key_lengths[:, None])[:, None, None]
-        # What lies behind the length may be NaN, which no mask hides from a product with zero.
+        # Memory beyond the length may hold NaN, and NaN times zero is NaN under any mask.
         keys, values = (x.masked_fill(~exists.transpose(2, 3), 0) for x in (keys, values))
         mask = _and_mask(mask, exists)
     if mask is not None:
@@ -322,10 +323,10 @@ int8_attention_lse.register_autograd(_backward, setup_context=_setup_context)
 def _unquantised_gradients(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, grad: Tensor | None, lse_grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, heads first, through unquantised attention and its log-sum-exp."""
+    """Returns gradients of q, k and v, heads first, through unquantised attention and its log-sum-exp."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shared = bool(q.shape[1] != k.shape[1])  # said without need, it leaves torch fewer kernels to choose from
+        shared = bool(q.shape[1] != k.shape[1])  # enable_gqa without need restricts torch's choice of kernels
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
 
     q_grad, k_grad, v_grad = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -347,7 +348,7 @@ def _unquantised_gradients(
 
 
 def _and_mask(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """A boolean or additive mask, or none, that also hides what is not visible."""
+    """Returns a mask that also hides what is not visible."""
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
@@ -376,21 +377,21 @@ def _run_cuda(
     norm_split: int = 0,
     token_split: int = 0,
 ) -> Any:  # as `reference.attention`
-    """Takes what `reference.attention` takes, and what only TensorRT's plugin and tests use.
+    """Runs the kernels: `reference.attention`, with further options that TensorRT's plugin and tests use.
 
     Args:
         target_arch: 80 runs the portable kernel on a GPU that has a better one.
-        rotary: [N, D / 2, 2] FP32, cosine and sine by which neighbouring channels of q and k are turned before attention.
-        norm: weights FP32 of the RMS norms of q and of k before that, [D] for norms of each head, or [H, D] and [Hkv, D] for
-            norms of each token across its heads, and their epsilon.
-        norm_split: with s > 0 the weights of `norm` are [2, D], of norms of each head: row 0 for the tokens before s, row 1 for
-            those from s on. 0: one norm for all tokens.
-        token_split: with s > 0 the tokens before s and those from s on are given to the kernels in tensors of their own.
+        rotary: [N, D / 2, 2] FP32, cosine and sine that rotate adjacent channels of q and k before attention.
+        norm: FP32 weights of the RMS norms of q and of k before the rotation, and their epsilon. Weights [D] normalise each head;
+            [H, D] and [Hkv, D] normalise each token across its heads.
+        norm_split: s > 0: the weights of `norm` are [2, D] for norms of each head, row 0 for tokens before s, row 1 for tokens
+            from s on. 0: one norm for all tokens.
+        token_split: s > 0: pass tokens before s and tokens from s on to the kernels in separate tensors.
     """
     library = _library()
     q, k, v = (_aligned(x) for x in (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    (batch, heads, queries, dim), (_, kv_heads, keys, _) = _heads_first(q, layout), _heads_first(k, layout)
+    (batch, heads, queries, dim), (_, kv_heads, keys, _) = _sizes(q, layout), _sizes(k, layout)
     source_keys = 0
     if key_index is not None:
         source_keys, keys = keys, key_index.shape[2]
@@ -479,7 +480,7 @@ def _raise(status: int, message: ctypes.Array[ctypes.c_char]) -> None:
         raise error(f"int8_attention: {message.value.decode(errors='replace')}")
 
 
-def _heads_first(x: Tensor, layout: str) -> tuple[int, int, int, int]:
+def _sizes(x: Tensor, layout: str) -> tuple[int, int, int, int]:
     """(batch, heads, tokens, head_dim) of either layout."""
     batch, first, second, dim = x.shape
     return (batch, first, second, dim) if layout == "BHND" else (batch, second, first, dim)
@@ -492,18 +493,18 @@ def _strides(x: Tensor, layout: str) -> _Strides:
 
 
 def _typed_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in one of the two types that the kernels read: bool, or that of q."""
+    """Returns the mask in a type that the kernels read: bool, or q's type."""
     return mask if mask.dtype == torch.bool else mask.to(dtype)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x itself where its rows start at multiples of 16 bytes, as the kernels load them, a copy elsewhere."""
+    """Returns x if its rows start at multiples of 16 bytes, as the kernels require; otherwise a copy."""
     rows_aligned = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     return x if rows_aligned and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _table(x: Tensor) -> Tensor:
-    """x as contiguous FP32 that starts at a multiple of 16 bytes."""
+    """Returns x as contiguous FP32 that starts at a multiple of 16 bytes."""
     x = x.contiguous().float()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -523,15 +524,14 @@ def _check(
     softmax_scale: float | None,
     timestep_max: float,
 ) -> None:
-    """Everything that would otherwise become a read outside a tensor, or be computed with all the same. Raises ValueError."""
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # written so that NaN fails
+    """Checks everything that would cause reads outside a tensor or wrong results. Raises ValueError."""
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # NaN fails both comparisons
         raise ValueError(
             f"softmax_scale: expected a positive finite number, got {softmax_scale}; leave it out for 1/√D"
         )
     if not 0 < timestep_max < math.inf:
         raise ValueError(
-            f"timestep_max: expected the positive finite timestep at which the schedule ends, got {timestep_max}; diffusers' is "
-            "1000"
+            f"timestep_max: expected the positive finite end of the schedule, got {timestep_max}; diffusers' is 1000"
         )
     if layout not in _LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(_LAYOUTS)}, got '{layout}'")
@@ -540,8 +540,8 @@ def _check(
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {list(x.shape)}")
-    batch, heads, queries, dim = _heads_first(q, layout)
-    _, kv_heads, keys, _ = _heads_first(k, layout)
+    batch, heads, queries, dim = _sizes(q, layout)
+    _, kv_heads, keys, _ = _sizes(k, layout)
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(f"k: expected a number of heads that divides q's {heads}, got {kv_heads}")
     if tables.modes.dim() != 1 or tables.modes.shape[0] == 0:
@@ -571,25 +571,7 @@ def _check(
     for name, (x, shape) in shapes.items():
         if tuple(x.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
-    if mask is not None:
-        full = (batch, heads, queries, keys)
-        tail = full[4 - mask.dim() :] if mask.dim() <= 4 else ()
-        if len(tail) != mask.dim() or any(size not in (1, whole) for size, whole in zip(mask.shape, tail, strict=True)):
-            raise ValueError(f"mask: expected a shape that broadcasts to {list(full)}, got {list(mask.shape)}")
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise ValueError(f"mask: expected bool or a floating-point type, got {mask.dtype}")
-    if block_mask is not None:
-        blocks = [-(-tokens // reference.BLOCK) for tokens in (queries, keys)]
-        if block_mask.dim() != 4 or any(
-            size not in allowed
-            for size, allowed in zip(block_mask.shape, ((1, batch), (1, heads), *([n] for n in blocks)), strict=True)
-        ):
-            raise ValueError(
-                f"block_mask: expected shape [1 or {batch}, 1 or {heads}, {blocks[0]}, {blocks[1]}], one entry for each "
-                f"{reference.BLOCK} queries and {reference.BLOCK} keys, got {list(block_mask.shape)}"
-            )
-        if block_mask.dtype != torch.bool:
-            raise ValueError(f"block_mask: expected bool, got {block_mask.dtype}; compare it with 0")
+    _check_masks(mask, block_mask, (batch, heads, queries, keys))
     if key_index is not None and key_index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"key_index: expected int32, got {key_index.dtype}; convert it with .int()")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
@@ -600,3 +582,19 @@ def _check(
     if any(x.device != q.device for x in others):
         found = ", ".join(sorted({str(x.device) for x in others}))
         raise ValueError(f"expected every tensor on q's device {q.device}, got {found}; move them with .to()")
+
+
+def _check_masks(mask: Tensor | None, block_mask: Tensor | None, full: tuple[int, int, int, int]) -> None:
+    if mask is not None:
+        if not broadcasts(mask, full):
+            raise ValueError(f"mask: expected a shape that broadcasts to {list(full)}, got {list(mask.shape)}")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"mask: expected bool or a floating-point type, got {mask.dtype}")
+    if block_mask is not None:
+        if not fits_blocks(block_mask, full):
+            raise ValueError(
+                f"block_mask: expected shape {block_shape(full)}, one entry for each {reference.BLOCK} queries and "
+                f"{reference.BLOCK} keys, got {list(block_mask.shape)}"
+            )
+        if block_mask.dtype != torch.bool:
+            raise ValueError(f"block_mask: expected bool, got {block_mask.dtype}; compare it with 0")

@@ -1,8 +1,8 @@
 """Block masks: which blocks of queries attend to which blocks of keys, for sequences, images and videos.
 
-The operator skips blocks of `BLOCK` queries × `BLOCK` keys whole: what it computes is the mask below at that granularity, so
-that a query may see a few keys beyond its window, and never one less. Memory and time to make a mask are linear in the tokens,
-but for the mask itself, of which 131,072 tokens have 1,024 × 1,024 entries.
+The operator skips whole blocks of `BLOCK` queries × `BLOCK` keys. It computes the masks below at that granularity: a query may
+see a few keys beyond its window, but never fewer than the window. Memory and time to make a mask are linear in the tokens, except
+for the mask itself: 131,072 tokens have 1,024 × 1,024 entries.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def window_mask(
     sink_tokens: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Each query attends to the keys at most `window_size // 2` places away, as places of one sequence.
+    """Makes a mask in which each query attends to the keys at most `window_size // 2` places away in one sequence.
 
-    Made of a few comparisons on the device, so that it may be made anew in each call.
+    Computed by a few comparisons on the device, cheap enough for every call.
 
     Args:
-        num_queries, num_keys: tokens; where keys are more or fewer, queries lie evenly among them.
+        num_queries, num_keys: tokens; if the numbers differ, queries are spread evenly over the keys.
         window_size: keys around a query, at most `num_keys`.
-        block_size: windows are those of whole blocks of so many tokens, see `check_block_size`.
-        sink_tokens: so many keys at the start are seen by all queries.
+        block_size: windows consist of whole blocks of this size, see `check_block_size`.
+        sink_tokens: number of keys at the start that all queries see.
     Returns:
-        [1, 1, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, true where something is seen.
+        [1, 1, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, true for blocks with a visible key.
     Raises:
-        UserError: no such window or block size.
+        UserError: the window or the block size is not valid.
     """
     check_block_size(block_size)
     _check_tokens("window_size", window_size, 1, num_keys)
@@ -52,7 +52,7 @@ def window_mask(
     def index(count: int) -> Tensor:
         return torch.arange(count, device=device, dtype=torch.float64)
 
-    # The first key that the queries of a block reach, and the one behind the last, at the edges of blocks of keys.
+    # Per block of queries: the first key in reach and the key after the last, rounded to edges of blocks.
     first_query, last_query = index(blocks_q) * step, ((index(blocks_q) + 1) * step).clamp_max(num_queries) - 1
     first = (first_query * ratio - window_size // 2).div(block_size).floor() * block_size
     behind = ((last_query * ratio + window_size // 2).div(block_size).floor() + 1) * block_size
@@ -74,46 +74,31 @@ def neighbourhood_mask(
     text: Literal["first", "last"] = "last",
     sink_tokens: int = 0,
 ) -> Tensor:
-    """Tokens of an image or a video attend to those near them in every direction.
+    """Makes a mask in which tokens of an image or a video attend to tokens near them in every direction.
 
     Args:
-        sizes: of the grid that the tokens fill in raster order: (height, width) or (frames, height, width); (tokens,) too.
-        window: how far apart tokens may be that see each other, in each direction: at most half of it on either side. One number
-            stands for all.
+        sizes: of the grid, whose tokens are in raster order: (tokens,), (height, width) or (frames, height, width).
+        window: width of the window in each direction: tokens see each other at a distance of at most half. One number stands
+            for all directions.
         block_size: as in `window_mask`.
-        text_tokens: of a prompt beside the grid's, which see all and are seen by all; text: where they lie in the sequence.
-        sink_tokens: the first so many tokens of the grid are seen by all.
+        text_tokens: number of prompt tokens beside the grid, which see all tokens and are seen by all.
+        text: where the prompt lies in the sequence.
+        sink_tokens: number of tokens at the start of the grid that all tokens see.
     Returns:
         [1, 1, B, B] boolean with B = ⌈(text_tokens + tokens of the grid) / BLOCK⌉, on the CPU.
     Raises:
-        UserError: sizes, windows or tokens that do not fit each other.
+        UserError: sizes, windows or tokens are not valid or do not fit each other.
     """
+    windows = _checked_windows(sizes, window)
     check_block_size(block_size)
-    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
-        raise UserError(
-            "a neighbourhood needs a grid",
-            expected="one to three positive sizes: (tokens,), (height, width) or (frames, height, width)",
-            got=str(tuple(sizes)),
-            remedy="count the latents' patches: an image of 1024 × 1024 pixels is 64 × 64 tokens in Flux",
-        )
-    windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
-    if len(windows) != len(sizes):
-        raise UserError(
-            "a neighbourhood's window has other directions than its grid",
-            expected=f"{len(sizes)} numbers, or one for all",
-            got=str(windows),
-            remedy="give a size for each direction, in the grid's order",
-        )
-    for name, each, size in zip(("frames", "height", "width")[-len(sizes) :], windows, sizes, strict=True):
-        _check_tokens(f"the window's {name}" if len(sizes) > 1 else "the window", each, 1, size)
     _check_tokens("sink_tokens", sink_tokens, 0, math.prod(sizes))
     _check_tokens("text_tokens", text_tokens, 0, None)
     if text not in ("first", "last"):
         raise UserError(
-            "text has no such place",
+            "the place of the text is unknown",
             expected="first or last",
             got=repr(text),
-            remedy="look at how the model joins them",
+            remedy="use the order in which the model concatenates prompt and image",
         )
 
     tokens = math.prod(sizes) + text_tokens
@@ -122,17 +107,11 @@ def neighbourhood_mask(
     *outer, width = sizes
     *outer_windows, width_window = windows
     reach = width_window // 2
-    # A query sees one run of keys in each row of its neighbourhood. Runs are counted up where they begin and down after
-    # they end, block by block, and summed along the keys.
+    # In each row of its neighbourhood a query sees one run of keys. `edges` holds +1 where a run starts and -1 after its end, by
+    # block; the sum along the keys counts the runs that cover a block.
     edges = torch.zeros(blocks, blocks + 1, dtype=torch.int32)
     place = torch.arange(math.prod(sizes))
-    x = place % width
-    rows = place // width
-    coordinates = []
-    for size in reversed(outer):
-        coordinates.append(rows % size)
-        rows = rows // size
-    coordinates.reverse()
+    *coordinates, x = torch.unravel_index(place, tuple(sizes))
     low, high = (x - reach).clamp_min(0), (x + reach).clamp_max(width - 1)
     query = (place + before) // block_size
     for shift in itertools.product(*(range(-(w // 2), w // 2 + 1) for w in outer_windows)):
@@ -158,31 +137,68 @@ def neighbourhood_mask(
     return _at_kernel_blocks(seen, block_size, tokens)[None, None]
 
 
+def _checked_windows(sizes: Sequence[int], window: Sequence[int] | int) -> tuple[int, ...]:
+    """Returns the window's width in each direction of a grid."""
+    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
+        raise UserError(
+            "a neighbourhood needs a grid",
+            expected="one to three positive sizes: (tokens,), (height, width) or (frames, height, width)",
+            got=str(tuple(sizes)),
+            remedy="count the patches of the latents: an image of 1024 × 1024 pixels is 64 × 64 tokens in Flux",
+        )
+    windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
+    if len(windows) != len(sizes):
+        raise UserError(
+            "the window and the grid have different numbers of directions",
+            expected=f"{len(sizes)} numbers, or one for all",
+            got=str(windows),
+            remedy="give a size for each direction, in the grid's order",
+        )
+    for name, each, size in zip(("frames", "height", "width")[-len(sizes) :], windows, sizes, strict=True):
+        _check_tokens(f"the window's {name}" if len(sizes) > 1 else "the window", each, 1, size)
+    return windows
+
+
 def check_block_size(block_size: int) -> None:
-    """
-    Raises:
-        UserError: the operator's blocks of `BLOCK` tokens are neither made of such blocks nor make them up.
-    """
+    """Raises a UserError if a block size is neither a divisor of `BLOCK` from 16 nor a multiple of `BLOCK`."""
     if block_size < 16 or (BLOCK % block_size and block_size % BLOCK):
         raise UserError(
-            "block-sparse attention cannot have such blocks",
+            "the block size of block-sparse attention is not valid",
             expected=f"16, 32, 64 or {BLOCK} tokens, or a multiple of {BLOCK}",
             got=str(block_size),
-            remedy=f"take {BLOCK}, the kernels' own; smaller ones round windows less before they come to {BLOCK}",
+            remedy=f"use {BLOCK}, the kernels' size; smaller sizes round windows less before blocks of {BLOCK} are formed",
         )
 
 
+def broadcasts(mask: Tensor, full: tuple[int, ...]) -> bool:
+    """True if the mask broadcasts to the shape of the weights, [B, H, Nq, Nk]."""
+    tail = full[4 - mask.dim() :] if mask.dim() <= 4 else ()
+    return len(tail) == mask.dim() and all(size in (1, whole) for size, whole in zip(mask.shape, tail, strict=True))
+
+
+def block_shape(full: tuple[int, int, int, int]) -> str:
+    """Describes the shape of a block mask for weights [B, H, Nq, Nk]."""
+    batch, heads, queries, keys = full
+    return f"[1 or {batch}, 1 or {heads}, {-(-queries // BLOCK)}, {-(-keys // BLOCK)}]"
+
+
+def fits_blocks(mask: Tensor, full: tuple[int, int, int, int]) -> bool:
+    """True if a block mask has the shape for weights [B, H, Nq, Nk]."""
+    batch, heads, queries, keys = full
+    blocks = (-(-queries // BLOCK), -(-keys // BLOCK))
+    return mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2:] == blocks
+
+
 def check_mask(mask: Tensor, full: tuple[int, ...], caller: str) -> None:
-    """
+    """Checks a mask.
+
     Args:
         full: shape of the weights, [B, H, Nq, Nk].
-        caller: whom the mask was given to.
+        caller: name for the message.
     Raises:
-        UserError: not a mask for such weights.
+        UserError: the mask does not broadcast to `full`, or is neither boolean nor floating-point.
     """
-    tail = full[4 - mask.dim() :] if mask.dim() <= 4 else ()
-    fits = len(tail) == mask.dim() and all(size in (1, whole) for size, whole in zip(mask.shape, tail, strict=True))
-    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if not broadcasts(mask, full) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise UserError(
             f"{caller}: mask does not fit",
             expected=f"booleans or floating-point numbers that broadcast to {list(full)}",
@@ -192,17 +208,12 @@ def check_mask(mask: Tensor, full: tuple[int, ...], caller: str) -> None:
 
 
 def check_block_mask(mask: Tensor, num_queries: int, num_keys: int, batch: int, heads: int) -> None:
-    """
-    Raises:
-        UserError: not a block mask for such tensors, or, where it lies on the CPU, one that leaves a row of blocks without a key.
-    """
-    blocks = (math.ceil(num_queries / BLOCK), math.ceil(num_keys / BLOCK))
-    wanted = f"[1 or {batch}, 1 or {heads}, {blocks[0]}, {blocks[1]}]"
-    fits = mask.dim() == 4 and tuple(mask.shape[2:]) == blocks
-    if mask.dtype != torch.bool or not fits or mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
+    """Raises a UserError if a block mask has another shape or type, or, on the CPU, has a row of blocks without a key."""
+    full = (batch, heads, num_queries, num_keys)
+    if mask.dtype != torch.bool or not fits_blocks(mask, full):
         raise UserError(
             f"the block mask does not fit {num_queries} queries and {num_keys} keys",
-            expected=f"a boolean tensor {wanted}, one entry for {BLOCK} × {BLOCK} tokens",
+            expected=f"a boolean tensor {block_shape(full)}, one entry for {BLOCK} × {BLOCK} tokens",
             got=f"{list(mask.shape)} {mask.dtype}",
             remedy="make it with window_mask or neighbourhood_mask for these sizes",
         )
@@ -217,7 +228,7 @@ def check_block_mask(mask: Tensor, num_queries: int, num_keys: int, batch: int, 
 
 
 def _at_kernel_blocks(seen: Tensor, block_size: int, tokens: int) -> Tensor:
-    """A mask of blocks of `block_size` tokens in blocks of `BLOCK`: true where any of them is."""
+    """Converts a mask of blocks of `block_size` tokens to blocks of `BLOCK`: true if any of its blocks is."""
     wanted = math.ceil(tokens / BLOCK)
     if block_size >= BLOCK:
         repeat = block_size // BLOCK
@@ -234,5 +245,5 @@ def _check_tokens(name: str, count: int, low: int, high: int | None) -> None:
             f"{name} does not fit the sequence",
             expected=f"{low} to {high} tokens" if high is not None else f"{low} or more tokens",
             got=str(count),
-            remedy="take a smaller one" if high is not None and count > high else "take a larger one",
+            remedy="use a smaller number" if high is not None and count > high else "use a larger number",
         )

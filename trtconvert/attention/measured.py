@@ -1,4 +1,4 @@
-"""Attention without a calibration: scales and offsets measured on the tensors of each call, on their device."""
+"""Attention without a calibration: scales and offsets are measured on the tensors of each call, on the device."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trtconvert.attention.reference import AttentionTables, timestep_bin
 
 @torch.no_grad()
 def measured_tables(q: Tensor, k: Tensor, v: Tensor, modes: Tensor, present: Collection[Mode]) -> AttentionTables:
-    """Tables with a bin for each sample of the batch, so that no sample's result depends on its neighbours.
+    """Returns tables with one bin per sample of the batch, so that no sample depends on the others.
 
-    A key that is not finite makes the mean key so, and with it the whole head, also where a block mask leaves the key out.
+    A non-finite key makes its head's mean key non-finite, and so the whole head, even if a block mask excludes the key.
 
-    What no mode reads is not measured: the mean key is one pass over the keys, INT8 and FP8 values take two over the values, and
+    Only what the modes need is measured: the mean key takes one pass over the keys, INT8 and FP8 values two over the values, and
     `Mode.AGGRESSIVE`, which takes all scales from tables, one more over queries and keys each.
 
     Args:
         q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D] twice.
-        modes: [B] INT32, of each sample; present: all that may be among them.
+        modes: [B] INT32, of each sample; present: the modes that may occur among them.
     """
     batch, heads = q.shape[:2]
     kv_heads, dim = k.shape[1], k.shape[3]
@@ -54,7 +54,7 @@ def _largest_about(x: Tensor, offset: Tensor) -> Tensor:
 
 
 def _largest_of_rows(q: Tensor) -> Tensor:
-    """[B, H] largest magnitude of the queries that are finite: one that is not leaves the others as they are."""
+    """[B, H] largest magnitude of the finite queries: a non-finite query does not change the others."""
     low, high = torch.aminmax(q, dim=3)
     largest = torch.maximum(high.float(), -low.float())
     return largest.masked_fill(~largest.isfinite(), 0).amax(2)
@@ -71,17 +71,17 @@ def attention(
     timestep_max: float = 1000.0,
     **options: Any,
 ) -> Any:
-    """`kernel.attention` with measured tables. Differentiable, compiles, and nothing waits for the device.
+    """Runs `kernel.attention` with measured tables. Differentiable; compiles; does not synchronise with the device.
 
     Args:
         timestep: [B] FP32.
-        modes: [T] INT32, of each timestep bin; present: all that may be met.
-        options: others of `kernel.int8_attention` than the tables, `layout`, `scaling` and `smooth_k`.
+        modes: [T] INT32, of each timestep bin; present: the modes that may occur.
+        options: of `kernel.int8_attention`, except the tables, `layout`, `scaling` and `smooth_k`.
     """
     batch = q.shape[0]
     each = modes[timestep_bin(timestep, timestep_max, modes.shape[0])]
     tables = measured_tables(q, k, v, each, present)
-    # Sample b takes bin b of the measured tables; one whose timestep is NaN is NaN, as with others.
+    # Sample b takes bin b of the measured tables; a NaN timestep stays NaN and gives a NaN sample.
     place = torch.arange(batch, dtype=torch.float32, device=q.device) + 0.5
     place = torch.where(timestep.isnan(), timestep, place)
     return kernel.attention(q, k, v, place, tables, timestep_max=float(batch), scaling="dynamic", **options)

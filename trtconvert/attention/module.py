@@ -1,4 +1,4 @@
-"""`Int8Attention`: the operator as a module of torch, with its scales, its precision and what it may leave out."""
+"""`Int8Attention`: the attention operator as a torch module with its scales, precision modes, pruning and block masks."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.attention import kernel, measured
-from trtconvert.attention.masks import (
-    check_block_mask,
-    check_block_size,
-    check_mask,
-    neighbourhood_mask,
-    window_mask,
-)
-from trtconvert.attention.modes import Mode
+from trtconvert.attention.masks import check_block_mask, check_block_size, check_mask, neighbourhood_mask, window_mask
+from trtconvert.attention.modes import PRECISION_MODES, Mode
 from trtconvert.attention.pruning import (
     broken_first,
     check_ratio,
+    check_softmax_scale,
     kept_keys,
     kept_mask,
     key_importance,
     most_important,
     no_calls,
 )
-from trtconvert.attention.ranges import RangeObserver, offsets, ranges_of_maxima, seen_bins, tables_of_ranges
+from trtconvert.attention.ranges import (
+    RangeObserver,
+    nearest_bins,
+    offsets,
+    ranges_of_maxima,
+    seen_bins,
+    tables_of_ranges,
+)
 from trtconvert.attention.reference import AttentionTables, timestep_bin
 from trtconvert.attention.schedules import compute_sigma_schedule, sigma_rule_modes
 from trtconvert.attention.sites import HEAD_DIMS, SiteCall
 from trtconvert.attention.tables import NAMES
 from trtconvert.errors import UserError
 
-PRECISION_MODES = ("auto", *(mode.name.lower() for mode in Mode))
 ATTENTION_TYPES = ("dense", "block_sparse")
 
 Timestep = int | float | Tensor
 
 Sample = tuple[Tensor, Tensor, Tensor, Timestep]
-"""Q, K, V and their timestep."""
+"""Q, K, V and the timestep of one call."""
 
 
 class GuidedOutputs(tuple[Tensor, Tensor]):
-    """The conditional and the unconditional output of `fused_cfg`, to be unpacked.
+    """The conditional and the unconditional output of `fused_cfg`; unpacks like a pair.
 
     Attributes:
-        guidance_scale: what was given; None without one.
+        guidance_scale: the argument of `fused_cfg`, or None.
     """
 
     guidance_scale: float | None
@@ -59,10 +60,10 @@ class GuidedOutputs(tuple[Tensor, Tensor]):
 
     @property
     def guided(self) -> Tensor:
-        """uncond + scale · (cond - uncond) (Ho and Salimans 2022, arXiv 2207.12598).
+        """The guided output, uncond + scale · (cond - uncond) (Ho and Salimans 2022, arXiv 2207.12598).
 
         Raises:
-            UserError: no guidance_scale was given.
+            UserError: `fused_cfg` was called without a guidance_scale.
         """
         if self.guidance_scale is None:
             raise UserError(
@@ -76,47 +77,46 @@ class GuidedOutputs(tuple[Tensor, Tensor]):
 
 
 class Int8Attention(nn.Module):
-    """Multi-head attention with INT8 products, whose precision and scales follow the denoising timestep.
+    """Multi-head attention with INT8 products; precision and scales depend on the denoising timestep.
 
-    On a GPU it runs the CUDA kernels, on a CPU their specification (for checking, slow). It needs no calibration: scales are
-    then measured on each call's tensors, on the device. `calibrate` fixes them to those of data, which saves these passes.
-    Timesteps count as diffusers counts them, from low noise (0) up. Nothing waits for the device, so that CUDA graphs and
-    torch.compile take it whole. Gradients are straight through, see `trtconvert.attention.kernel.int8_attention`.
+    A GPU runs the CUDA kernels. A CPU runs their specification, which is slow and meant for checking. Without a calibration,
+    scales are measured on the device in each call. `calibrate` fixes the scales, which saves these measurements. Timesteps count
+    from low noise (0) up, as in diffusers. No call synchronises with the device, so that CUDA graphs and torch.compile can
+    capture the module. Gradients are straight-through, see `trtconvert.attention.kernel.int8_attention`.
 
-    Tables stay FP32 in whatever type the module is cast to.
+    The tables of scales stay FP32 when the module is cast.
 
     Args:
-        num_heads: H, of the queries.
-        head_dim: D, 32 to 256 in steps of 8. Where it is left out, that of the first calibration, or of each call.
-        num_timesteps: the schedule's length; timesteps lie in [0, num_timesteps].
-        use_adaptive_scaling: follow the timestep: `timestep_bins` sets of scales, and modes by the noise with `precision_mode`
-            "auto". False: one set of scales for all timesteps, and "auto" is "balanced".
-        timestep_scales: [num_timesteps] factors by which scales follow the noise, as `compute_adaptive_scales` gives them. They
-            carry what `calibrate` saw at some timesteps to the others; without a calibration there is nothing to carry, as scales
-            are measured at each call's own timestep.
-        num_kv_heads: Hkv, of keys and values; divides H, which it is by default.
-        precision_mode: "fp16", "precision", "balanced", "aggressive", "fp8", see `Mode`, or "auto": by the noise of each timestep
-            bin (`sigma_rule_modes`), aggressive at high noise, precision at low.
-        sigmas: [num_timesteps] noise of each timestep for "auto"; the Karras schedule by default.
-        timestep_bins: equal parts of the schedule, each with its own scales and mode.
-        block_q: how far apart queries lie that tell which keys pruning may drop, see `key_importance`.
-        block_k: accepted for code that was written for other kernels: neither numbers nor speed depend on it. Tiles are 128 × 128
-            for `block_q` too, since keys are quantised tile by tile; memory does not grow with them.
-        softmax_eps: ε of exp(z) / (Σ exp(z) + ε), over scaled logits z. Nothing needs it here, as sums are taken relative to each
-            row's largest term: 0 leaves it out, and costs nothing.
-        softmax_scale: factor of the logits; 1/√D by default.
-        enable_pruning: drop the keys that least attention goes to.
-        pruning_ratio: which share of them; or one share for each of as many equal parts of the schedule, from low noise up, as
-            (0, 0, 0.1, 0.3) to prune in early steps only.
-        attention_type: "dense", or "block_sparse": within `window_size`.
-        block_size: of block-sparse windows, see `check_block_size`; the kernels' 128 by default.
-        window_size: tokens around each query that it sees, in block-sparse attention; for a `grid` one number for each direction.
-        grid: (height, width) or (frames, height, width) of the tokens in raster order; a plain sequence without.
-        sink_tokens, text_tokens, text: tokens that all see, in block-sparse attention, see `neighbourhood_mask`.
-        enable_cfg_fusion: allow `fused_cfg`, and calls whose queries have twice the batch of keys and values.
+        num_heads: H, the number of query heads.
+        head_dim: D, 32 to 256 in steps of 8. None: taken from the first calibration, or from each call.
+        num_timesteps: length of the schedule; timesteps lie in [0, num_timesteps].
+        use_adaptive_scaling: True: `timestep_bins` sets of scales, and precision_mode "auto" depends on the noise. False: one set
+            of scales for all timesteps, and "auto" means "balanced".
+        timestep_scales: [num_timesteps] factors of the scales over the noise, as `compute_adaptive_scales` returns them.
+            `calibrate` uses the factors to fill bins that its data does not reach. Measured scales do not use the factors.
+        num_kv_heads: Hkv, the number of key and value heads; divides H. None: H.
+        precision_mode: "fp16", "precision", "balanced", "aggressive" or "fp8" (see `Mode`), or "auto": a mode for each timestep
+            bin by its noise (`sigma_rule_modes`), aggressive at high noise, precision at low noise.
+        sigmas: [num_timesteps] noise of each timestep for "auto"; None: the Karras schedule.
+        timestep_bins: number of equal parts of the schedule; each part has its own scales and mode.
+        block_q: stride of the queries that pruning samples, see `key_importance`.
+        block_k: no effect; accepted for code that was written for other kernels. `block_q` does not change tiles either: tiles
+            are always 128 × 128, as keys are quantised tile by tile.
+        softmax_eps: ε of exp(z) / (Σ exp(z) + ε) over scaled logits z. Sums are relative to each row's largest term, so 0 is
+            safe and costs nothing.
+        softmax_scale: factor of the logits; None: 1/√D.
+        enable_pruning: drop the keys that receive the least attention.
+        pruning_ratio: share of the keys to drop; or one share for each of several equal parts of the schedule, from low noise up,
+            such as (0, 0, 0.1, 0.3) to prune in early steps only.
+        attention_type: "dense", or "block_sparse", which is restricted to `window_size`.
+        block_size: block size of block-sparse windows, see `check_block_size`; None: 128, the kernels' size.
+        window_size: block-sparse: number of tokens around each query that the query sees; with `grid` one number per direction.
+        grid: (height, width) or (frames, height, width) of the tokens in raster order; None: a plain sequence.
+        sink_tokens, text_tokens, text: block-sparse: tokens that every query sees, see `neighbourhood_mask`.
+        enable_cfg_fusion: allow `fused_cfg`, and calls whose query batch is twice the batch of keys and values.
 
     Raises:
-        UserError: an option that has no such value, or that the others leave without effect.
+        UserError: an option has an invalid value, or has no effect with the other options.
     """
 
     q_scale: Tensor | None
@@ -164,9 +164,7 @@ class Int8Attention(nn.Module):
         _require(timestep_bins >= 1, "timestep_bins", "at least 1", timestep_bins)
         for name, block in (("block_q", block_q), ("block_k", block_k)):
             _require(block in (16, 32, 64, 128, 256), name, "16, 32, 64, 128 or 256", block)
-        if softmax_scale is not None:  # written so that NaN fails, as below
-            wanted = "a positive finite number"
-            _require(0 < softmax_scale < math.inf, "softmax_scale", wanted, softmax_scale, "leave it out for 1/√D")
+        check_softmax_scale(softmax_scale)
         _require(0 <= softmax_eps < math.inf, "softmax_eps", "0 or a small positive number", softmax_eps)
         _require(attention_type in ATTENTION_TYPES, "attention_type", " or ".join(ATTENTION_TYPES), attention_type)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, head_dim
@@ -185,30 +183,40 @@ class Int8Attention(nn.Module):
         for name in NAMES:
             self.register_buffer(name, None)
 
-        sparse = attention_type == "block_sparse"
         self.block_size = 128 if block_size is None else block_size
         self.window_size, self.sink_tokens = window_size, sink_tokens
-        if not sparse:
+        mask = None
+        if attention_type == "dense":
             given = {"block_size": block_size, "window_size": window_size, "grid": grid}
             given |= {"sink_tokens": sink_tokens or None, "text_tokens": text_tokens or None}
             for name, value in given.items():
                 _require(value is None, name, "none in dense attention", value, 'attention_type="block_sparse"')
-        elif window_size is None:
-            raise _misfit("window_size", "a number of tokens for block-sparse attention", None, "window_size=512")
-        check_block_size(self.block_size)
-        _require(not (sparse and enable_pruning), "enable_pruning", "dense attention", "block_sparse", "leave one out")
-        mask = None
-        if sparse and grid is not None:
-            assert window_size is not None
-            size = window_size if isinstance(window_size, int) else tuple(window_size)
-            mask = neighbourhood_mask(
-                grid, size, block_size=self.block_size, text_tokens=text_tokens, text=text, sink_tokens=sink_tokens
-            )  # type: ignore[arg-type]
-        elif sparse:
-            _require(isinstance(window_size, int), "window_size", "one number without a grid", window_size)
-            _require(text_tokens == 0, "text_tokens", "none without a grid", text_tokens, "grid=(height, width)")
+        else:
+            mask = self._checked_windows(grid, text_tokens, text)
         self._grid_tokens = 0 if mask is None else math.prod(grid or ()) + text_tokens
         self.register_buffer("block_mask", mask, persistent=False)
+
+    def _checked_windows(
+        self, grid: Sequence[int] | None, text_tokens: int, text: Literal["first", "last"]
+    ) -> Tensor | None:
+        """Checks the options of block-sparse attention and returns the block mask of a grid; None without a grid."""
+        window = self.window_size
+        if window is None:
+            raise _misfit("window_size", "a number of tokens for block-sparse attention", None, "window_size=512")
+        check_block_size(self.block_size)
+        _require(not self.enable_pruning, "enable_pruning", "dense attention", "block_sparse", "leave one out")
+        if grid is None:
+            _require(isinstance(window, int), "window_size", "one number without a grid", window)
+            _require(text_tokens == 0, "text_tokens", "none without a grid", text_tokens, "grid=(height, width)")
+            return None
+        return neighbourhood_mask(
+            grid,
+            window if isinstance(window, int) else tuple(window),  # type: ignore[arg-type]
+            block_size=self.block_size,
+            text_tokens=text_tokens,
+            text=text,
+            sink_tokens=self.sink_tokens,
+        )
 
     def extra_repr(self) -> str:
         sparse = f", window_size={self.window_size}" if self.attention_type == "block_sparse" else ""
@@ -220,12 +228,12 @@ class Int8Attention(nn.Module):
 
     @property
     def calibrated(self) -> bool:
-        """Whether scales are those of data, by `calibrate` or `load_state_dict`."""
+        """True if the scales are fixed, by `calibrate` or `load_state_dict`."""
         return self.q_scale is not None
 
     @property
     def tables(self) -> AttentionTables | None:
-        """What `calibrate` has found, by timestep bin; None before it."""
+        """The calibrated tables, by timestep bin; None before `calibrate`."""
         found = {name: getattr(self, name) for name in NAMES}
         return AttentionTables(**found, modes=self.modes) if self.calibrated else None
 
@@ -244,25 +252,26 @@ class Int8Attention(nn.Module):
         enable_pruning: bool | None = None,
         pruning_ratio: float | Sequence[float] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """
+        """Computes attention.
+
         Args:
-            Q: [B, H, Nq, D] FP16 or BF16; on a CPU FP32 too. K, V: [B, Hkv, Nk, D], in Q's type and on its device.
-            timestep: in [0, num_timesteps], one for all samples or [B]. A tensor on a GPU is not looked at by the host: values
-                beyond the schedule's ends count as the ends.
+            Q: [B, H, Nq, D] FP16 or BF16; on a CPU also FP32. K, V: [B, Hkv, Nk, D], of Q's type and on Q's device.
+            timestep: in [0, num_timesteps], one for all samples or [B]. The host does not read a tensor on a GPU: there, values
+                outside the schedule are clamped to its ends.
             mask: broadcastable to [B, H, Nq, Nk], boolean (true attends) or additive.
-            block_mask: [1 or B, 1 or H, ⌈Nq/128⌉, ⌈Nk/128⌉] boolean, the blocks to compute, in place of the module's own.
-            return_mask: also return which keys were kept, with pruning; by default where `enable_pruning` is given here.
-            enable_pruning, pruning_ratio: for this call, in place of the module's own.
+            block_mask: [1 or B, 1 or H, ⌈Nq/128⌉, ⌈Nk/128⌉] boolean, the blocks to compute; replaces the module's own.
+            return_mask: return the mask of kept keys, too; needs pruning. None: true if `enable_pruning` is given here as True.
+            enable_pruning, pruning_ratio: replace the module's own for this call.
         Returns:
-            [B, H, Nq, D] in Q's type; and kept_mask [B, H, Nk] boolean, true for keys that were kept.
+            [B, H, Nq, D] in Q's type; with `return_mask` also kept_mask [B, H, Nk] boolean, true for keys that were kept.
         Raises:
-            UserError: tensors, a timestep or options that do not fit the module, or each other.
+            UserError: tensors, a timestep or options do not fit the module or each other.
         """
         prune = self.enable_pruning if enable_pruning is None else enable_pruning
         if return_mask is None:
             return_mask = bool(enable_pruning)
         if return_mask and not prune:
-            raise _misfit("return_mask", "pruning, which alone drops keys", "none", "enable_pruning=True")
+            raise _misfit("return_mask", "pruning, as all keys are kept without it", "none", "enable_pruning=True")
         if pruning_ratio is not None and not prune:
             raise _misfit("pruning_ratio", "none without pruning", pruning_ratio, "enable_pruning=True")
         ratios = self.pruning_ratio if pruning_ratio is None else _checked_ratios(pruning_ratio)
@@ -290,15 +299,15 @@ class Int8Attention(nn.Module):
         timestep: Timestep,
         guidance_scale: float | None = None,
     ) -> GuidedOutputs:
-        """Attention of conditional and unconditional queries to the same keys, which are read and quantised once.
+        """Computes attention of conditional and unconditional queries to the same keys, which are read and quantised once.
 
         Args:
             Q_cond, Q_uncond: [B, H, N, D] each; K, V, timestep: as in `forward`.
-            guidance_scale: for the `guided` of what is returned.
+            guidance_scale: for the property `guided` of the result.
         Returns:
-            (output_cond, output_uncond), [B, H, N, D] each, and `guided`.
+            (output_cond, output_uncond), [B, H, N, D] each, with the property `guided`.
         Raises:
-            UserError: see `forward`; or the module was not made for it.
+            UserError: as in `forward`; or the module lacks enable_cfg_fusion.
         """
         if not self.enable_cfg_fusion:
             raise _misfit("fused_cfg", "a module with enable_cfg_fusion", "one without", "enable_cfg_fusion=True")
@@ -315,13 +324,7 @@ class Int8Attention(nn.Module):
         return GuidedOutputs(cond, uncond, guidance_scale)
 
     def _fused(
-        self,
-        first: Tensor,
-        second: Tensor,
-        K: Tensor,
-        V: Tensor,
-        timestep: Timestep,
-        ratios: Sequence[float] | None,
+        self, first: Tensor, second: Tensor, K: Tensor, V: Tensor, timestep: Timestep, ratios: Sequence[float] | None
     ) -> tuple[Tensor, Tensor | None]:
         blocks = None
         if self.attention_type == "block_sparse":
@@ -358,7 +361,7 @@ class Int8Attention(nn.Module):
         kept = None
         if ratios is not None:
             if mask is not None or "block_mask" in options:
-                raise _misfit("pruning", "no mask, which speaks of keys by their places", "one")
+                raise _misfit("pruning", "no mask, as pruning renumbers the keys", "one")
             pruned, kept = self._pruned(Q, K, timestep, steps, ratios)
             options |= pruned
         return self.attend(Q, K, V, steps, present, **options), kept
@@ -374,12 +377,13 @@ class Int8Attention(nn.Module):
         part: tuple[int, int] = (0, 1),
         **options: Any,
     ) -> Any:
-        """The operator with this module's tables and modes, or measured ones; nothing is checked.
+        """Runs the operator with the calibrated tables, or with measured scales. Checks nothing.
 
         Args:
-            timestep: [B] FP32; present: the modes that it may have.
-            part: (i, n) where Q, K and V have the i-th of n equal parts of the heads.
-            options: of `kernel.attention`; `softmax_scale` is the module's.
+            timestep: [B] FP32.
+            present: the modes that the timesteps may select; None: all of the module's.
+            part: (i, n) if Q, K and V hold the i-th of n equal parts of the heads.
+            options: of `kernel.attention`, except `softmax_scale` and `timestep_max`.
         """
         with_lse = bool(options.pop("return_lse", False))
         options |= {"timestep_max": float(self.num_timesteps), "softmax_scale": self.softmax_scale}
@@ -404,11 +408,7 @@ class Int8Attention(nn.Module):
         return (out, lse) if with_lse else out
 
     def blocks(self, Q: Tensor, K: Tensor) -> Tensor:
-        """The block mask of a block-sparse call, see `check_block_mask`.
-
-        Raises:
-            UserError: as many queries or keys as its window or its grid has not.
-        """
+        """Returns the block mask of a block-sparse call; UserError if the window or the grid has other numbers of tokens."""
         queries, keys = Q.shape[2], K.shape[2]
         if self.block_mask is None:
             assert isinstance(self.window_size, int)
@@ -427,7 +427,7 @@ class Int8Attention(nn.Module):
     def _pruned(
         self, Q: Tensor, K: Tensor, timestep: Timestep, steps: Tensor, ratios: Sequence[float]
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """What the operator is told of the keys that are kept, and the mask of them."""
+        """Returns the operator's options that select the kept keys, and the mask of kept keys."""
         batch, heads, keys = Q.shape[0], Q.shape[1], K.shape[2]
         counts = [kept_keys(keys, ratio) for ratio in ratios]
         if len(counts) > 1 and not isinstance(timestep, Tensor):
@@ -440,7 +440,7 @@ class Int8Attention(nn.Module):
         if len(counts) == 1:
             index = most_important(importance, counts[0])
             return {"key_index": index}, kept_mask(index, heads, keys)
-        # Only the device knows the timestep: keys come by their importance, and each sample's number of them ends the list.
+        # The host does not know the timestep: keys are sorted by importance, and `key_lengths` cuts each sample's list.
         index = importance.topk(max(counts), dim=-1).indices.int()
         lengths = _on_device(counts, Q.device)[timestep_bin(steps, float(self.num_timesteps), len(counts))]
         rank = torch.arange(index.shape[2], device=Q.device)
@@ -450,14 +450,14 @@ class Int8Attention(nn.Module):
         return {"key_index": index, "key_lengths": lengths}, mask
 
     def timesteps(self, timestep: Timestep, Q: Tensor) -> tuple[Tensor, frozenset[Mode]]:
-        """[B] FP32 on Q's device, and the modes that they may have."""
+        """Returns [B] FP32 on Q's device, and the modes that these timesteps may select."""
         batch, top = Q.shape[0], self.num_timesteps
         if not isinstance(timestep, Tensor):
             if not isinstance(timestep, (int, float)):
                 raise _misfit("timestep", "a number or a tensor", type(timestep).__name__)
-            if not 0 <= timestep <= top:  # written so that NaN fails
+            if not 0 <= timestep <= top:  # NaN fails both comparisons
                 raise _misfit("timestep", f"0 to {top}, from low noise up", timestep, "num_timesteps=… of the schedule")
-            # The bin is found in FP32 on the device: near an edge it may be either.
+            # The device finds the bin in FP32: near an edge it may be either of two bins.
             near = (int(timestep * self.bins / top + nudge) for nudge in (-1e-3, 1e-3))
             modes = frozenset(self._mode_list[min(place, self.bins - 1)] for place in near)
             return torch.full((batch,), float(timestep), device=Q.device), modes
@@ -472,10 +472,7 @@ class Int8Attention(nn.Module):
         return steps, self.present
 
     def check(self, Q: Tensor, K: Tensor, V: Tensor) -> None:
-        """
-        Raises:
-            UserError: tensors that the module does not take.
-        """
+        """Raises a UserError if Q, K or V has another shape, type or device than the module takes, or the three do not fit."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         dim = self.head_dim if self.head_dim is not None else (Q.shape[-1] if Q.dim() == 4 else 0)
         for name, x, count in (("Q", Q, heads), ("K", K, kv_heads), ("V", V, kv_heads)):
@@ -501,16 +498,16 @@ class Int8Attention(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, data: Iterable[Sample], *, percentile: float = 100.0) -> Int8Attention:
-        """Fix the scales to those of data, which replaces an earlier calibration.
+        """Fixes the scales to those of the data; replaces an earlier calibration.
 
         Args:
-            data: (Q, K, V, timestep) of calls as in `forward`, spread over the schedule. Bins without any take the nearest's
-                scales, times the ratio of their `timestep_scales` where these were given.
-            percentile: of the calls' largest magnitudes in each bin; less than 100 lets the largest saturate.
+            data: (Q, K, V, timestep) of calls as in `forward`, spread over the schedule. A bin without data takes the scales of
+                the nearest bin, times the ratio of their `timestep_scales` if these were given.
+            percentile: of the calls' largest magnitudes in each bin; below 100 the largest magnitudes saturate.
         Returns:
             The module itself.
         Raises:
-            UserError: no data, tensors that do not fit, or NaN or Inf among them; the module then stays as it was.
+            UserError: no data, tensors that do not fit, or NaN or Inf in a tensor; the module stays unchanged.
         """
         _require(0 < percentile <= 100, "percentile", "more than 0, at most 100", percentile)
         observer = RangeObserver(["attention"], float(self.num_timesteps), self.bins)
@@ -537,14 +534,13 @@ class Int8Attention(nn.Module):
         return self
 
     def _carried(self, seen: Sequence[int]) -> Tensor:
-        """[T] factor of each bin's scales and offsets, relative to the bin that it takes them from."""
+        """[T] factors of each bin's scales and offsets, relative to the bin from which they are copied."""
         if self._lut is None:
             return torch.ones(self.bins)
-        nearest = [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(self.bins)]
-        return self._lut / self._lut[nearest]
+        return self._lut / self._lut[nearest_bins(seen, self.bins)]
 
     def _checked_lut(self, scales: Tensor | None) -> Tensor | None:
-        """[T] largest factor of each bin, FP32."""
+        """[T] FP32, the largest factor of each bin."""
         if scales is None:
             return None
         scales = torch.as_tensor(scales)
@@ -559,7 +555,7 @@ class Int8Attention(nn.Module):
     def _modes(self, sigmas: Tensor | None) -> Tensor:
         if sigmas is not None:
             used = self.precision_mode == "auto" and self.use_adaptive_scaling
-            _require(used, "sigmas", 'none but for precision_mode="auto" with use_adaptive_scaling', "a schedule")
+            _require(used, "sigmas", 'none except for precision_mode="auto" with use_adaptive_scaling', "a schedule")
             _require(
                 tuple(sigmas.shape) == (self.num_timesteps,), "sigmas", f"[{self.num_timesteps}]", list(sigmas.shape)
             )
@@ -573,10 +569,10 @@ class Int8Attention(nn.Module):
         self._mode_list = [Mode(mode) for mode in modes.tolist()]
         return modes
 
-    # What torch does with modules -------------------------------------------------------------------------------------
+    # Hooks of torch.nn.Module -----------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Int8Attention:
-        """Moves the tables, and keeps them FP32: half precision has neither their range nor their bits."""
+        """Moves the tables but keeps them FP32: half precision lacks range and bits for scales."""
         kept = {name: table for name in NAMES if (table := getattr(self, name)) is not None}
         super()._apply(fn, recurse)
         for name, table in kept.items():
@@ -592,7 +588,7 @@ class Int8Attention(nn.Module):
                 shape = (self.bins, self.num_heads if name == "q_scale" else self.num_kv_heads)
                 if name not in ("q_scale", "k_scale"):
                     shape = (*shape, self.head_dim or saved.shape[-1])
-                if tuple(saved.shape) == shape or getattr(self, name) is None:  # torch tells of other shapes
+                if tuple(saved.shape) == shape or getattr(self, name) is None:  # torch reports other shapes
                     setattr(self, name, torch.empty(shape, device=self.modes.device))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if self.v_scale is not None:
@@ -608,10 +604,10 @@ def fused_cfg(
     guidance_scale: float | None = None,
     **options: Any,
 ) -> GuidedOutputs:
-    """`Int8Attention.fused_cfg` without a module, with scales that are measured.
+    """Runs `Int8Attention.fused_cfg` with measured scales, without a module.
 
     Args:
-        options: of `Int8Attention`, as num_timesteps and precision_mode.
+        options: of `Int8Attention`, such as num_timesteps and precision_mode.
     """
     for name, x in (("Q_cond", Q_cond), ("K", K)):
         if x.dim() != 4:
@@ -633,7 +629,7 @@ def _checked_ratios(ratio: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """[len] INT32, made on the device: a copy from the host may not be recorded in a CUDA graph."""
+    """[len] INT32, made on the device: a CUDA graph cannot record a copy from pageable host memory."""
     return torch.stack([torch.full((), number, dtype=torch.int32, device=device) for number in numbers])
 
 

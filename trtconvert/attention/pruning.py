@@ -1,5 +1,4 @@
-"""Token pruning: the keys that least attention goes to are left out, so that attention computes less; and what data tells of
-which keys, and which blocks of them, that may be."""
+"""Token pruning drops the keys that receive the least attention. Also derives pruning ratios and block masks from data."""
 
 from __future__ import annotations
 
@@ -14,24 +13,24 @@ from trtconvert.attention.reference import BLOCK, timestep_bin
 from trtconvert.errors import UserError
 
 SAMPLED_QUERIES = 256
-"""Queries that tell how much attention each key gets, at most: a larger sample changes few of the keys that are dropped."""
+"""Largest number of queries that are sampled to estimate each key's attention: more change few of the dropped keys."""
 
 
 @torch.no_grad()
 def key_importance(q: Tensor, k: Tensor, *, stride: int = 64, softmax_scale: float | None = None) -> Tensor:
-    """The share of attention that each key gets, estimated on every `stride`-th query, in 16 bits where q has them.
+    """Estimates the share of attention that each key receives, from every `stride`-th query, in 16 bits if q has 16.
 
-    Costs a `stride`-th of QKᵀ, at most `SAMPLED_QUERIES` / Nq of it.
+    Costs 1 / `stride` of QKᵀ, at most `SAMPLED_QUERIES` / Nq.
 
     Args:
         q, k: [B, H, Nq, D], [B, Hkv, Nk, D].
-        stride: between the queries that are asked.
-        softmax_scale: factor of the logits; 1/√D when absent.
+        stride: distance of the sampled queries.
+        softmax_scale: factor of the logits; None: 1/√D.
     Returns:
         [B, Hkv, Nk] FP32, mean softmax weight over the sampled queries and the query heads that share a key head; sums to one.
-        Queries that are NaN or ±Inf tell nothing; NaN in every head where a key is.
+        Queries with NaN or ±Inf are ignored; a key with NaN gives NaN in its head.
     Raises:
-        UserError: a softmax_scale that is no positive finite number.
+        UserError: softmax_scale is not a positive finite number.
     """
     check_softmax_scale(softmax_scale)
     (batch, _, queries, dim), kv_heads = q.shape, k.shape[1]
@@ -44,41 +43,34 @@ def key_importance(q: Tensor, k: Tensor, *, stride: int = 64, softmax_scale: flo
 
 
 def broken_first(importance: Tensor, k: Tensor) -> Tensor:
-    """Importance [B, Hkv, Nk] in which keys [B, Hkv, Nk, D] that are NaN or ±Inf come first: dropped, they would not show."""
+    """Ranks keys [B, Hkv, Nk, D] with NaN or ±Inf first in the importance [B, Hkv, Nk]: dropping them would hide the fault."""
     broken = ~k.sum(-1, dtype=torch.float32).isfinite()
     return importance.nan_to_num(0).masked_fill(broken, math.inf)
 
 
 def most_important(importance: Tensor, kept: int) -> Tensor:
-    """The `kept` most important keys of each head: [B, Hkv, kept] INT32, the operator's `key_index`."""
+    """Returns the `kept` most important keys of each head: [B, Hkv, kept] INT32, the operator's `key_index`."""
     return importance.topk(kept, dim=-1, sorted=False).indices.int()
 
 
 def kept_keys(keys: int, ratio: float) -> int:
-    """How many keys are left when a share of them is dropped; at least one.
-
-    Raises:
-        UserError: the share is not in [0, 1).
-    """
+    """Returns the number of keys that remain after a share in [0, 1) of them is dropped; at least one."""
     check_ratio(ratio)
     return max(1, keys - int(keys * ratio))
 
 
 def kept_mask(key_index: Tensor, heads: int, keys: int) -> Tensor:
-    """[B, H, Nk] boolean, true for keys that are kept. Key heads are repeated for the query heads that share them."""
+    """Returns [B, H, Nk] boolean, true for kept keys. Key heads are repeated for the query heads that share them."""
     batch, kv_heads, _ = key_index.shape
     mask = torch.zeros(batch, kv_heads, keys, dtype=torch.bool, device=key_index.device)
     return mask.scatter(2, key_index.long(), True).repeat_interleave(heads // kv_heads, 1)
 
 
 def check_softmax_scale(softmax_scale: float | None) -> None:
-    """
-    Raises:
-        UserError: it is given, and no positive finite number.
-    """
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # written so that NaN fails
+    """Raises a UserError if a factor of the logits is given, but not a positive finite number."""
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # NaN fails both comparisons
         raise UserError(
-            "attention cannot be scaled so",
+            "softmax_scale is not valid",
             expected="a softmax_scale that is positive and finite",
             got=str(softmax_scale),
             remedy="leave it out for 1/√D",
@@ -86,16 +78,13 @@ def check_softmax_scale(softmax_scale: float | None) -> None:
 
 
 def check_ratio(ratio: float) -> None:
-    """
-    Raises:
-        UserError: not in [0, 1).
-    """
-    if not 0 <= ratio < 1:  # written so that NaN fails
+    """Raises a UserError if a share of keys to drop is not in [0, 1)."""
+    if not 0 <= ratio < 1:  # NaN fails both comparisons
         raise UserError(
-            "attention cannot be pruned by such a share",
+            "the pruning ratio is not valid",
             expected="a pruning_ratio of 0 or more and less than 1",
             got=str(ratio),
-            remedy="0.2 drops a fifth of the keys; 1 would drop all of them",
+            remedy="use 0.2 to drop a fifth of the keys, for example",
         )
 
 
@@ -109,16 +98,16 @@ def pruning_schedule(
     stride: int = 64,
     softmax_scale: float | None = None,
 ) -> tuple[float, ...]:
-    """The `pruning_ratio` that data allows: in each part of the schedule the largest share of keys that together get at most a
-    share `lost` of the attention, in every head, sample and call.
+    """Returns the `pruning_ratio` that data allows: in each part of the schedule the largest share of keys that together receive
+    at most a share `lost` of the attention in every head, sample and call.
 
     Args:
-        data: (Q, K, V, timestep) of calls, as `Int8Attention.calibrate` takes them.
-        lost: of the attention, in [0, 1).
-        bins: parts of the schedule; one that no call belongs to is not pruned.
-        num_timesteps: where the last part ends; stride, softmax_scale: see `key_importance`.
+        data: (Q, K, V, timestep) of calls, as in `Int8Attention.calibrate`.
+        lost: share of the attention, in [0, 1).
+        bins: parts of the schedule; parts without a call are not pruned.
+        num_timesteps: end of the last part; stride, softmax_scale: see `key_importance`.
     Raises:
-        UserError: no data, or no such share or softmax_scale.
+        UserError: no data, or `lost` or softmax_scale is not valid.
     """
     _check_lost(lost)
     found: list[float | None] = [None] * bins
@@ -141,18 +130,18 @@ def block_mask_of_data(
     *,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """A block mask without the blocks that data sends almost no attention to.
+    """Makes a block mask without the blocks that receive almost no attention in the data.
 
-    Of each block of queries the least blocks of keys are dropped that together get at most a share `lost` of its attention; what
-    any sample or call needs stays. Attention is computed exactly, a block of queries at a time.
+    Each block of queries drops the least blocks of keys that together receive at most a share `lost` of its attention. A block
+    that any sample or call needs stays. Attention is computed exactly, a block of queries at a time.
 
     Args:
-        data: (Q, K, V, timestep) of calls with the same numbers of tokens.
-        lost: in [0, 1); softmax_scale: factor of the logits, 1/√D when absent.
+        data: (Q, K, V, timestep) of calls with equal numbers of tokens.
+        lost: in [0, 1); softmax_scale: factor of the logits, None: 1/√D.
     Returns:
         [1, H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on the CPU.
     Raises:
-        UserError: no data, no such share or softmax_scale, or calls of other numbers of heads or tokens.
+        UserError: no data, an invalid `lost` or softmax_scale, or calls with different numbers of heads or tokens.
     """
     _check_lost(lost)
     check_softmax_scale(softmax_scale)
@@ -162,7 +151,7 @@ def block_mask_of_data(
         found = needed_blocks(q, k, [lost], scale)[:, 0].any(0, keepdim=True).cpu()
         if seen is not None and seen.shape != found.shape:
             raise UserError(
-                "one block mask cannot be found from such calls",
+                "the calls need different block masks",
                 expected=f"heads and blocks of tokens {list(seen.shape[1:])}, as in the first call",
                 got=str(list(found.shape[1:])),
                 remedy="make a mask for each size of image",
@@ -174,16 +163,17 @@ def block_mask_of_data(
 
 
 def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: float) -> Tensor:
-    """The blocks that are left when of each block of queries the least blocks of keys are dropped that together get at most a
+    """Finds the blocks that remain when each block of queries drops the least blocks of keys that together receive at most a
     share of its attention. Attention is computed exactly, in FP32, a block of queries at a time.
 
     Args:
-        q, k: [B, H, Nq, D], [B, Hkv, Nk, D]; shares: that may be lost, in [0, 1); softmax_scale: factor of the logits.
+        q, k: [B, H, Nq, D], [B, Hkv, Nk, D].
+        shares: shares of attention that may be lost, in [0, 1).
+        softmax_scale: factor of the logits.
     Returns:
-        [B, len(shares), H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on their device. No row is empty. Blocks whose share is NaN are
-        needed.
+        [B, len(shares), H, ⌈Nq / BLOCK⌉, ⌈Nk / BLOCK⌉] boolean, on q's device. No row is empty. Blocks with a NaN share stay.
     """
-    if len(q) > 1:  # one by one: the weights of all elements and heads of a block of queries are there at once
+    if len(q) > 1:  # element by element: the weights of all heads of a block of queries are in memory at once
         each = zip(q.split(1), k.split(1), strict=True)
         return torch.cat([needed_blocks(*element, shares, softmax_scale) for element in each])
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().transpose(2, 3)
@@ -193,7 +183,7 @@ def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: 
         mass = pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
         least, order = mass.sort(-1)
         lost = least.cumsum(-1)
-        # The largest always stays, whatever rounding made of a sum near one.
+        # The largest block stays, even if rounding makes the sum of all less than the share.
         kept = torch.stack([~(lost <= share) for share in shares], 1).index_fill(
             -1, torch.tensor([mass.shape[-1] - 1], device=q.device), True
         )
@@ -202,17 +192,17 @@ def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: 
 
 
 def _check_lost(lost: float) -> None:
-    if not 0 <= lost < 1:  # written so that NaN fails
+    if not 0 <= lost < 1:  # NaN fails both comparisons
         raise UserError(
-            "so much attention cannot be left out",
+            "the share of lost attention is not valid",
             expected="a share of 0 or more and less than 1",
             got=str(lost),
-            remedy="0.01 leaves out a hundredth of the attention",
+            remedy="use 0.01 to leave out a hundredth of the attention, for example",
         )
 
 
 def no_calls(purpose: str) -> UserError:
-    """Of what takes calls of attention, and is given none."""
+    """Returns the error for data without calls; purpose: what the calls are for."""
     return UserError(
         f"there is nothing {purpose}",
         expected="(Q, K, V, timestep) of one call or more",

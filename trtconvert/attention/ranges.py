@@ -1,14 +1,14 @@
-"""Observation of ranges: the extremes and sums of q, k and v at every site, per denoiser call and timestep bin.
+"""Observation of ranges: extremes and sums of q, k and v at every site, per denoiser call and timestep bin.
 
-One pass records what every choice of scale by maxima needs. The range of k or v about any offset follows from its extremes, so
-the offset can be chosen afterwards. Rows are never added up while they are observed: those of several batches, runs or machines
-merge by concatenation in the order of the batches, so the outcome does not depend on who observed what, not even by rounding.
+One pass records what every choice of scale by maxima needs: the range of k or v about any offset follows from its extremes, so
+that the offset can be chosen afterwards. Rows are not reduced while they are observed. Rows of several batches, runs or machines
+merge by concatenation in the order of the batches, so that the result is bit-identical whoever observed which batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,21 +16,21 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, call_of, on_cpu
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, rows_of_groups
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
 
 CHANNEL_FLOOR = 1e-4
-"""Smallest range of a value channel relative to its head's largest. A channel of zeros would divide by zero otherwise."""
+"""Smallest range of a value channel relative to the largest of its head; prevents a division by zero."""
 
 RANGE_FLOOR = 1e-8
-"""Smallest range at all: what a head of zeros gets."""
+"""Smallest range of all: the range of a head of zeros."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What was seen at one site; a row per denoiser call and timestep bin, in the order of the calls. On the CPU.
+class Rows(TensorFields):
+    """Observations at one site: a row per denoiser call and timestep bin, in the order of the calls. On the CPU.
 
     Attributes:
         bin: [R] INT64 timestep bin.
@@ -50,42 +50,25 @@ class Rows:
     v_high: Tensor
     v_total: Tensor
 
-    @staticmethod
-    def cat(parts: Sequence[Rows]) -> Rows:
-        """All rows, in the order of the parts."""
-        return Rows(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Rows)})
-
     def of_bin(self, index: int) -> Rows:
-        """The rows of one timestep bin."""
-        chosen = self.bin == index
-        return Rows(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The attributes by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return self.select(self.bin == index)
 
     def mean(self, name: str) -> Tensor:
         """[Hkv, D] FP32 mean of "k" or "v" over all rows."""
         return (getattr(self, f"{name}_total").sum(0) / self.tokens.sum()).float()
 
     def amax(self, name: str, offset: Tensor) -> Tensor:
-        """[R, Hkv, D] largest magnitude of "k" or "v" less an offset [Hkv, D], per row."""
+        """[R, Hkv, D] largest magnitude of "k" or "v" minus an offset [Hkv, D], per row."""
         return torch.maximum(getattr(self, f"{name}_high") - offset, offset - getattr(self, f"{name}_low"))
 
 
 Records = Mapping[str, Rows]
-"""Site: its rows."""
+"""Rows by site."""
 
 
 @dataclass(frozen=True)
 class _Extremes:
-    """Per sample of one call, still on the device: reductions over the tokens only, so that nothing waits for a bin.
-
-    Attributes:
-        timestep: [B].
-        tokens: keys per sample.
-        reduced: name: [B, heads, D].
-    """
+    """Reductions of one call over its tokens, on the device: timestep [B], tokens per sample, and [B, heads, D] by name."""
 
     timestep: Tensor
     tokens: int
@@ -93,12 +76,12 @@ class _Extremes:
 
 
 class RangeObserver:
-    """A handler that records `Rows` at the named sites, and runs the model's own attention.
+    """A handler that records `Rows` at the named sites and runs the model's own attention.
 
-    Eight reductions per call and nothing that waits for the device; the rest happens once, in `finish`.
+    A call costs eight reductions and does not synchronise with the device; `finish` does the rest at once.
 
     Args:
-        sites: to observe.
+        sites: names of the sites to observe.
         timestep_max, bins: see `timestep_bin`.
 
     Attributes:
@@ -115,69 +98,54 @@ class RangeObserver:
             for name, x in (("k", call.k), ("v", call.v)):
                 reduced |= {f"{name}_low": x.amin(2), f"{name}_high": x.amax(2)}
                 reduced[f"{name}_total"] = x.sum(2, dtype=torch.float32)
-            if call.folds > 1:  # of places there are thousands
+            if call.folds > 1:  # there may be thousands of folds
                 reduced = {name: _of_samples(x, name, call.folds) for name, x in reduced.items()}
             extremes = _Extremes(call.timestep[:: call.folds], call.folds * call.k.shape[2], reduced)
             self.notes.add(call.name, extremes)
         return call.exact()
 
     def finish(self) -> dict[str, Rows]:
-        """The rows of all calls since the last `finish`; of sites that were called.
+        """Returns the rows of all calls since the last `finish`, by site.
 
         Raises:
             UserError: NaN or Inf at a site; the message names the first.
         """
         taken = self.notes.take()
-        # One transfer from the GPU serves all sites.
-        timesteps = on_cpu([extremes.timestep for _, extremes in seen] for seen in taken.values())
         reduced = {
-            site: {
-                name: torch.cat([extremes.reduced[name] for _, extremes in seen]).float() for name in seen[0][1].reduced
-            }
+            site: {name: torch.cat([entry.reduced[name] for _, entry in seen]).float() for name in seen[0][1].reduced}
             for site, seen in taken.items()
         }
-        # Extremes carry NaN and Inf of any element, and so does the largest of them.
+        # The extremes are NaN or Inf if any element is, and so is the largest of the extremes.
         finite = {
             site: torch.stack([x.abs().amax((1, 2)).isfinite() for x in of.values()]) for site, of in reduced.items()
         }
-        good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+
+        def rows(site: str, entries: Sequence[_Extremes], groups: Groups) -> Rows:
+            return _rows(reduced[site], torch.tensor([entry.tokens for entry in entries]), groups)
+
+        def refusal(site: str, sample: int, timestep: float) -> UserError:
+            broken = (~finite[site][:, sample]).long().argmax()
+            return _non_finite(site, list(reduced[site])[int(broken)], timestep)
+
         groups = GroupsOfCalls(lambda timestep: timestep_bin(timestep, self._timestep_max, self._bins), self._bins)
-        found: dict[str, Rows] = {}
-        damaged: list[tuple[int, UserError]] = []
-        for (site, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
-            sizes = [len(extremes.timestep) for _, extremes in seen]
-            if not is_good:
-                rows = finite[site].cpu()
-                sample = int((~rows).any(0).long().argmax())
-                where = [name for name, whole in zip(reduced[site], rows[:, sample], strict=True) if not whole]
-                damaged.append((seen[call_of(sizes, sample)][0], _non_finite(site, where[0], timestep[sample].item())))
-                continue
-            tokens = torch.tensor([extremes.tokens for _, extremes in seen])
-            found[site] = _rows(reduced[site], tokens, groups(sizes, timestep))
-        if damaged:
-            raise min(damaged, key=lambda item: item[0])[1]
-        return found
+        return rows_of_groups(taken, {site: x.all(0) for site, x in finite.items()}, groups, rows, refusal)
 
 
 def _of_samples(reduced: Tensor, name: str, folds: int) -> Tensor:
-    """[B, heads, D] what an attention's batch [B · folds, heads, D] comes to for each sample."""
+    """Reduces the folds of each sample: [B · folds, heads, D] → [B, heads, D]."""
     each = reduced.unflatten(0, (-1, folds))
     return each.sum(1) if name.endswith("total") else each.amin(1) if name.endswith("low") else each.amax(1)
 
 
 def _rows(reduced: dict[str, Tensor], tokens: Tensor, groups: Groups) -> Rows:
-    """One row per group of samples.
-
-    Args:
-        tokens: keys of a sample, by call.
-    """
+    """One row per group of samples; tokens: keys of a sample, by call."""
 
     def over_group(x: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
         return groups.over(x, reduce).cpu()
 
     q_amax = torch.maximum(reduced["q_high"], -reduced["q_low"]).amax(-1)
     return Rows(
-        bin=groups.bin.clone(),  # tensors of a file share no memory
+        bin=groups.bin.clone(),  # tensors of a safetensors file may not share memory
         tokens=tokens[groups.call] * groups.counts,
         q_amax=over_group(q_amax, torch.amax),
         k_low=over_group(reduced["k_low"], torch.amin),
@@ -200,7 +168,7 @@ def _non_finite(site: str, reduced: str, timestep: float) -> UserError:
 
 
 def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
-    """`k_offset` and `v_offset` of every site: the means [T, Hkv, D] of what was seen in each bin or the nearest seen one."""
+    """Returns `k_offset` and `v_offset` of every site: means [T, Hkv, D] of each bin, or of the nearest bin with rows."""
     return {
         site: {
             f"{name}_offset": spread({i: rows.of_bin(i).mean(name) for i in seen_bins(rows)}, bins)
@@ -211,7 +179,7 @@ def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
 
 
 def ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, bins: int) -> dict[str, Tensor]:
-    """Ranges of "q" [T, H], "k" [T, Hkv] and "v" [T, Hkv, D]: a quantile of the calls' maxima, about the means."""
+    """Returns ranges about the means, a quantile of the calls' maxima: "q" [T, H], "k" [T, Hkv] and "v" [T, Hkv, D]."""
     by_bin: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
     for index in seen_bins(rows):
         seen = rows.of_bin(index)
@@ -226,20 +194,22 @@ def ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, b
 
 
 def tables_of_ranges(ranges: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of `AttentionTables` but its modes, FP32.
-
-    Args:
-        ranges: of "q", "k" and "v"; means: `k_offset` and `v_offset`, about which the latter two are.
-    """
+    """Returns the tensors of `AttentionTables` except the modes, FP32, from ranges of "q", "k" and "v", the latter two about the
+    means `k_offset` and `v_offset`."""
     floored = dict(ranges) | {"v": torch.maximum(ranges["v"], ranges["v"].amax(-1, keepdim=True) * CHANNEL_FLOOR)}
     return {f"{name}_scale": x.clamp_min(RANGE_FLOOR) / LEVELS for name, x in floored.items()} | dict(means)
 
 
 def seen_bins(rows: Rows) -> list[int]:
-    """The bins that have rows."""
+    """Returns the bins that have rows."""
     return rows.bin.unique().tolist()
 
 
 def spread(by_bin: Mapping[int, Tensor], bins: int) -> Tensor:
-    """[T, ...] from the bins that saw something: each bin takes the nearest."""
-    return torch.stack([by_bin[min(by_bin, key=lambda j, i=i: abs(j - i))] for i in range(bins)])
+    """[T, ...]: each bin takes the entry of the nearest bin in `by_bin`."""
+    return torch.stack([by_bin[index] for index in nearest_bins(list(by_bin), bins)])
+
+
+def nearest_bins(seen: Sequence[int], bins: int) -> list[int]:
+    """Returns the nearest of the seen bins for each bin."""
+    return [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(bins)]

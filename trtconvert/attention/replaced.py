@@ -1,10 +1,11 @@
-"""A denoiser while its attention is replaced: what its modules' classes do in a call, see `trtconvert.attention.replace`."""
+"""Replaced attention: the classes that a denoiser and its modules have meanwhile, see `trtconvert.attention.replace`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,42 +16,42 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.attention.sites import folds_of, of_elements, own_channels, taken, too_many
+from trtconvert.attention.sites import folds_of, of_elements, own_channels, refused_options, taken, too_many
 from trtconvert.noise_input import NoiseInput, place_of
 from trtconvert.unfused import Unfused, UnfusedAttention
 
 TIMESTEPS = ("timestep", "timesteps", "t")
-"""What forwards of denoisers call their timestep."""
+"""Names of the timestep parameter in forwards of denoisers."""
 
 DENOISER, SITE = "_int8_denoiser", "_int8_site"
 
 
-class Plan:
-    """How sites compute: what they share.
+@dataclass
+class TimestepModes:
+    """Precision modes by timestep, and how the denoiser's timesteps are read. All sites of a denoiser share one.
 
     Attributes:
-        modes: [T] INT32; present: what is among them.
-        timestep_max: where the last bin ends; factor: by which the denoiser's timesteps are multiplied before.
-        fractions: whether timesteps may be shares of the schedule, as some flow-matching pipelines pass them.
-        noise_input: what timesteps are, where they are no places in a table.
+        modes: [T] INT32, `Mode` per timestep bin; present: the modes in that table.
+        timestep_max: the end of the last bin.
+        factor: multiplies the denoiser's timesteps first.
+        fractions: true if timesteps may be shares of the schedule, as in some flow-matching pipelines.
+        noise_input: maps timesteps to places; None if timesteps are DDPM timesteps.
     """
 
-    def __init__(
-        self,
-        modes: Tensor,
-        timestep_max: float,
-        factor: float,
-        fractions: bool,
-        noise_input: NoiseInput | None = None,
-    ) -> None:
-        self.modes, self.timestep_max, self.factor, self.fractions = modes, timestep_max, factor, fractions
-        self.noise_input = noise_input
-        self.present = frozenset(Mode(mode) for mode in modes.tolist())
+    modes: Tensor
+    timestep_max: float
+    factor: float = 1.0
+    fractions: bool = False
+    noise_input: NoiseInput | None = None
+    present: frozenset[Mode] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.present = frozenset(Mode(mode) for mode in self.modes.tolist())
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """One call of a site, as a calibration has it; `scaling` and `smooth_k` as in `kernel.int8_attention`."""
+    """One call of a site with a calibration; `scaling` and `smooth_k` as in `kernel.int8_attention`."""
 
     tables: AttentionTables
     scaling: str = "calibrated"
@@ -61,23 +62,23 @@ class Denoiser:
     """One denoiser while its attention is replaced.
 
     Attributes:
-        name: its component of the pipeline, or `_ALONE`.
-        plan: see `Plan`.
-        timestep: [B] FP32 of the call that is running; its place, see `NoiseInput`, where it is no timestep.
-        sites: by path; left: path: reason.
+        timestep: [B] FP32 of the running call, as a place where `NoiseInput` maps timesteps; None between calls.
+        sites: replaced modules by path.
+        left: path: reason, of modules that are not replaced.
+        swapped: modules whose class changed, with the class before.
     """
 
-    def __init__(self, model: nn.Module, name: str, plan: Plan, left: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, timestep_modes: TimestepModes) -> None:
         parameters = list(inspect.signature(type(model).forward).parameters)[1:]
         self.timestep_name = next(name for name in TIMESTEPS if name in parameters)
         self.timestep_place, self.sample_name = parameters.index(self.timestep_name), parameters[0]
-        self.name, self.plan, self.left = name, plan, dict(left)
+        self.timestep_modes, self.left = timestep_modes, dict[str, str]()
         self.timestep: Tensor | None = None
         self.sites: dict[str, Site] = {}
         self.swapped: list[tuple[nn.Module, type]] = []
 
     def enter(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Note the timestep of a call."""
+        """Notes the timestep of a call."""
         if self.timestep_name in named:
             timestep = named[self.timestep_name]
         elif len(args) > self.timestep_place:
@@ -88,16 +89,16 @@ class Denoiser:
         self.timestep = None if sample is None or timestep is None else self._steps(sample, timestep)
 
     def _steps(self, sample: Tensor | list[Tensor], timestep: Tensor | float) -> Tensor:
-        batch = len(sample)
+        shared, batch = self.timestep_modes, len(sample)
         if not isinstance(timestep, Tensor):
             device = sample.device if isinstance(sample, Tensor) else sample[0].device
             timestep = torch.full((1,), float(timestep), device=device)
         steps = timestep.detach().float()
-        if steps.dim() > 1:  # of each token or frame: the noisiest tells how large activations may be
+        if steps.dim() > 1:  # one for each token or frame: the noisiest bounds the activations
             steps = steps.flatten(1).amax(1)
-        steps = place_of(self.plan.noise_input, steps.reshape(-1) * self.plan.factor)
-        if self.plan.fractions:  # on the device, as the host would have to wait for them
-            steps = torch.where(steps.max() <= 1, steps * self.plan.timestep_max, steps)
+        steps = place_of(shared.noise_input, steps.reshape(-1) * shared.factor)
+        if shared.fractions:  # decided on the device, as reading the maximum would synchronise
+            steps = torch.where(steps.max() <= 1, steps * shared.timestep_max, steps)
         return steps.expand(batch) if len(steps) == 1 else steps
 
 
@@ -105,9 +106,8 @@ class Site:
     """One module that calls attention.
 
     Args:
-        denoiser: that it belongs to.
-        module: that it is.
-        calibrated: its calls by their number from 1; empty where scales are measured.
+        denoiser: the denoiser that contains the module.
+        calibrated: the module's calls by number from 1; empty if scales are measured.
     """
 
     def __init__(self, denoiser: Denoiser, module: nn.Module, calibrated: Mapping[int, Calibrated]) -> None:
@@ -117,11 +117,11 @@ class Site:
         self._on: dict[torch.device, tuple[Tensor, dict[int, Calibrated]]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, dict[int, Calibrated]]:
-        """Modes of the plan and tables on a device; copied there once. The module's own moves and casts do not touch them."""
+        """Returns the modes and tables on a device; copies them once. Moves and casts of the module do not affect the copies."""
         found = self._on.get(device)
         if found is None:
             calls = {number: replace(call, tables=call.tables.to(device)) for number, call in self.calibrated.items()}
-            found = self._on[device] = (self.denoiser.plan.modes.to(device), calls)
+            found = self._on[device] = (self.denoiser.timestep_modes.modes.to(device), calls)
         return found
 
     def attend(
@@ -136,19 +136,17 @@ class Site:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """One call of `scaled_dot_product_attention`; number: of the module's calls, from 1."""
-
-        def exact() -> Tensor:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-
-        scale_of_call = query.shape[-1] ** -0.5 if scale is None else scale
-        reason = "it is causal" if is_causal else "it uses dropout" if dropout_p else ""
-        return self._computed(number, (query, key, value), attn_mask, scale_of_call, reason, exact)
+        """Computes one call of `scaled_dot_product_attention`; number: of the module's calls, from 1."""
+        exact = partial(
+            scaled_dot_product_attention,
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+        softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
+        reason = refused_options(dropout_p, is_causal)
+        return self._computed(number, (query, key, value), attn_mask, softmax_scale, reason, exact)
 
     def attend_unfused(self, number: int, attention: UnfusedAttention) -> Tensor:
-        """Attention that the module writes out, likewise."""
+        """Computes attention that the module writes out in several operators; number: of the module's calls, from 1."""
         tensors = (attention.query, attention.key, attention.value)
         return self._computed(number, tensors, attention.mask, attention.scale, attention.obstacle, attention.written)
 
@@ -161,14 +159,14 @@ class Site:
         reason: str,
         exact: Callable[[], Tensor],
     ) -> Tensor:
-        """One attention, in INT8 unless there is a reason not to, or found one."""
-        plan, timestep, (q, k, v) = self.denoiser.plan, self.denoiser.timestep, tensors
+        """Computes one attention in INT8, or exactly if there is a reason against INT8."""
+        shared, timestep, (q, k, v) = self.denoiser.timestep_modes, self.denoiser.timestep, tensors
         folds, value = 1, v
         if timestep is None:
             reason = "it was called outside of its denoiser, or without a timestep"
         elif not reason:
             folds = folds_of(q, k, v, len(timestep))
-            q, k, v, reason = taken(q, k, v, 0.0, False, folds)
+            q, k, v, reason = taken(q, k, v, folds)
             reason = reason or too_many(value.shape[0])
             if not reason and value.is_cuda and value.dtype not in (torch.float16, torch.bfloat16):
                 reason = f"it computes in {value.dtype}: kernels take float16 and bfloat16"
@@ -180,10 +178,10 @@ class Site:
             return exact()
         steps = of_elements(timestep.to(value.device), folds)
         modes, calibrated = self.on(value.device)
-        options: dict[str, Any] = {"mask": mask, "softmax_scale": scale, "timestep_max": plan.timestep_max}
+        options: dict[str, Any] = {"mask": mask, "softmax_scale": scale, "timestep_max": shared.timestep_max}
         call = calibrated.get(number)
         if call is None:
-            out = measured.attention(q, k, v, steps, modes, plan.present, **options)
+            out = measured.attention(q, k, v, steps, modes, shared.present, **options)
         else:
             options |= {"scaling": call.scaling, "smooth_k": call.smooth_k}
             out = kernel.attention(q, k, v, steps, call.tables, **options)
@@ -191,14 +189,14 @@ class Site:
 
 
 class _Mode(TorchFunctionMode):
-    """One call of a module that calls attention, or writes it out."""
+    """Intercepts attention during one call of a site's module."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site, self.calls = site, 0
         timestep = site.denoiser.timestep
         self._unfused: Unfused | None = None
-        if timestep is not None and not torch.compiler.is_compiling():  # tensors are followed by their identity
+        if timestep is not None and not torch.compiler.is_compiling():  # `Unfused` follows tensors by identity
             self._unfused = Unfused(self._attend_unfused, timestep.shape[0])
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -208,7 +206,7 @@ class _Mode(TorchFunctionMode):
         return self._unfused(func, args, kwargs, self._call)
 
     def end(self) -> None:
-        """The call has ended: attention that the module writes out and that was not followed is told of."""
+        """Notes attention that the module wrote out but that could not be followed."""
         if self._unfused is not None:
             for softmax in self._unfused.left():
                 self.site.exceptions[softmax.reason] = None
@@ -225,12 +223,12 @@ class _Mode(TorchFunctionMode):
 
 
 def calling_attention(cls: type) -> type:
-    """A class whose instances run under a `_Mode`."""
+    """Returns a subclass whose instances run under a `_Mode`."""
     call: Any = cls.__call__
 
     def __call__(self: nn.Module, *args: Any, **named: Any) -> Any:
         site = self.__dict__.get(SITE)
-        if site is None:  # compiled code may keep this function after it was undone
+        if site is None:  # compiled code may still call this function after `undo`
             return call(self, *args, **named)
         with _Mode(site) as mode:
             output = call(self, *args, **named)
@@ -242,7 +240,7 @@ def calling_attention(cls: type) -> type:
 
 
 def denoising(cls: type) -> type:
-    """A class whose instances note their timestep."""
+    """Returns a subclass whose instances note their timestep."""
     call: Any = cls.__call__
 
     def __call__(self: nn.Module, *args: Any, **named: Any) -> Any:
@@ -259,30 +257,30 @@ def denoising(cls: type) -> type:
 
 
 def _like(cls: type, call: Any) -> type:
-    """A subclass under the same name, by which pipelines save their models and find what belongs to them."""
+    """Returns a subclass of the same name: pipelines save and find their models by the name of the class."""
     names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), names)
 
 
 _CLASSES: dict[tuple[Any, type], type] = {}
-"""What was made of which class by which of the two functions: modules of one class stay of one class, which torch.compile needs
-to compile repeated blocks once."""
+"""Subclasses by function and class: modules of one class keep one class, so that torch.compile compiles repeated blocks once."""
 
 
 def swap(module: nn.Module, make: Callable[[type], type], changed: list[tuple[nn.Module, type]]) -> None:
-    """Give a module a class that is made of its own.
+    """Replaces a module's class by `make` of that class, and appends the module and its old class to `changed`.
 
     Raises:
-        TypeError: its class is of another layout, as of what is not written in Python.
+        TypeError: the class has another memory layout, for example because it is not written in Python.
     """
     cls = type(module)
     if (made := _CLASSES.get((make, cls))) is None:
         made = _CLASSES[make, cls] = make(cls)
-    object.__setattr__(module, "__class__", made)  # a module of torch.compile would set that of what it wraps
+    object.__setattr__(module, "__class__", made)  # setattr on a module of torch.compile changes the wrapped module
     changed.append((module, cls))
 
 
 def undo(changed: Sequence[tuple[nn.Module, type]]) -> None:
+    """Restores the classes that `swap` replaced."""
     for module, cls in reversed(changed):
         object.__setattr__(module, "__class__", cls)
         for name in (SITE, DENOISER):

@@ -1,8 +1,8 @@
 """Noise schedules, and the rule that turns a timestep's noise level into a precision mode.
 
-σ is the noise-to-signal ratio everywhere: a network at timestep t sees a multiple of x₀ + σ(t)·n with n ~ N(0, I).
-Tables are indexed by timestep from low noise (0) up, as diffusers counts. The documents that this project was commissioned
-from count from high noise down; the library's convention wins. Tables are float64 on the CPU.
+σ is the noise-to-signal ratio throughout: a network at timestep t sees a multiple of x₀ + σ(t)·n with n ~ N(0, I).
+Tables are indexed by timestep from low noise (0) up, as in diffusers. (The commissioning documents count from high noise down.)
+Tables are float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trtconvert.errors import UserError
 from trtconvert.noise_input import PLACES, NoiseInput
 
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
-"""EDM's range of noise and the exponent of its schedule (Karras et al. 2022, arXiv 2206.00364, table 1)."""
+"""EDM's noise range and the exponent of its schedule (Karras et al. 2022, arXiv 2206.00364, table 1)."""
 
 SIGMA_DATA = 0.5
 """EDM's standard deviation of images in [-1, 1] (Karras et al. 2022, table 1)."""
 
 AGGRESSIVE_ABOVE, PRECISION_BELOW = 5.0, 0.1
-"""σ/σ_mid beyond which a step is early or late enough to leave the balanced mode (commissioning report, 9.2)."""
+"""Thresholds of σ/σ_mid outside of which a step is not balanced (commissioning report, 9.2)."""
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "cosine")
 SIGMA_SCHEDULES = ("karras", *BETA_SCHEDULES, "flow")
 
 
 def karras_sigmas(steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = RHO) -> Tensor:
-    """EDM's noise levels, in sampling order: from `sigma_max` down to `sigma_min`.
+    """Returns EDM's noise levels in sampling order, from `sigma_max` down to `sigma_min`.
 
     Returns:
         [steps]. One step gives `sigma_max` alone.
@@ -42,17 +42,17 @@ def karras_sigmas(steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = S
     _check_count("steps", steps)
     if not 0 < sigma_min < sigma_max < math.inf or not 0 < rho < math.inf:
         raise UserError(
-            "The Karras schedule has no such range.",
+            "The range of the Karras schedule is not valid.",
             expected="0 < sigma_min < sigma_max and rho > 0, all finite",
             got=f"sigma_min {sigma_min}, sigma_max {sigma_max}, rho {rho}",
-            remedy=f"take EDM's own {SIGMA_MIN}, {SIGMA_MAX} and {RHO}",
+            remedy=f"use EDM's {SIGMA_MIN}, {SIGMA_MAX} and {RHO}",
         )
     ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
     return (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
 
 
 def ddpm_betas(timesteps: int = 1000, kind: str = "linear") -> Tensor:
-    """Variances β that a DDPM adds per timestep, with the constants that diffusers calls its defaults.
+    """Returns the variances β that a DDPM adds per timestep, with diffusers' default constants.
 
     Args:
         kind: "linear" from 0.0001 to 0.02 (Ho et al. 2020, arXiv 2006.11239, section 4; DiT); "scaled_linear", linear in
@@ -75,23 +75,23 @@ def ddpm_betas(timesteps: int = 1000, kind: str = "linear") -> Tensor:
 
 
 def alphas_cumprod(betas: Tensor) -> Tensor:
-    """ᾱ(t) = Π (1 - β): the share of the variance that is still signal at timestep t. [T] → [T]."""
+    """Returns ᾱ(t) = Π (1 - β), the signal's share of the variance at timestep t. [T] → [T]."""
     return (1 - betas.double()).cumprod(0)
 
 
 def ddpm_sigmas(alpha_bar: Tensor) -> Tensor:
-    """σ(t) = √((1 - ᾱ)/ᾱ), the noise-to-signal ratio of √ᾱ·x₀ + √(1-ᾱ)·n. [T] → [T] (Karras et al. 2022, appendix C.3)."""
+    """Returns σ(t) = √((1 - ᾱ)/ᾱ), the noise-to-signal ratio of √ᾱ·x₀ + √(1-ᾱ)·n. [T] → [T] (Karras et al. 2022, C.3)."""
     return ((1 - alpha_bar) / alpha_bar).sqrt()
 
 
 def flow_noise_fractions(steps: int, shift: float = 1.0) -> Tensor:
-    """Noise fractions s of flow matching, x = (1-s)·x₀ + s·n, in sampling order: from 1 down, 0 itself left out.
+    """Returns noise fractions s of flow matching, x = (1-s)·x₀ + s·n, in sampling order, from 1 down, without 0.
 
-    diffusers calls s "sigma" and gives the denoiser s·1000 as its timestep, so a shift changes which timesteps are
-    visited, not how noisy a timestep is.
+    diffusers calls s "sigma" and passes s·1000 as the timestep. A shift therefore changes which timesteps are visited, but not
+    how noisy a timestep is.
 
     Args:
-        shift: s' = shift·s / (1 + (shift-1)·s); above 1 spends more steps at high noise.
+        shift: s' = shift·s / (1 + (shift-1)·s); a shift above 1 spends more steps at high noise.
     Returns:
         [steps].
     Source: Lipman et al. 2023 (arXiv 2210.02747); shift: Esser et al. 2024 (Stable Diffusion 3, arXiv 2403.03206),
@@ -100,20 +100,20 @@ def flow_noise_fractions(steps: int, shift: float = 1.0) -> Tensor:
     _check_count("steps", steps)
     if not 0 < shift < math.inf:
         raise UserError(
-            "Flow matching has no such shift.",
-            expected="a positive number",
+            "The shift of flow matching is not valid.",
+            expected="a positive finite number",
             got=str(shift),
-            remedy="1 leaves the steps as they are; Stable Diffusion 3 takes 3",
+            remedy="use 1 for even steps, or 3 as Stable Diffusion 3 does",
         )
     s = torch.arange(steps, 0, -1, dtype=torch.float64) / steps
     return shift * s / (1 + (shift - 1) * s)
 
 
 def compute_sigma_schedule(timesteps: int = 1000, kind: str = "karras") -> Tensor:
-    """σ of every timestep, from low noise up: entry t belongs to the timestep t that the denoiser is given.
+    """Returns σ of every timestep, from low noise up: entry t belongs to the denoiser's timestep t.
 
     Args:
-        kind: "karras", or a DDPM schedule of `ddpm_betas`, or "flow", where timestep t is the noise fraction t/timesteps.
+        kind: "karras", a DDPM schedule of `ddpm_betas`, or "flow", where timestep t is the noise fraction t/timesteps.
     Returns:
         [timesteps], rising.
     """
@@ -129,45 +129,45 @@ def compute_sigma_schedule(timesteps: int = 1000, kind: str = "karras") -> Tenso
 
 
 def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> Tensor:
-    """Factor per timestep by which a scale measured at the middle timestep follows the noise, for use without calibration.
+    """Returns the factor of each timestep's scale relative to the middle timestep, for use without a calibration.
 
-    The commissioning report (7.2) takes the magnitude of x₀ + σ·n as proportional to σ. That forgets the image: its
-    standard deviation is √(σ² + σ_data²), which a scale of σ alone would clip 250 times over at σ = 0.002. The factors
-    are for networks that see x₀ + σ·n as it is; networks that normalise their input need a calibration.
+    The magnitude of x₀ + σ·n is its standard deviation √(σ² + σ_data²). The commissioning report (7.2) takes σ alone, which would
+    clip the image 250-fold at σ = 0.002. The factors hold for networks that see x₀ + σ·n unnormalised; networks that normalise
+    their input need a calibration.
 
     Args:
-        sigmas: [T], rising, as `compute_sigma_schedule` gives them.
+        sigmas: [T], rising, as `compute_sigma_schedule` returns them.
         sigma_data: standard deviation of the images.
     Returns:
         [T], 1 at T // 2.
     Raises:
-        UserError: noise that is not finite, or less than 0.
+        UserError: a σ is negative or not finite.
     """
     check_sigmas(sigmas)
     if not 0 <= sigma_data < math.inf:
         raise UserError(
-            "Images have no such standard deviation.",
+            "The standard deviation of the images is not valid.",
             expected="a finite sigma_data of 0 or more",
             got=str(sigma_data),
-            remedy=f"EDM's is {SIGMA_DATA}",
+            remedy=f"use EDM's {SIGMA_DATA}",
         )
     magnitude = (sigmas.square() + sigma_data**2).sqrt()
     return magnitude / magnitude[len(magnitude) // 2]
 
 
 def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
-    """The mode of every timestep bin by its noise relative to the middle of the schedule.
+    """Returns the mode of every timestep bin by its noise relative to the middle of the schedule.
 
-    σ/σ_mid above 5 is aggressive, below 0.1 precision, the rest balanced (commissioning report, 9.2). A bin that spans
-    a limit takes the more careful mode of the two.
+    σ/σ_mid above 5 is aggressive, below 0.1 precision, otherwise balanced (commissioning report, 9.2). A bin that spans a
+    threshold takes the more careful mode.
 
     Args:
-        sigmas: [T], rising, as `compute_sigma_schedule` gives them, or falling: entry t belongs to timestep t.
-        bins: how many equal parts of [0, T) to decide for; at most T.
+        sigmas: [T], rising or falling; entry t belongs to timestep t.
+        bins: number of equal parts of [0, T); at most T.
     Returns:
         [bins] int32, values of `Mode`.
     Raises:
-        UserError: noise that is not finite, or less than 0; or as many bins as there are no timesteps for.
+        UserError: a σ is negative or not finite; or there are more bins than timesteps.
     """
     check_sigmas(sigmas)
     if not 1 <= bins <= len(sigmas):
@@ -187,30 +187,25 @@ def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
 
 
 def check_sigmas(sigmas: Tensor) -> None:
-    """
-    Args:
-        sigmas: of any shape.
-    Raises:
-        UserError: one is NaN, infinite or less than 0.
-    """
+    """Raises a UserError if a σ is NaN, infinite or less than 0."""
     wrong = sigmas[~(sigmas.isfinite() & (sigmas >= 0))]
     if len(wrong):
         raise UserError(
-            "A noise schedule has a σ that is no noise level.",
+            "A noise schedule has an invalid σ.",
             expected="finite sigmas of 0 or more",
-            got=f"{wrong[0].item():g}, and {len(wrong)} of {sigmas.numel()} in all that are not",
-            remedy="compute_sigma_schedule makes usual schedules; a last step of pure noise has a large σ, no infinite one",
+            got=f"{wrong[0].item():g}; {len(wrong)} of {sigmas.numel()} are invalid",
+            remedy="use compute_sigma_schedule; a last step of pure noise needs a large, finite σ",
         )
 
 
 class SchedulerNoise(NamedTuple):
-    """Noise of a diffusers scheduler's timesteps.
+    """Noise of the timesteps of a diffusers scheduler.
 
     Attributes:
-        sigmas: [T], rising; flow: whether x = (1 - s)·x₀ + s·n with s = t / T.
-        noise_input: what timesteps are, where they are no places in a table; sigmas are of their places then.
-        sigma_data: standard deviation of the data that the network's input is normalised with: it sees
-            (x₀ + σ·n) / √(σ² + sigma_data²), but in flow matching.
+        sigmas: [T], rising; σ of the places if there is a `noise_input`.
+        flow: true for flow matching, x = (1 - s)·x₀ + s·n with s = t / T.
+        noise_input: maps timesteps to places; None if timesteps are DDPM timesteps.
+        sigma_data: except in flow matching: the network's input is (x₀ + σ·n) / √(σ² + sigma_data²).
     """
 
     sigmas: Tensor
@@ -220,67 +215,67 @@ class SchedulerNoise(NamedTuple):
 
     @property
     def signal(self) -> Tensor | None:
-        """[T] see `DiffusionModel`; None where it preserves variance."""
+        """[T] factor of x₀ in the network's input, see `DiffusionModel`; None if the input preserves variance."""
         if self.flow:
             return 1 / (1 + self.sigmas)
         return None if self.sigma_data == 1 else (self.sigmas**2 + self.sigma_data**2).rsqrt()
 
 
 def scheduler_sigmas(scheduler: Any) -> SchedulerNoise | None:
-    """What a scheduler of diffusers says of the noise of its timesteps; None where it is not known."""
+    """Returns the noise of a diffusers scheduler's timesteps; None if it is unknown."""
     timesteps = int(scheduler.config.get("num_train_timesteps", 1000))
-    # TrigFlow's angle comes to the model of Sana Sprint as sin/(cos + sin): the share of noise, as in flow matching.
+    # SCM: Sana Sprint's model receives TrigFlow's angle as sin/(cos + sin), the share of noise, as in flow matching.
     kinds = ("FlowMatch", "FlowMap", "SCM")
     if any(kind in type(scheduler).__name__ for kind in kinds) or scheduler.config.get("use_flow_sigmas"):
         # x = (1 - σ)·x₀ + σ·n with σ = t / timesteps (Lipman et al. 2023, arXiv 2210.02747, the path of section 4.1). The ends,
         # where the ratio is 0 or infinite, move by half a timestep.
         share = torch.arange(timesteps + 1, dtype=torch.float64).clamp(0.5, timesteps - 0.5) / timesteps
         return SchedulerNoise(share / (1 - share), True)
-    if (told := _told_in_sigma(scheduler)) is not None:
-        return told
+    if (noise := _noise_of_sigma_timesteps(scheduler)) is not None:
+        return noise
     if getattr(scheduler, "alphas_cumprod", None) is not None:
-        # Schedules with zero terminal SNR end at 0.
-        return SchedulerNoise(ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8)), False)
+        return SchedulerNoise(_table_sigmas(scheduler), False)
     return None
 
 
-def _told_in_sigma(scheduler: Any) -> SchedulerNoise | None:
-    """Of a scheduler whose timesteps are made of σ, not places in a table; None of others. Classes that diffusers has, by name:
-    their configurations do not tell.
+def _table_sigmas(scheduler: Any) -> Tensor:
+    """σ of a scheduler's table; schedules with zero terminal SNR end at ᾱ = 0."""
+    return ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8))
 
-    Raises:
-        UserError: its configuration has no range.
-    """
+
+def _noise_of_sigma_timesteps(scheduler: Any) -> SchedulerNoise | None:
+    """Returns the noise of a scheduler whose timesteps are functions of σ; None for other schedulers. diffusers' classes are
+    matched by name, as their configurations do not tell."""
     name, config = type(scheduler).__name__.removesuffix("Scheduler"), scheduler.config
-    # The prediction is v: with others diffusers' EulerDiscrete passes places of its table all the same.
+    # With other predictions than v, diffusers' EulerDiscrete passes places of its table even if "continuous".
     continuous = config.get("timestep_type") == "continuous" and config.get("prediction_type") == "v_prediction"
     if name not in ("EDMEuler", "EDMDPMSolverMultistep", "CosineDPMSolverMultistep", "CMStochasticIterative"):
         if not continuous:
             return None
-        table = ddpm_sigmas(scheduler.alphas_cumprod.double().clamp_min(1e-8))
+        table = _table_sigmas(scheduler)
         low, high = (config.get(end) or float(table[at]) for end, at in (("sigma_min", 0), ("sigma_max", -1)))
     else:
         low, high = config["sigma_min"], config["sigma_max"]
     levels = SigmaRange(low, high)
     sigma_data = float(config.get("sigma_data") or 1.0)
-    if name == "CosineDPMSolverMultistep":  # its input is 2/π · atan σ, and its places are even in the angle
-        told = NoiseInput(math.atan(low) / math.pi * 2, math.atan(high) / math.pi * 2)
-        angles = told.at(torch.arange(PLACES, dtype=torch.float64)) * math.pi / 2
-        return SchedulerNoise(angles.tan(), False, told, sigma_data)
+    if name == "CosineDPMSolverMultistep":  # the input is 2/π · atan σ; places are even in the angle
+        noise_input = NoiseInput(math.atan(low) / math.pi * 2, math.atan(high) / math.pi * 2)
+        angles = noise_input.at(torch.arange(PLACES, dtype=torch.float64)) * math.pi / 2
+        return SchedulerNoise(angles.tan(), False, noise_input, sigma_data)
     factor = 250.0 if name == "CMStochasticIterative" else 0.25
     noise_input = NoiseInput(factor * math.log(low), factor * math.log(high))
     return SchedulerNoise(levels.sigmas, False, noise_input, sigma_data)
 
 
 class NoiseSchedule:
-    """A DDPM schedule seen as the continuous map between timesteps and σ, for solvers that work in σ.
+    """A DDPM schedule as a continuous map between timesteps and σ, for solvers that work in σ.
 
-    Between two timesteps log σ is linear, as in k-diffusion's DiscreteSchedule.
+    log σ is linear between two timesteps, as in k-diffusion's DiscreteSchedule.
 
     Args:
         betas: [T], at least two.
     Raises:
-        UserError: fewer, or none that make noise levels.
+        UserError: fewer than two, or betas that give invalid noise levels.
     """
 
     def __init__(self, betas: Tensor) -> None:
@@ -301,14 +296,14 @@ class NoiseSchedule:
         return len(self.sigmas)
 
     def sigma(self, timestep: Tensor) -> Tensor:
-        """σ of each timestep in [0, T-1], fractions included; outside, the nearest end. Any shape, float64."""
+        """Returns σ of each timestep in [0, T-1], fractions included; clamps to this range. Any shape, float64."""
         log_sigmas = self._log_sigmas.to(timestep.device)
         t = timestep.double().clamp(0, self.timesteps - 1)
         low = t.floor().long().clamp_max(self.timesteps - 2)
         return torch.lerp(log_sigmas[low], log_sigmas[low + 1], t - low).exp()
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """The timestep, fractions included, at which the denoiser expects σ; outside, the nearest end. Float64."""
+        """Returns the timestep, fractions included, at which the denoiser expects σ; clamps to [0, T-1]. Float64."""
         log_sigmas = self._log_sigmas.to(sigma.device)
         wanted = sigma.double().log().clamp(log_sigmas[0], log_sigmas[-1])
         low = torch.searchsorted(log_sigmas, wanted, right=True).sub(1).clamp(0, self.timesteps - 2)
@@ -316,11 +311,11 @@ class NoiseSchedule:
 
 
 class FlowSchedule:
-    """Flow matching, x = (1-s)·x₀ + s·n, whose timestep t is the noise fraction s = t/T (Lipman et al. 2023, arXiv 2210.02747).
+    """Flow matching, x = (1-s)·x₀ + s·n; timestep t is the noise fraction s = t/T (Lipman et al. 2023, arXiv 2210.02747).
 
     Args:
         timesteps: T.
-        shift: of the steps, see `flow_noise_fractions`.
+        shift: see `flow_noise_fractions`.
     """
 
     def __init__(self, timesteps: int = 1000, shift: float = 1.0) -> None:
@@ -339,18 +334,18 @@ class FlowSchedule:
         return self.fractions / (1 - self.fractions)
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """The timestep, fractions included, at which the denoiser expects σ. Float64."""
+        """Returns the timestep, fractions included, at which the denoiser expects σ. Float64."""
         return (sigma / (1 + sigma) * self.timesteps).clamp_max(self.timesteps - 1)
 
 
 @dataclass(frozen=True)
 class SigmaRange:
-    """Noise levels without timesteps: the network is told σ itself, and takes all between two (EDM, consistency models).
+    """Noise levels without timesteps: the network receives σ itself, any value of a range (EDM, consistency models).
 
     Attributes:
-        low, high: the least and the largest σ; by default EDM's.
+        low, high: the least and the largest σ.
     Raises:
-        UserError: there is no such range.
+        UserError: the range is not valid.
     Source: Karras et al. 2022, table 1.
     """
 
@@ -361,15 +356,15 @@ class SigmaRange:
         of_float32 = torch.finfo(torch.float32)
         if not of_float32.smallest_normal <= self.low < self.high <= of_float32.max:
             raise UserError(
-                "A noise schedule has no such range.",
+                "The range of σ is not valid.",
                 expected="0 < the least σ < the largest, both normal numbers of FP32",
                 got=f"{self.low:g} and {self.high:g}",
-                remedy=f"take those that the model was trained with; EDM's are {SIGMA_MIN} and {SIGMA_MAX}",
+                remedy=f"use the range that the model was trained with; EDM's is {SIGMA_MIN} to {SIGMA_MAX}",
             )
 
     @property
     def timesteps(self) -> int:
-        """Places in the range, see `NoiseInput`."""
+        """Number of places in the range, see `NoiseInput`."""
         return PLACES
 
     @property
@@ -379,7 +374,7 @@ class SigmaRange:
         return self.low * (self.high / self.low) ** share
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """The place of σ. Float64."""
+        """Returns the place of σ. Float64."""
         return (sigma.double() / self.low).log() / math.log(self.high / self.low) * PLACES
 
 
@@ -392,8 +387,8 @@ def _check_count(name: str, count: int) -> None:
 
 def _unknown_kind(kind: str, known: tuple[str, ...]) -> UserError:
     return UserError(
-        "There is no such noise schedule.",
+        "The kind of noise schedule is unknown.",
         expected=f"one of {', '.join(known)}",
         got=repr(kind),
-        remedy="take the one that the model was trained with: its scheduler's configuration names it",
+        remedy="use the kind that the model was trained with; its scheduler's configuration names it",
     )

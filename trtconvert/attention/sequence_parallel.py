@@ -16,29 +16,28 @@ from trtconvert.errors import UserError
 METHODS = ("ulysses", "ring")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SHOWN = 8
-"""Timesteps that processes tell each other one by one; of all of them a sum that others hardly have."""
+"""Timesteps that processes exchange one by one; of all timesteps they exchange a checksum."""
 
 
 class SequenceParallelAttention(nn.Module):
-    """`Int8Attention` over the processes of a group, whose tokens lie side by side in the order of their ranks.
+    """`Int8Attention` over a process group; each rank holds consecutive tokens, in the order of the ranks.
 
-    Two ways to exchange:
-    - "ulysses": all-to-all, so that each process has all tokens of some heads, and back (Jacobs et al., arXiv 2309.14509). Needs
-      heads in a multiple of the processes, and computes exactly what one process would.
-    - "ring": keys and values go round while each process attends with its own queries; results are merged by their
-      log-sum-exp (Liu et al., arXiv 2310.01889). Takes any number of heads, and sends while it computes.
+    Methods of exchange:
+    - "ulysses": all-to-all, so that each process has all tokens of some heads, and back (Jacobs et al., arXiv 2309.14509). The
+      heads must be a multiple of the processes. The result equals that of one process exactly.
+    - "ring": keys and values circulate while each process attends with its own queries; results are merged by their
+      log-sum-exp (Liu et al., arXiv 2310.01889). Takes any number of heads, and overlaps communication and computation.
 
     For inference: exchanges carry no gradient.
 
     Args:
-        attention: dense and without pruning; calibrated or not, alike in every process. Moved with this module.
+        attention: dense and without pruning; calibrated or not, but the same in every process. It moves with this module.
         method: "ulysses" or "ring".
-        group: the processes; all by default.
-        check_shapes: compare the shapes, types and timesteps of all processes in each call, in one exchange, which waits for the
-            device. A difference that nobody looks for hangs, or mixes tokens, or quantises them with the scales and in the
-            precision of another step.
+        group: the processes; None: all.
+        check_shapes: compare the shapes, types and timesteps of all processes in each call, by one exchange that synchronises
+            with the device. Without the check a difference hangs, mixes tokens, or uses another step's scales and precision.
     Raises:
-        UserError: no process group, or an attention or a method that cannot be taken.
+        UserError: there is no process group, or the attention or the method is not supported.
     """
 
     def __init__(
@@ -72,15 +71,16 @@ class SequenceParallelAttention(nn.Module):
         self.attention, self.method, self.group, self.check_shapes = attention, method, group, check_shapes
 
     def forward(self, Q: Tensor, K: Tensor, V: Tensor, timestep: Timestep) -> Tensor:
-        """
+        """Computes attention of this process's queries to the keys of all processes.
+
         Args:
-            Q: [B, H, n, D], this process's part of the queries; K, V: [B, Hkv, m, D]. Of the same shapes in every process.
-            timestep: as in `Int8Attention.forward`, the same in every process; that it is so is checked with `check_shapes`.
+            Q: [B, H, n, D], this process's queries; K, V: [B, Hkv, m, D]. The same shapes in every process.
+            timestep: as in `Int8Attention.forward`, the same in every process; `check_shapes` verifies this.
         Returns:
-            [B, H, n, D], attention of these queries to the keys of all processes.
+            [B, H, n, D].
         Raises:
-            UserError: tensors that do not fit the attention, those of other processes, or that ask for gradients; or a timestep
-                that is none, or another one than that of other processes. With `check_shapes` in every process.
+            UserError: tensors or the timestep do not fit the attention or those of other processes, or a tensor requires
+                gradients. With `check_shapes` every process raises.
         """
         try:
             self.attention.check(Q, K, V)
@@ -90,7 +90,7 @@ class SequenceParallelAttention(nn.Module):
                 )
             steps, present = self.attention.timesteps(timestep, Q)
         except UserError:
-            if self.check_shapes:  # others would wait for this process
+            if self.check_shapes:  # the other processes wait for this exchange
                 self._gather(torch.zeros(_ROW, dtype=torch.int64, device=Q.device))
             raise
         if self.check_shapes:
@@ -139,20 +139,15 @@ class SequenceParallelAttention(nn.Module):
         return out.to(Q.dtype)
 
     def _compare(self, Q: Tensor, K: Tensor, steps: Tensor) -> None:
-        """
-        Args:
-            steps: [B] FP32.
-        Raises:
-            UserError: in every process, where the shapes or the timesteps of any differ, or one has refused its own.
-        """
+        """Raises a UserError in every process if shapes or timesteps [B] differ, or a process refused its arguments."""
         told = torch.tensor([1, *Q.shape, *K.shape, _DTYPES.index(Q.dtype)], dtype=torch.int64).to(Q.device)
         rows = self._gather(torch.cat([told, _told(steps)]))
         if refused := [rank for rank, row in enumerate(rows) if not row[0]]:
             raise _misfit(
-                "what the processes were given",
-                "tensors and a timestep that each process takes",
-                f"others on rank {', '.join(map(str, refused))}",
-                f"see what rank {refused[0]} says, and correct its arguments",
+                "the arguments of the processes",
+                "valid tensors and a valid timestep in each process",
+                f"invalid ones on rank {', '.join(map(str, refused))}",
+                f"correct the arguments of rank {refused[0]}, whose error names them",
             )
         for rank, row in enumerate(rows):
             if row[:_SHAPES] != rows[0][:_SHAPES]:
@@ -161,7 +156,7 @@ class SequenceParallelAttention(nn.Module):
                     "the tokens of the processes",
                     f"the shapes of rank 0, Q {rows[0][1:5]} and K {rows[0][5:9]} in {_DTYPES[rows[0][9]]}",
                     f"Q {of_q} and K {of_k} in {_DTYPES[row[9]]} on rank {rank}",
-                    "give each process as many tokens; pad the sequence, or shorten it",
+                    "give each process the same number of tokens; pad or shorten the sequence",
                 )
         if any(row != rows[0] for row in rows):
             given = [_shown(row, len(steps)) for row in rows]
@@ -179,12 +174,12 @@ class SequenceParallelAttention(nn.Module):
         return torch.stack(found).tolist()
 
 
-_SHAPES = 10  # numbers of a row that are no timesteps: whether there is no refusal, shapes and a type
+_SHAPES = 10  # numbers of a row before the timesteps: 1 if the process refused nothing, shapes and a type
 _ROW = _SHAPES + 1 + _SHOWN
 
 
 def _told(steps: Tensor) -> Tensor:
-    """[1 + _SHOWN] INT64 for timesteps [B] FP32: a sum of their bits, each times another odd number, and the first of them."""
+    """[1 + _SHOWN] INT64 of timesteps [B] FP32: a sum of their bits, each times another odd number, and the first timesteps."""
     bits = (steps + 0.0).view(torch.int32).long()  # -0 becomes 0
     odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
     first = torch.nn.functional.pad(bits[:_SHOWN], (0, max(0, _SHOWN - len(bits))))
@@ -192,18 +187,18 @@ def _told(steps: Tensor) -> Tensor:
 
 
 def _shown(row: Sequence[int], count: int) -> str:
-    """The timesteps of a row, of a batch of so many."""
+    """Formats the timesteps of a row; count: of the batch."""
     bits = row[_SHAPES + 1 :][:count]
     numbers = ", ".join(f"{struct.unpack('<f', struct.pack('<i', number))[0]:.9g}" for number in bits)
     return f"[{numbers}]" if count <= _SHOWN else f"[{numbers}, …] with the sum {row[_SHAPES]} of all bits"
 
 
 def merged(out: Tensor, lse: Tensor | None, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two disjoint sets of keys from attention to each.
+    """Merges attention to two disjoint sets of keys.
 
     Args:
-        out: [B, H, N, D] FP32; lse: [B, H, N] FP32 natural logarithm of its weights' sum; None for no keys yet.
-        part, part_lse: those of the other keys.
+        out: [B, H, N, D] FP32; lse: [B, H, N] FP32 natural logarithm of the sum of its weights; None: no keys yet.
+        part, part_lse: the same for the other keys.
     """
     if lse is None:
         return part.float(), part_lse

@@ -1,15 +1,16 @@
-"""Attention sites: every call of `scaled_dot_product_attention` in a model, and attention that it writes out in several calls,
-see `trtconvert.unfused`. They are named by the module that makes the call.
+"""Attention sites: calls of `scaled_dot_product_attention` in a model, and attention that the model writes out in several
+operators (see `trtconvert.unfused`). Sites are named by the module that makes the call.
 
-One handler decides what happens at each: observe it, run INT8 attention, or emit a node of an exported graph.
+A handler decides what happens at each site: observe the call, run INT8 attention, or emit a node of an exported graph.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
 
 MAX_BATCH = 65_535
-"""Elements of a batch that the kernels take: CUDA's limit of thread blocks along an axis."""
+"""Batch elements that the kernels take: CUDA's limit of thread blocks along an axis."""
 
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""By how much of its norm attention that is written out may differ from a call of `scaled_dot_product_attention`, which sums in
-another order and rounds scores and probabilities less."""
+"""Relative error up to which written-out attention may differ from `scaled_dot_product_attention`, which sums in another order
+and rounds scores and probabilities less."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,17 @@ class SiteCall:
     """One call at one site.
 
     Attributes:
-        name: the calling module's path, with `#2`, `#3`, … for further calls of the same module in one forward.
-        q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, D]. Heads of a size that kernels do not take, or whose values have
-            another, are filled up with zeros, which change neither the logits nor the other channels of the output.
+        name: path of the calling module, with `#2`, `#3`, … for further calls of the same module in one forward.
+        q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, D]. Heads of sizes that the kernels do not take are padded with
+            zeros, which change neither the logits nor the other channels of the output.
         mask: broadcastable to [B, H, Nq, Nk], boolean or additive, or None.
         scale: factor of the logits.
-        timestep: [B] FP32, what the denoiser was given for the sample that each element of the batch belongs to.
-        obstacle: why this call cannot become INT8 attention; empty when it can.
-        exact: computes the call as the model wrote it, with its own head size.
-        folds: neighbouring elements of the batch that belong to one sample: its frames, windows or places.
-        softmax: of attention that the model writes out; None of calls of `scaled_dot_product_attention`.
-        split: whether samples and heads shared an axis in the model.
+        timestep: [B] FP32, the denoiser's timestep of the sample to which each batch element belongs.
+        obstacle: why this call cannot become INT8 attention; empty if it can.
+        exact: computes the call as the model wrote it, with the model's head size.
+        folds: number of adjacent batch elements that belong to one sample: its frames, windows or places.
+        softmax: the softmax of attention that the model writes out; None for `scaled_dot_product_attention`.
+        split: true if samples and heads shared an axis in the model.
     """
 
     name: str
@@ -65,7 +66,7 @@ class SiteCall:
 
 @dataclass(frozen=True)
 class Site:
-    """What is known of a site without running it. `obstacle` and `folds` as in `SiteCall`; unfused: the model writes it out."""
+    """Properties of a site. `obstacle` and `folds` as in `SiteCall`; unfused: the model writes the attention out."""
 
     name: str
     heads: int
@@ -84,7 +85,7 @@ Handler = Callable[[SiteCall], Tensor]
 
 
 def attention_hooks(handler: Handler) -> Hooks:
-    """Hooks that pass calls of attention to a handler, which returns their output."""
+    """Returns hooks that pass calls of attention to a handler and return the handler's output."""
 
     def attend(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         call = _call(caller, *args, **named)
@@ -98,33 +99,32 @@ def attention_hooks(handler: Handler) -> Hooks:
 
 
 def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with heads of the nearest size that kernels take, zeros at their ends; as they are where none is large enough."""
+    """Pads heads with zeros to the nearest size that the kernels take; returns the inputs unchanged if none is large enough."""
     size = max(q.shape[-1], v.shape[-1])
-    taken = next((dim for dim in HEAD_DIMS if dim >= size), size)
-    if q.dim() != 4 or q.shape[-1] == v.shape[-1] == taken or k.shape[-1] != q.shape[-1]:
+    padded = next((dim for dim in HEAD_DIMS if dim >= size), size)
+    if q.dim() != 4 or q.shape[-1] == v.shape[-1] == padded or k.shape[-1] != q.shape[-1]:
         return q, k, v
-    q, k, v = (pad(x, (0, taken - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (pad(x, (0, padded - x.shape[-1])) for x in (q, k, v))
     return q, k, v
 
 
 def own_channels(output: Tensor, model: Tensor) -> Tensor:
-    """An output of heads that were filled up, or were not, as one of the model's own heads.
-
-    Args:
-        model: values, or an output, of the model's own head size.
-    """
+    """Removes the padding of `filled_up` from an output; model: a tensor of the model's head size, such as the values."""
     own = model.shape[-1]
     return output if output.shape[-1] == own else output[..., :own]
 
 
-def taken(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, folds: int
-) -> tuple[Tensor, Tensor, Tensor, str]:
-    """Tensors that kernels take in a call's place, and why there are none; empty where there are. folds: see `folds_of`."""
-    obstacle = obstacle_to(q, k, v, dropout, causal, folds)
+def refused_options(dropout: float, causal: bool) -> str:
+    """Returns why a call's options cannot become INT8 attention; empty if they can."""
+    return "it is causal" if causal else "it uses dropout" if dropout else ""
+
+
+def taken(q: Tensor, k: Tensor, v: Tensor, folds: int) -> tuple[Tensor, Tensor, Tensor, str]:
+    """Returns tensors that the kernels take, padded if needed, and the obstacle if there is one. folds: see `folds_of`."""
+    obstacle = obstacle_to(q, k, v, folds)
     if obstacle:
         filled = filled_up(q, k, v)
-        if filled[0] is not q and not obstacle_to(*filled, dropout, causal, folds):
+        if filled[0] is not q and not obstacle_to(*filled, folds):
             return *filled, ""
     return q, k, v, obstacle
 
@@ -132,70 +132,61 @@ def taken(
 def _call(
     caller: Caller, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> SiteCall:
-    folds = folds_of(query, key, value, caller.timestep.shape[0])
-
-    def exact() -> Tensor:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    q, k, v, obstacle = taken(query, key, value, dropout_p, is_causal, folds)
-    return SiteCall(
-        caller.name("attention"),
-        q,
-        k,
-        v,
-        attn_mask,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        of_elements(caller.timestep, folds),
-        obstacle,
-        exact,
-        max(folds, 1),
-    )
+    exact = partial(
+        scaled_dot_product_attention,
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+    )  # fmt: skip
+    softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
+    obstacle = refused_options(dropout_p, is_causal)
+    return _site_call(caller, query, key, value, attn_mask, softmax_scale, obstacle, exact)
 
 
-def _unfused_call(caller: Caller, attention: UnfusedAttention) -> SiteCall:
-    q, k, v, obstacle, folds = attention.query, attention.key, attention.value, attention.obstacle, 1
+def _unfused_call(caller: Caller, x: UnfusedAttention) -> SiteCall:
+    return _site_call(caller, x.query, x.key, x.value, x.mask, x.scale, x.obstacle, x.written, x.softmax, x.split)
+
+
+def _site_call(
+    caller: Caller,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    obstacle: str,
+    exact: Callable[[], Tensor],
+    softmax: Softmax | None = None,
+    split: bool = False,
+) -> SiteCall:
+    folds = 1
     if not obstacle:
         folds = folds_of(q, k, v, caller.timestep.shape[0])
-        q, k, v, obstacle = taken(q, k, v, 0.0, False, folds)
-    return SiteCall(
-        caller.name("attention"),
-        q,
-        k,
-        v,
-        attention.mask,
-        attention.scale,
-        of_elements(caller.timestep, folds),
-        obstacle,
-        attention.written,
-        max(folds, 1),
-        attention.softmax,
-        attention.split,
-    )
+        q, k, v, obstacle = taken(q, k, v, folds)
+    steps = of_elements(caller.timestep, folds)
+    name = caller.name("attention")
+    return SiteCall(name, q, k, v, mask, scale, steps, obstacle, exact, max(folds, 1), softmax, split)
 
 
 def of_elements(timestep: Tensor, folds: int) -> Tensor:
-    """[B] timesteps of samples as those of an attention's batch, [B · folds]."""
+    """Repeats [B] timesteps of samples for the batch elements of an attention, [B · folds]."""
     return timestep if folds <= 1 else timestep[:, None].expand(-1, folds).reshape(-1)
 
 
 def folds_of(q: Tensor, k: Tensor, v: Tensor, batch: int) -> int:
-    """How many elements of the attention's batch each sample has; 0 where samples have no such number, or share keys."""
+    """Returns the number of batch elements per sample; 0 if the batch is no multiple of `batch`, or samples share keys."""
     elements = q.shape[0]
     if elements == batch == k.shape[0] == v.shape[0]:
         return 1
-    # While a model is exported each comparison makes a demand on its sizes: none that is not needed.
+    # In an export each comparison constrains the model's sizes: compare no more than needed.
     if q.dim() != 4 or any(x.shape[0] != elements for x in (k, v)) or elements % batch:
         return 0
     return elements // batch
 
 
-def obstacle_to(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, folds: int) -> str:
-    """Why a call cannot become INT8 attention; empty when it can. folds: see `folds_of`."""
+def obstacle_to(q: Tensor, k: Tensor, v: Tensor, folds: int) -> str:
+    """Returns why tensors cannot become INT8 attention; empty if they can. folds: see `folds_of`."""
     if q.dim() != 4:
         return f"its tensors have {q.dim()} dimensions, [batch, heads, tokens, head_dim] is needed"
-    if not folds:  # whose scales follow which timestep?
+    if not folds:  # the timestep of each batch element is unknown
         return "its batch is not that of the timestep or a multiple of it, as frames or windows are, or its samples share keys"
     if q.shape[-1] not in HEAD_DIMS:
         return f"head_dim {q.shape[-1]} is not one of 32, 40, 48, …, 256"
@@ -203,24 +194,20 @@ def obstacle_to(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, f
         return f"values have head_dim {v.shape[-1]}, queries {q.shape[-1]}"
     if q.shape[1] % k.shape[1]:
         return f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads"
-    if causal:
-        return "it is causal"
-    if dropout:
-        return "it uses dropout"
     return ""
 
 
 def find_sites(
     denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input: str, also: Hooks | None = None
 ) -> list[Site]:
-    """All attention sites of one forward, in the order of their calls.
+    """Finds all attention sites of one forward, in the order of their calls.
 
-    Where a sample has several elements of an attention's batch, a second forward with another last sample tells whether they lie
-    side by side. Of a batch of one they always do.
+    If samples have several batch elements in an attention, a second forward with another last sample checks that the elements of
+    a sample are adjacent. With a batch of one they always are.
 
     Args:
         inputs: example inputs by name.
-        timestep_input: the name of the timestep among them.
+        timestep_input: name of the timestep input.
         also: hooks of other functions, for the first forward.
     Raises:
         UserError: a site has unequal numbers of keys and values.
@@ -231,28 +218,7 @@ def find_sites(
     left: list[Softmax] = []
 
     def handler(call: SiteCall) -> Tensor:
-        keys, values = call.k.shape[-2], call.v.shape[-2]
-        if keys != values:  # torch itself may read beyond the values, and say nothing
-            raise UserError(
-                f"{call.name} calls attention with unequal numbers of keys and values",
-                expected=f"as many values as keys, {keys}",
-                got=f"{values} values",
-                remedy="correct the model; what it computes there depends on memory beside its tensors",
-            )
-        heads = [x.shape[1] if x.dim() == 4 else 1 for x in (call.q, call.k)]
-        found[call.name] = Site(
-            call.name,
-            heads[0],
-            heads[1],
-            call.q.shape[-1],
-            call.scale,
-            call.mask is not None,
-            call.q.shape[-2],
-            call.k.shape[-2],
-            call.obstacle or too_many(call.q.shape[0]),
-            call.folds,
-            call.softmax is not None,
-        )
+        found[call.name] = _site_of(call)
         if (call.folds > 1 or call.split) and not call.obstacle:
             seen[call.name] = _signature(call)
         if call.softmax is None:
@@ -283,15 +249,37 @@ def find_sites(
     return [*found.values(), *_left_sites(left, found)]
 
 
-def _note_left(left: list[Softmax]) -> Hooks:
-    def note(caller: Caller, args: tuple[Softmax], named: dict[str, Any]) -> None:
-        left.extend(args)
+def _site_of(call: SiteCall) -> Site:
+    keys, values = call.k.shape[-2], call.v.shape[-2]
+    if keys != values:  # torch may read beyond the values without an error
+        raise UserError(
+            f"{call.name} calls attention with unequal numbers of keys and values",
+            expected=f"as many values as keys, {keys}",
+            got=f"{values} values",
+            remedy="correct the model; its result depends on memory beside its tensors",
+        )
+    heads, kv_heads = (x.shape[1] if x.dim() == 4 else 1 for x in (call.q, call.k))
+    return Site(
+        call.name,
+        heads,
+        kv_heads,
+        call.q.shape[-1],
+        call.scale,
+        call.mask is not None,
+        call.q.shape[-2],
+        keys,
+        call.obstacle or too_many(call.q.shape[0]),
+        call.folds,
+        call.softmax is not None,
+    )
 
-    return {left_softmax: note}
+
+def _note_left(left: list[Softmax]) -> Hooks:
+    return {left_softmax: lambda caller, args, named: left.extend(args)}
 
 
 def _left_sites(left: Sequence[Softmax], found: Collection[str]) -> Iterator[Site]:
-    """Attention that a model writes out in a way that is not followed, named by the module of its softmax, beside other sites."""
+    """Yields sites for written-out attention that could not be followed, named by the module of the softmax."""
     names = Counter(name.partition("#")[0] for name in found)
     for softmax in left:
         name = softmax.module or "denoiser"
@@ -303,11 +291,11 @@ def _left_sites(left: Sequence[Softmax], found: Collection[str]) -> Iterator[Sit
 
 
 def _difference(call: SiteCall, output: Tensor) -> str:
-    """Why the attention that a model writes out is not that of a call; empty where it is, to the model's type."""
+    """Returns how written-out attention differs from INT8's call; empty if equal up to rounding of the model's type."""
     grouped = call.q.shape[1] != call.k.shape[1]
     fused = scaled_dot_product_attention(call.q, call.k, call.v, call.mask, scale=call.scale, enable_gqa=grouped)
     fused = own_channels(fused, output)
-    if call.mask is not None and call.mask.dtype == torch.bool:  # rows without keys are of no use to any model
+    if call.mask is not None and call.mask.dtype == torch.bool:  # rows without keys are undefined: not compared
         some = call.mask.any(-1, keepdim=True)
         fused, output = (torch.where(some, x, 0) for x in (fused, output))
     error = torch.linalg.vector_norm(fused.double() - output.double()) / torch.linalg.vector_norm(output.double())
@@ -317,12 +305,12 @@ def _difference(call: SiteCall, output: Tensor) -> str:
 
 
 def too_many(elements: int) -> str:
-    """Why kernels do not take so many elements of a batch; empty where they do."""
+    """Returns the obstacle of a batch that is too large for the kernels; empty if it is not."""
     return f"its batch has {elements} elements, kernels take {MAX_BATCH}" if elements > MAX_BATCH else ""
 
 
 def _signature(call: SiteCall) -> Tensor:
-    """[B, D + D] means of queries and keys over heads and tokens: what an element of the batch is recognised by."""
+    """[B, D + D] means of queries and keys over heads and tokens, by which a batch element is recognised."""
     return torch.cat([x.float().mean((1, 2)) for x in (call.q, call.k)], 1)
 
 
@@ -334,8 +322,18 @@ def _with_another_last_sample(inputs: Mapping[str, Tensor], timestep_input: str)
     return others
 
 
+def is_selected(name: str, include: Iterable[str], exclude: Iterable[str]) -> bool:
+    """True if a pattern of `include`, but none of `exclude`, matches the name."""
+    return any(fnmatchcase(name, p) for p in include) and not any(fnmatchcase(name, p) for p in exclude)
+
+
+def unmatched_pattern(patterns: Iterable[str], names: Collection[str]) -> str | None:
+    """Returns the first pattern that matches none of the names; None if all match."""
+    return next((p for p in patterns if not any(fnmatchcase(name, p) for name in names)), None)
+
+
 def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> tuple[list[Site], list[Site]]:
-    """Split sites into those to convert and those to leave, which carry the reason in `obstacle`.
+    """Splits sites into those to convert and those to leave; the latter carry the reason in `obstacle`.
 
     Raises:
         UserError: the model has no attention, no site is left to convert, or a pattern matches nothing.
@@ -349,17 +347,16 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
             remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a kernel of another library",
         )
     names = [site.name for site in sites]
-    for pattern in [*include, *exclude]:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"the site pattern '{pattern}' matches no attention site",
-                expected="a pattern of one of: " + ", ".join(names),
-                got=f"'{pattern}'",
-                remedy="correct attention.include or attention.exclude in the recipe",
-            )
+    if (pattern := unmatched_pattern([*include, *exclude], names)) is not None:
+        raise UserError(
+            f"the site pattern '{pattern}' matches no attention site",
+            expected="a pattern of one of: " + ", ".join(names),
+            got=f"'{pattern}'",
+            remedy="correct attention.include or attention.exclude in the recipe",
+        )
     chosen, left = [], []
     for site in sites:
-        if not any(fnmatchcase(site.name, p) for p in include) or any(fnmatchcase(site.name, p) for p in exclude):
+        if not is_selected(site.name, include, exclude):
             left.append(replace(site, obstacle="the recipe excludes it"))
         else:
             (left if site.obstacle else chosen).append(site)
@@ -374,7 +371,7 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
 
 
 def _by_reason(left: list[Site]) -> str:
-    """Sites with what keeps them from being converted, each reason once."""
+    """Lists sites by what keeps them from being converted, each reason once."""
     groups: dict[str, list[str]] = {}
     for site in left:
         groups.setdefault(site.obstacle, []).append(site.name)

@@ -1,4 +1,4 @@
-"""Tables of attention sites as calibrations keep them: checked, and read from their files."""
+"""Tables of attention sites in calibration files: reading and checking."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trtconvert.errors import UserError
 from trtconvert.provenance import not_a_calibration, provenance_in
 
 NAMES = tuple(f.name for f in fields(AttentionTables) if f.name != "modes")
-"""The tables of a site that a calibration has."""
+"""Names of the tables that a calibration has for each site."""
 
 
 @dataclass(frozen=True)
 class SavedTables:
-    """What a calibration file says of attention.
+    """The attention tables of a calibration file.
 
     Attributes:
-        tables: site: the tensors of `AttentionTables` but its modes, by name.
-        bins: timestep bins; timestep_max: where the last one ends.
+        tables: site: name: the tensors of `AttentionTables` except the modes.
+        bins: number of timestep bins; timestep_max: the end of the last bin.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]
@@ -34,10 +34,10 @@ class SavedTables:
 
 
 def read_tables(path: Path) -> SavedTables:
-    """The attention tables of a calibration file; what it has of layers and of outliers is not read.
+    """Reads the attention tables of a calibration file; skips layers and outliers.
 
     Raises:
-        UserError: the file is missing, damaged, or not a calibration; or a table of it cannot be used.
+        UserError: the file is missing, damaged, or not a calibration; or a table is not usable.
     """
     try:
         header = safetensors_header(path)
@@ -57,15 +57,16 @@ def read_tables(path: Path) -> SavedTables:
 
 
 def refuse_flaw(path: Path, name: str, found: str, *, of_layer: bool = False) -> None:
-    """
+    """Raises an error for the tables of a site or a layer that cannot be used.
+
     Args:
-        name: of a site or a layer; found: what keeps its tables from being used, see `flaw`; empty if nothing.
+        found: the flaw, see `flaw`; empty: no error.
     Raises:
-        UserError: they cannot be used.
+        UserError: `found` is not empty.
     """
     if found:
         of_sites = "finite tables of every kind for each timestep bin and head, their scales positive"
-        of_layers = "finite scales of every kind for the input of each layer, positive but for offsets"
+        of_layers = "finite scales of every kind for the input of each layer, positive except offsets"
         raise UserError(
             f"{path} holds {'scales' if of_layer else 'tables'} that cannot be used",
             expected=of_layers if of_layer else of_sites,
@@ -82,16 +83,13 @@ def flaw(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> str:
-    """What keeps the tables of a site from being used; empty if nothing.
-
-    Args:
-        heads, kv_heads, head_dim: of the site; where they are not given, what the tables say themselves, which have to agree.
-    """
+    """Returns why the tables of a site cannot be used; empty if they can. Sizes that are None are taken from the tables, which
+    must then agree with each other."""
     wanted = set(NAMES)
     if missing := sorted(wanted - named.keys()):
         return f"without {', '.join(missing)}"
     if unknown := sorted(named.keys() - wanted):
-        return f"with {', '.join(unknown)}, which is none"
+        return f"with unknown {', '.join(unknown)}"
     if any(x.dim() == 0 or len(x) != bins for x in named.values()):
         return f"for other timestep bins than {bins}"
     q, v = named["q_scale"].shape, named["v_scale"].shape
@@ -105,7 +103,7 @@ def flaw(
         if tuple(x.shape) != shapes[name] or not x.numel() or x.dtype != torch.float32:
             return f"with {name} of {list(x.shape)} {x.dtype}, where FP32 {list(shapes[name])} is needed"
     if heads % kv_heads:
-        return f"for {heads} heads of queries and {kv_heads} of keys, which is no multiple"
+        return f"for {heads} query heads, which is no multiple of {kv_heads} key heads"
     if any(not x.isfinite().all() or (name.endswith("_scale") and (x <= 0).any()) for name, x in named.items()):
         return "with NaN, Inf, or scales that are not positive"
     return ""

@@ -1,4 +1,4 @@
-"""Block masks in plans: what they cost in time, and the sites that get some."""
+"""Block masks in plans: their cost in time, and the sites that get a mask."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def stated_blocks(
     batch: int,
     calls: Sequence[int],
 ) -> tuple[dict[str, Decision], dict[str, str]]:
-    """Decisions about sites of which some get block masks, where a recipe states one share of attention for all.
+    """Returns the decisions about sites if a recipe sets one share of attention for all block masks.
 
     Args:
-        share: that the recipe states; sites, decisions: that are converted, without masks; batch: for which times are taken.
-        calls: [T] of the denoiser that the calibration saw in each bin. Bins without any decide nothing: one of two denoisers
-            never comes to the other's.
+        share: the recipe's share; sites, decisions: converted sites without masks; batch: batch size of the times.
+        calls: [T] calls of the denoiser in each bin of the calibration. Bins without calls are ignored: one of two denoisers
+            never reaches the other's bins.
     Returns:
-        All decisions, and why some sites of `blocks` get no mask: where most blocks are needed, going through them by a mask
-        takes longer.
+        All decisions, and the reasons of sites of `blocks` that get no mask: with most blocks needed, a mask costs time.
     Raises:
         UserError: as `KernelCost.load`.
     """
@@ -46,7 +45,7 @@ def stated_blocks(
         shape, choices = AttentionShape.of(site, batch), decisions[site.name].choices
         modes = [Mode(choice.mode) for choice in choices]
         densities = of_site.density([share] * len(modes))
-        # Of a mode that nobody measured, as FP8 in older tables, the time of another serves: it is the ratio that decides.
+        # A mode without times, such as FP8 in older tables, takes FP16's: only the ratio matters.
         seconds = [
             min(cost.seconds(shape, mode), cost.seconds(shape, Mode.FP16)) * n
             for mode, n in zip(modes, calls, strict=True)
@@ -65,8 +64,8 @@ def stated_blocks(
 def attention_seconds(
     cost: KernelCost, shape: AttentionShape, unit: Unit, blocks: SiteBlocks | None, bins: int
 ) -> Tensor:
-    """[T, choices] time of a site in each of its choices; infinite in modes that were not measured, and where a share leaves no
-    block out."""
+    """[T, choices] time of a site in each of its choices; infinite for modes without times, and for shares at which no block may
+    be skipped."""
     densities = {0.0: [1.0] * bins}
     if blocks is not None:
         densities |= dict(zip(blocks.shares, blocks.densities().T.tolist(), strict=True))
@@ -84,7 +83,7 @@ def attention_seconds(
 def density(
     sparse: Mapping[str, Sequence[float]], blocks: Mapping[str, SiteBlocks], sites: int, steps: Tensor
 ) -> float:
-    """The share of the blocks of all sites and denoising steps that a plan computes."""
+    """Returns the share of the blocks of all sites and denoising steps that a plan computes."""
     left_out = [
         float(((1 - torch.tensor(blocks[site].density(row), dtype=torch.float64)) * steps).sum())
         for site, row in sparse.items()

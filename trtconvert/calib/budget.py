@@ -1,4 +1,4 @@
-"""What a plan must keep: figures of its samples against full precision's, each with its limit."""
+"""The budget of a plan: figures of its samples against full precision's samples, each with a limit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Measure:
     """One figure.
 
     Attributes:
-        name: of the figure, such as "psnr".
-        of: (samples, expected), [N, C, H, W] in [0, 1] each, to the figure.
-        higher: whether more is better.
+        name: such as "psnr".
+        of: function of (samples, expected), [N, C, H, W] in [0, 1] each, that returns the figure.
+        higher: true if more is better.
         limit: None for a figure that is only reported.
     """
 
@@ -25,7 +25,7 @@ class Measure:
     limit: float | None
 
     def keeps(self, value: float) -> bool:
-        """Whether a figure keeps the limit; NaN never does."""
+        """True if a figure is within the limit; NaN never is."""
         return self.limit is None or (value >= self.limit if self.higher else value <= self.limit)
 
 
@@ -39,15 +39,15 @@ def squared_error(samples: Tensor, expected: Tensor) -> Tensor:
 
 
 def figures(budget: Budget, samples: Tensor, expected: Tensor) -> dict[str, float]:
-    """Every figure of a plan's samples."""
+    """Returns every figure of a plan's samples."""
     return {measure.name: measure.of(samples, expected) for measure in budget}
 
 
 def keeps_budget(budget: Budget, found: Mapping[str, float]) -> bool:
-    """Whether all figures keep their limits."""
+    """True if all figures are within their limits."""
     return all(measure.keeps(found[measure.name]) for measure in budget)
 
 
 def limits(budget: Budget) -> dict[str, float]:
-    """The limits that there are."""
+    """Returns the limits of the figures that have one."""
     return {measure.name: measure.limit for measure in budget if measure.limit is not None}

@@ -1,7 +1,7 @@
-"""Calibration from end to end: observe every batch once, keep its statistics, and make scales of all of them.
+"""Calibration: observe every batch once, store its statistics, and compute scales from all batches.
 
-The outcome depends on the recipe and the data alone: not on how many processes shared the batches, nor on how often the run was
-killed. Each batch's statistics are computed by themselves and merged in the order of the batches.
+The result depends on the recipe and the data only, not on how many processes shared the batches or how often the run was
+interrupted. The statistics of each batch are independent and merged in the order of the batches.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from trtconvert.bars import Steps
 from trtconvert.cache import Cache, versions
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
-from trtconvert.calib.data import BadSamples, CalibrationData, batches_of, open_data
+from trtconvert.calib.data import BadSamples, CalibrationData, Drive, batches_of, nothing_observed, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
-from trtconvert.calib.histogram import HistogramObserver
+from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
-from trtconvert.calib.layer_scales import LayerScales, choose_scales, is_modulated, modiff_patterns
-from trtconvert.calib.observer import Drive, nothing_observed
+from trtconvert.calib.layer_scales import LayerScales, by_input_group, choose_scales, is_modulated, modiff_patterns
 from trtconvert.calib.shards import Shards
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
 from trtconvert.entry_point import names_of_ours
@@ -50,12 +49,12 @@ from trtconvert.provenance import Provenance
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, Recipe
 
 COVERAGE_SHARE = 16
-"""One in so many samples, the first ones, is run again to see how well the scales cover it."""
+"""One in this many samples, the first ones, runs a second time to measure how well the scales cover the data."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a conversion takes of a model, and what it leaves, with the reason in `obstacle`."""
+    """Attention sites and layers that a conversion quantises, and those that it leaves, with the reason in `obstacle`."""
 
     sites: list[Site]
     left_sites: list[Site]
@@ -64,13 +63,13 @@ class Parts:
 
 
 def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers: LayersSection) -> Parts:
-    """The model's attention sites and layers, split as a recipe asks; see `select_sites` and `select_layers`.
+    """Returns the model's attention sites and layers, split by a recipe; see `select_sites` and `select_layers`.
 
     Raises:
-        UserError: the model fails on its own inputs; and see `find_sites`, `select_sites` and `select_layers`.
+        UserError: the model fails on its own example inputs; see also `find_sites`, `select_sites` and `select_layers`.
     """
     finder = LayerFinder(model.denoiser, moving=model.onload is not None)
-    found = _found(model, {} if layers.off else layer_hooks(finder))
+    found = _found_sites(model, {} if layers.off else layer_hooks(finder))
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
         return Parts(chosen, left, [], [])
@@ -91,17 +90,9 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     return Parts(chosen, left, converted, others)
 
 
-def sites_to_convert(model: DiffusionModel, section: AttentionSection) -> tuple[list[Site], list[Site]]:
-    """The model's attention sites, split as a recipe asks; see `parts_to_convert`."""
-    return select_sites(_found(model, {}), section.include, section.exclude)
-
-
-def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
-    """The model's attention sites; on the way the hooks see other calls.
-
-    Raises:
-        UserError: the model fails on its own inputs; and see `find_sites`.
-    """
+def _found_sites(model: DiffusionModel, also: Hooks) -> list[Site]:
+    """Finds the model's attention sites; `also` observes other functions in the same forward. Raises a UserError if the model
+    fails on its own example inputs."""
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     device = model.device
 
@@ -111,12 +102,12 @@ def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
             return find_sites(model.denoiser, inputs, model.timestep_input, also)
         except TrtconvertError:
             raise
-        except Exception as error:  # whatever the model raises
+        except Exception as error:  # the model may raise anything
             raise UserError(
                 f"{model.name} cannot be run",
                 expected="a model that takes " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
                 got=kind_and_first_line(error),
-                remedy="correct the model, or what it says of its inputs and sizes (of a pipeline: model.options); "
+                remedy="correct the model, or its inputs and sizes (for a pipeline: model.options); "
                 "--debug shows where it failed",
             ) from error
 
@@ -124,9 +115,9 @@ def _found(model: DiffusionModel, also: Hooks) -> list[Site]:
     batch = model.inputs[0].shape[0]
     mixed = any(site.folds > 1 or site.unfused for site in found)
     if isinstance(batch, str) and sizes[batch] == 1 < model.dims[batch][2] and mixed:
-        sizes[batch] = 2  # of one sample it cannot be told which elements of an attention's batch belong to a sample
+        sizes[batch] = 2  # one sample does not show which batch elements of an attention belong together
         found = find()
-    if model.left_sites:  # by a file's own names
+    if model.left_sites:  # these sites have the names of a model file
         found = [site for site in found if not site.unfused]
     return [*found, *model.left_sites]
 
@@ -145,25 +136,26 @@ def calibrate(
     of_layers: LayersSection | None = None,
     shares: Sequence[float] = (),
 ) -> Calibration:
-    """Scales of the given sites and layers, and the blocks that sites need.
+    """Computes scales of the given sites and layers, and the blocks that sites need.
 
     Args:
         weights: SHA-256 of the model, see `trtconvert.models.identity`.
-        sites: to observe.
-        work: folder for the statistics of finished batches. What is there already is not computed again, so it must belong
-            to this very calibration; the caller names it by a hash and removes it in the end.
-        ranks: processes that share the work; all call this alike.
+        sites: sites to observe.
+        work: folder for the statistics of finished batches. Batches found there are not computed again, so the folder must
+            belong to exactly this calibration; the caller names it by a hash and removes it at the end.
+        ranks: processes that share the work; all call this function with the same arguments.
         skip_bad: leave bad samples out and list them in the provenance.
-        layers: to observe as well; of_layers: how their scales are made.
-        shares: of attention that may be lost, rising: the blocks that are needed are found for each, at the sites that may have
-            block masks, see `obstacle_to_blocks`.
+        layers: layers to observe; of_layers: options of their scales.
+        shares: shares of attention that may be lost, rising; the needed blocks are found for each share, at the sites that may
+            have block masks, see `obstacle_to_blocks`.
     Returns:
         The calibration, the same on all ranks.
     Raises:
-        UserError: the data does not fit, or there is none; NaN or Inf at a site.
+        UserError: the data does not fit or is empty; NaN or Inf at a site.
         RankLost: another process has ended.
     """
-    modulated = modulated_groups(layers, of_layers or LayersSection())
+    of_layers = of_layers or LayersSection()
+    modulated = modulated_groups(layers, of_layers)
     if modulated:
         refuse_without_order(section)
     shards, bad = Shards(work), BadSamples(skip_bad)
@@ -181,7 +173,7 @@ def calibrate(
         deltas=modulated,
         falls=model.timesteps_fall,
     )
-    sparse = [site for site in sites if shares and not obstacle_to_blocks(site)]
+    sparse = _sparse_sites(sites, shares)
     block_observer = BlockObserver(sparse, shares, model.timestep_max, section.bins)
 
     def observe(call: SiteCall) -> Tensor:
@@ -190,9 +182,9 @@ def calibrate(
         return output
 
     observed = intercepted(model, observe if sparse else observer, layer_observer if layers else None)
-    if not sparse and not modulated:  # which remember calls on the host
+    if not sparse and not modulated:  # block masks and deltas synchronise with the host in each call
         observed = graphed(model, observed, notes=(observer.notes, layer_observer.notes), counts=True)
-    # What an earlier run left out is met again, and refused, by one that leaves nothing out.
+    # Batches with samples that an earlier run skipped run again if this run skips none.
     finished = shards.batches() if skip_bad else shards.whole_batches()
     for index, batch in _own_share(data, finished, ranks, bar):
         _run(batch, observed)
@@ -201,43 +193,64 @@ def calibrate(
     if ranks.rank == 0 and not len(shards):
         raise nothing_observed(shards.skipped())
 
-    histograms = None
-    if with_elements:
-        means = ranks.broadcast(offsets(shards, section.bins) if ranks.rank == 0 else {})
-        heads = {site.name: site.heads for site in sites}
-        counter = HistogramObserver(means, heads, model.timestep_max)
-        counting, counted = graphed(model, intercepted(model, counter), counts=True), []
-        for index, batch in _own_share(data, shards.counted(), ranks, bar):
-            _run(batch, counting)
-            counted.append(index)
-            shards.write_counts(counted, counter.histograms)
-        ranks.collect(shards.folder, shards.names())
-        histograms = HistogramObserver(means, heads, model.timestep_max).histograms
-        if ranks.rank == 0:
-            shards.add_counts(histograms)
+    histograms = _counted_elements(model, sites, section, data, shards, ranks, bar) if with_elements else None
 
     def made() -> Calibration:
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
         seen, inputs = _coverage(with_progress(model, bar), section, tables, bar)
         provenance = _provenance(model, section, weights, shards)
-        of_inputs = _layer_scales(model, layers, of_layers or LayersSection(), section, shards)
-        blocks = {site.name: _blocks(shards, site, shares, section.bins) for site in sparse}
+        of_inputs = _layer_scales(model, layers, of_layers, section, shards)
+        blocks = {
+            site.name: SiteBlocks.of(shards.blocks(site.name), shares, block_counts(site), section.bins)
+            for site in sparse
+        }
         return Calibration(tables, provenance, seen.outliers(), seen.magnitudes(), of_inputs, inputs.found(), blocks)
 
-    made_by_first = ranks.broadcast(made() if ranks.rank == 0 else None)
-    assert made_by_first is not None
-    return made_by_first
+    calibration = ranks.broadcast(made() if ranks.rank == 0 else None)
+    assert calibration is not None
+    return calibration
+
+
+def _counted_elements(
+    model: DiffusionModel,
+    sites: Sequence[Site],
+    section: CalibrationSection,
+    data: CalibrationData,
+    shards: Shards,
+    ranks: Ranks,
+    bar: Steps,
+) -> Histograms:
+    """Runs all batches a second time and counts elements by magnitude. Rank 0 returns the counts of all ranks."""
+    means = ranks.broadcast(offsets(shards, section.bins) if ranks.rank == 0 else {})
+    heads = {site.name: site.heads for site in sites}
+    counter = HistogramObserver(means, heads, model.timestep_max)
+    counting, counted = graphed(model, intercepted(model, counter), counts=True), []
+    for index, batch in _own_share(data, shards.counted(), ranks, bar):
+        _run(batch, counting)
+        counted.append(index)
+        shards.write_counts(counted, counter.histograms)
+    ranks.collect(shards.folder, shards.names())
+    histograms = HistogramObserver(means, heads, model.timestep_max).histograms
+    if ranks.rank == 0:
+        shards.add_counts(histograms)
+    return histograms
+
+
+def _sparse_sites(sites: Iterable[Site], shares: Sequence[float]) -> list[Site]:
+    """Returns the sites whose needed blocks are recorded."""
+    return [site for site in sites if shares and not obstacle_to_blocks(site)]
 
 
 def refuse_without_blocks(
     model: DiffusionModel, sites: Sequence[Site], dims: Mapping[str, tuple[int, int, int]], bins: int
 ) -> None:
-    """
+    """Checks that a recipe with attention.sparse can have block masks.
+
     Args:
-        sites: that are converted; dims: symbolic dimension: (min, opt, max), of the engine; bins: timestep bins.
+        sites: converted sites; dims: symbolic dimension: (min, opt, max), of the engine; bins: number of timestep bins.
     Raises:
-        UserError: block masks cannot be had, as attention.sparse asks: sizes vary, or are not those of the calibration, or no
-            site may have one; or they would be larger than `MAX_TABLE_BYTES`.
+        UserError: sizes vary or differ from the calibration's, no site may have a block mask, or the masks are larger than
+            `MAX_TABLE_BYTES`.
     """
     require_one_size(
         model,
@@ -253,7 +266,7 @@ def refuse_without_blocks(
                 "attention.sparse needs the size that the model is calibrated at: block masks are for one number of tokens",
                 expected=f"{name}: {own} in the engine section",
                 got=str(size),
-                remedy=f"set {name} to {own} in engine.shapes, take the model itself in the other size (of a pipeline: "
+                remedy=f"set {name} to {own} in engine.shapes, load the model in the other size (for a pipeline: "
                 "model.options), or set attention.sparse to off",
             )
     reasons = {site.name: obstacle_to_blocks(site) for site in sites}
@@ -261,9 +274,9 @@ def refuse_without_blocks(
         name, reason = next(iter(reasons.items()))
         larger = ", or convert the model at a larger size"
         raise UserError(
-            "no attention site can have a block mask, as attention.sparse asks",
-            expected="a site that attends to itself, without a mask of its own, of one sequence a sample with enough tokens",
-            got=f"{len(reasons)} sites, of which {name}: {reason}",
+            "attention.sparse is on, but no attention site can have a block mask",
+            expected="a site with self-attention, without a mask of its own, one sequence per sample and enough tokens",
+            got=f"{len(reasons)} sites, such as {name}: {reason}",
             remedy="set attention.sparse to off" + (larger if not all(map(obstacle_at_any_size, sites)) else ""),
         )
     if (size := table_bytes(sites, bins)) > MAX_TABLE_BYTES:
@@ -271,14 +284,10 @@ def refuse_without_blocks(
         fewer = f"set calibration.bins to {fitting} or less, " if fitting else ""
         raise UserError(
             "the block masks of attention.sparse would be too large for a graph and its engines",
-            expected=f"{MAX_TABLE_BYTES / 2**30:g} GiB at most, a byte for each block, head and timestep bin",
-            got=f"{size / 2**30:.1f} GiB, of {bins} timestep bins",
+            expected=f"{MAX_TABLE_BYTES / 2**30:g} GiB at most, one byte per block, head and timestep bin",
+            got=f"{size / 2**30:.1f} GiB for {bins} timestep bins",
             remedy=f"{fewer}convert the model at a smaller size, or set attention.sparse to off",
         )
-
-
-def _blocks(shards: Shards, site: Site, shares: Sequence[float], bins: int) -> SiteBlocks:
-    return SiteBlocks.of(shards.blocks(site.name), shares, block_counts(site), bins)
 
 
 def _layer_scales(
@@ -288,10 +297,7 @@ def _layer_scales(
     calibration: CalibrationSection,
     shards: Shards,
 ) -> dict[str, LayerScales]:
-    """Scales of the layers' inputs, by input group. Tied layers have no factors, which would be another weight for each."""
-    readers: dict[str, list[Layer]] = {}
-    for layer in layers:
-        readers.setdefault(layer.input_group, []).append(layer)
+    """Returns the scales of the layers' inputs, by input group. Tied weights are not equalised, as each use has other factors."""
     tensors, modulated = model_tensors(model.denoiser), modulated_groups(layers, section)
     device = model.device
     users: dict[TensorRef, set[str]] = {}
@@ -309,36 +315,30 @@ def _layer_scales(
             equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_group),
             deltas=_deltas(shards, input_group).to(device) if input_group in modulated else None,
         )
-        for input_group, of_group in readers.items()
+        for input_group, of_group in by_input_group(layers).items()
     }
 
 
 def _deltas(shards: Shards, input_group: str) -> LayerRows:
-    """
-    Raises:
-        UserError: none was seen.
-    """
+    """Returns the deltas' rows of an input group; UserError if there are none."""
     try:
         return shards.layer(deltas_of(input_group))
     except KeyError as error:
         raise UserError(
-            f"{input_group} was called in no two steps that follow each other",
+            f"{input_group} was not called in two successive steps",
             expected="samples that are denoised step by step, in the same sizes",
-            got="calls that do not go on from each other",
-            remedy="raise calibration.steps; or leave the layer out of layers.modiff by patterns of the others",
+            got="calls that do not succeed each other",
+            remedy="raise calibration.steps, or exclude the layer from layers.modiff by listing patterns of the other layers",
         ) from error
 
 
 def modulated_groups(layers: Iterable[Layer], section: LayersSection) -> set[str]:
-    """The input groups of the layers whose deltas from step to step a recipe asks for, see `is_modulated`."""
+    """Returns the input groups of the layers whose deltas from step to step a recipe quantises, see `is_modulated`."""
     return {layer.input_group for layer in layers if is_modulated(layer, section)}
 
 
 def refuse_without_order(section: CalibrationSection) -> None:
-    """
-    Raises:
-        UserError: the data has no steps that follow each other, so that deltas from step to step cannot be seen.
-    """
+    """Raises a UserError if the calibration data has no successive steps, which layers.modiff needs."""
     kind = data_kind(section.data)
     problem = "" if kind in (Kind.DENOISE, Kind.PROMPTS) else f"calibration.data: {kind}"
     if not problem and section.steps < 2:
@@ -348,16 +348,16 @@ def refuse_without_order(section: CalibrationSection) -> None:
             "layers.modiff cannot be calibrated on this data",
             expected="samples that are denoised step by step: calibration.data denoise or prompts (.txt), in 2 steps or more",
             got=problem,
-            remedy="set calibration.data to denoise, and calibration.steps to the steps that the sampler will take; or "
-            "layers.modiff to false",
+            remedy="set calibration.data to denoise and calibration.steps to the sampler's number of steps, or layers.modiff to "
+            "false",
         )
 
 
 def _coverage(
     model: DiffusionModel, section: CalibrationSection, tables: Mapping[str, Mapping[str, Tensor]], bar: Steps
 ) -> tuple[CoverageObserver, InputRanges]:
-    """How well the scales cover the first samples, and what the denoiser was given in them; bad ones among them were reported
-    before."""
+    """Measures how well the scales cover the first samples, and the ranges of the denoiser's inputs. Bad samples are skipped:
+    they were reported before."""
     part = _covered(section)
     observer = CoverageObserver(tables, model.timestep_max)
     ranges = InputRanges(model, section.bins)
@@ -369,12 +369,12 @@ def _coverage(
 
 
 def _covered(section: CalibrationSection) -> CalibrationSection:
-    """Of the samples over which the coverage is measured."""
+    """Returns the section for the samples on which the coverage is measured."""
     return section.model_copy(update={"samples": max(1, section.samples // COVERAGE_SHARE)})
 
 
 def _own_share(data: CalibrationData, done: set[int], ranks: Ranks, bar: Steps) -> Iterator[tuple[int, Drive]]:
-    """The batches that no process has done yet, dealt out in turn."""
+    """Yields this process's share of the batches that no process has finished; processes take turns."""
     done = set().union(*ranks.gather(done))
     missing = 0
     for index, batch in enumerate(data.batches):
@@ -413,7 +413,7 @@ def _provenance(model: DiffusionModel, section: CalibrationSection, weights: str
     )
 
 
-def taken(
+def load_calibration(
     path: Path,
     model: DiffusionModel,
     weights: str,
@@ -423,15 +423,15 @@ def taken(
     modulated: Collection[str] = (),
     shares: Sequence[float] = (),
 ) -> Calibration:
-    """A calibration from a file, for the given sites and layers.
+    """Loads a calibration file for the given sites and layers.
 
     Args:
-        modulated: input groups of layers whose deltas from step to step are quantised.
-        shares: of attention that may be lost, of which block masks are needed.
+        modulated: input groups whose deltas from step to step are quantised.
+        shares: shares of attention that may be lost, for which block masks are needed.
 
     Raises:
-        UserError: the file is not a calibration, or one of another model or of other timestep bins, or it lacks a site or
-            a layer, or tables of one.
+        UserError: the file is not a calibration, or belongs to another model or other timestep bins, or lacks a site, a layer,
+            or some of their tables.
     """
     loaded = Calibration.load(path)
     made = loaded.provenance
@@ -440,7 +440,7 @@ def taken(
             f"{path} was calibrated for another model",
             expected=f"{model.name} with the hash {weights[:16]}",
             got=f"{made.model} with the hash {made.weights[:16]}",
-            remedy="calibrate this model: its weights, options or code are not those that the file was made with",
+            remedy="calibrate this model: its weights, options or code differ from those of the file",
         )
     if made.bins != bins:
         raise UserError(
@@ -456,37 +456,13 @@ def taken(
             got=", ".join(loaded.tables),
             remedy="calibrate again with these sites included, or exclude them with attention.exclude",
         )
-    names = [site.name for site in sites]
     for site in sites:
         sizes = {"heads": site.heads, "kv_heads": site.kv_heads, "head_dim": site.head_dim}
         refuse_flaw(path, site.name, flaw(loaded.tables[site.name], bins, **sizes))
+    names = [site.name for site in sites]
     channels = {layer.input_group: layer.in_channels for layer in layers}
-    if missing := [input_group for input_group in channels if input_group not in loaded.layers]:
-        raise UserError(
-            f"{path} lacks the ranges of layers",
-            expected=", ".join(missing),
-            got=", ".join(loaded.layers)
-            or "attention alone: it was made before there were INT8 layers, or with layers.modes: off",
-            remedy="calibrate again, set layers.modes to off in the recipe, or exclude them with layers.exclude",
-        )
-    for input_group, count in channels.items():
-        refuse_flaw(path, input_group, loaded.layers[input_group].flaw(count, bins), of_layer=True)
-    lacking = [input_group for input_group in sorted(modulated) if loaded.layers[input_group].change_scale is None]
-    if lacking:
-        raise UserError(
-            f"{path} lacks the scales of deltas from step to step",
-            expected="those of " + several(lacking, 3) + ", which layers.modiff needs",
-            got="scales of whole activations alone",
-            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
-        )
-    if moved := [input_group for input_group in sorted(modulated) if loaded.layers[input_group].x_offset.any()]:
-        raise UserError(
-            f"{path} has offsets of layers, which deltas have not",
-            expected="a calibration that was made with layers.modiff, and so without layers.offsets",
-            got=f"offsets of {several(moved, 3)}",
-            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
-        )
-    sparse = [site for site in sites if shares and not obstacle_to_blocks(site)]
+    _require_layers(path, loaded, channels, sorted(modulated), bins)
+    sparse = _sparse_sites(sites, shares)
     _require_blocks(path, loaded, sparse, shares)
     return Calibration(
         {name: loaded.tables[name] for name in names},
@@ -499,26 +475,53 @@ def taken(
     )
 
 
+def _require_layers(
+    path: Path, loaded: Calibration, channels: Mapping[str, int], modulated: Sequence[str], bins: int
+) -> None:
+    """Raises a UserError if scales of the layers' inputs are missing or not usable, or an input group in `modulated` lacks deltas
+    or has offsets; channels: of each input group."""
+    if missing := [input_group for input_group in channels if input_group not in loaded.layers]:
+        raise UserError(
+            f"{path} lacks the ranges of layers",
+            expected=", ".join(missing),
+            got=", ".join(loaded.layers) or "attention only, as with layers.modes: off",
+            remedy="calibrate again, set layers.modes to off in the recipe, or exclude the layers with layers.exclude",
+        )
+    for input_group, count in channels.items():
+        refuse_flaw(path, input_group, loaded.layers[input_group].flaw(count, bins), of_layer=True)
+    if lacking := [input_group for input_group in modulated if loaded.layers[input_group].change_scale is None]:
+        raise UserError(
+            f"{path} lacks the scales of deltas from step to step",
+            expected=f"scales of deltas of {several(lacking, 3)}, which layers.modiff needs",
+            got="scales of whole activations only",
+            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
+        )
+    if moved := [input_group for input_group in modulated if loaded.layers[input_group].x_offset.any()]:
+        raise UserError(
+            f"{path} has offsets of layers, but deltas have no offsets",
+            expected="a calibration with layers.modiff, and so without layers.offsets",
+            got=f"offsets of {several(moved, 3)}",
+            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
+        )
+
+
 def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shares: Sequence[float]) -> None:
-    """
-    Raises:
-        UserError: a calibration from a file lacks the blocks that sites need, or has them of other sizes.
-    """
+    """Raises a UserError if blocks of a site are missing, or are those of other sizes."""
     for site in sites:
         found = loaded.blocks.get(site.name)
         held = found.shares if found is not None else []
         if missing := [share for share in shares if share not in held]:
             raise UserError(
                 f"{path} lacks the blocks that attention needs",
-                expected=f"those of {site.name} where a share of {', '.join(f'{share:g}' for share in missing)} may be lost",
-                got="shares of " + ", ".join(f"{share:g}" for share in held) if held else "none of that site",
+                expected=f"blocks of {site.name} for a lost share of {', '.join(f'{share:g}' for share in missing)}",
+                got="shares of " + ", ".join(f"{share:g}" for share in held) if held else "no blocks of this site",
                 remedy="calibrate again with attention.sparse in the recipe, or set it to off"
-                + (f"; or ask for shares among {', '.join(f'{share:g}' for share in held)}" if held else ""),
+                + (f"; or use the shares {', '.join(f'{share:g}' for share in held)}" if held else ""),
             )
         counts = block_counts(site)
         if found is not None and tuple(found.block_counts.tolist()) != counts:
             raise UserError(
-                f"{path} has the blocks of other sizes",
+                f"{path} has blocks of other sizes",
                 expected=f"{counts[0]} × {counts[1]} blocks of {site.name}, which has {site.query_tokens} queries",
                 got=" × ".join(map(str, found.block_counts.tolist())),
                 remedy="calibrate again at the size of the engine, or set attention.sparse to off",
@@ -526,14 +529,14 @@ def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shar
 
 
 def observations_folder(cache: Cache, recipe: Recipe, weights: str, place: Place) -> Path:
-    """Where the finished batches of a calibration are kept until it is done: of a build, and of `trtconvert calibrate`.
+    """Returns the folder for the finished batches of a calibration, of a build and of `trtconvert calibrate`.
 
     Args:
         weights: see `trtconvert.models.identity`; place: where the model computes.
     """
-    # Devices round differently, so each has its own finished batches.
+    # Devices round differently, so each device has its own finished batches.
     reads = calibration_reads(recipe, weights) | place.reads() | {"device": place.device}
-    # The observations depend on the modules that load and observe the model, and on those that the user's functions import.
+    # The key covers the modules that load and observe the model, and the modules that the user's functions import.
     own = [name for name in (recipe.model.source, recipe.calibration.data) if isinstance(name, str)]
     code = {__name__, "trtconvert.models", "trtconvert.models.placed"}.union(*map(names_of_ours, own))
     return cache.work("observed", code, reads)

@@ -1,4 +1,4 @@
-"""From recorded ranges to the scales of the op's tables, and the file that keeps them."""
+"""Calibrations: from recorded ranges to the scales of the op's tables, and their file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.blocks import SiteBlocks
-from trtconvert.attention.ranges import (
-    Records,
-    Rows,
-    offsets,
-    ranges_of_maxima,
-    seen_bins,
-    spread,
-    tables_of_ranges,
-)
+from trtconvert.attention.ranges import Records, Rows, offsets, ranges_of_maxima, seen_bins, spread, tables_of_ranges
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bundle import Manifest
@@ -33,31 +25,39 @@ from trtconvert.provenance import Provenance, not_a_calibration, provenance_in
 
 OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
-"""Names of what `CoverageObserver` gives."""
+"""Names of the results of `CoverageObserver`."""
 
 INPUT_AMAX = "input_amax"
-"""Name of what `InputRanges` gives of each input."""
+"""Name of the result of `InputRanges` for each input."""
 
 OF_BLOCKS = tuple(f.name for f in fields(SiteBlocks))
 """Names of the tensors of `SiteBlocks`."""
 
 OF_LAYERS = tuple(f.name for f in fields(LayerScales))
-"""Names of what `choose_scales` gives; those with a default are not there always."""
+"""Names of the results of `choose_scales`; results with a default are optional."""
 _NEEDED = {f.name for f in fields(LayerScales) if f.default is MISSING}
+
+_GROUPS = {
+    "outliers": OUTLIERS,
+    "magnitudes": OCTAVE_COUNTS,
+    "layers": OF_LAYERS,
+    "blocks": OF_BLOCKS,
+    "inputs": (INPUT_AMAX,),
+}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scales and offsets per site; `AttentionTables` without the modes.
+    """Scales and offsets of sites and layers.
 
     Attributes:
-        tables: site: the tensors of `AttentionTables` but its modes, by name.
-        provenance: how they were made.
-        layers: of the inputs of INT8 layers, by the first layer that reads each.
-        outliers: share of elements that the scales clip; magnitudes: how large elements are relative to their ranges. Both as
-            `CoverageObserver` gives them, of a part of the data, see `calibrate`.
-        inputs: what `InputRanges` found of the denoiser's inputs in that part.
-        blocks: that sites need, of those that may have block masks, where the recipe asked for some.
+        tables: site: name: the tensors of `AttentionTables` except the modes.
+        provenance: how the scales were made.
+        layers: scales of the inputs of INT8 layers, by input group.
+        outliers: share of elements that the scales clip; magnitudes: counts of elements by their ratio to the range. Both by
+            `CoverageObserver`, on a part of the data, see `calibrate`.
+        inputs: ranges of the denoiser's inputs in that part, by `InputRanges`.
+        blocks: needed blocks of sites that may have block masks, if the recipe asked for block masks.
     """
 
     tables: Mapping[str, Mapping[str, Tensor]]
@@ -69,11 +69,7 @@ class Calibration:
     blocks: Mapping[str, SiteBlocks] = field(default_factory=dict)
 
     def with_modes(self, modes: Mapping[str, Sequence[int] | Tensor]) -> dict[str, AttentionTables]:
-        """Tables of the `Int8Attention` op by site, of the sites that `modes` names.
-
-        Args:
-            modes: modes of each site by timestep bin.
-        """
+        """Returns tables of the `Int8Attention` op for the sites in `modes`, with these modes by timestep bin."""
         return {
             site: AttentionTables(**tables, modes=torch.as_tensor(modes[site], dtype=torch.int32))
             for site, tables in self.tables.items()
@@ -89,7 +85,7 @@ class Calibration:
         return {site: self.blocks[site].mask(row) for site, row in shares.items()}
 
     def save(self, path: Path) -> None:
-        """One safetensors file with the provenance as JSON in its metadata."""
+        """Writes one safetensors file with the provenance as JSON in its metadata."""
         of_inputs = {name: {INPUT_AMAX: amax} for name, amax in self.inputs.items()}
         of_layers = {name: scales.tensors() for name, scales in self.layers.items()}
         of_blocks = {name: blocks.tensors() for name, blocks in self.blocks.items()}
@@ -99,15 +95,15 @@ class Calibration:
             for site, named in group.items()
             for name, t in named.items()
         }
-        # Written by Python, whose errors say when a disk is full; safetensors' own do not.
+        # Python's write reports a full disk; safetensors' own does not.
         path.write_bytes(save(tensors, {"provenance": self.provenance.model_dump_json()}))
 
     @staticmethod
     def load(path: Path) -> Calibration:
-        """Exactly what was saved.
+        """Loads a saved calibration.
 
         Raises:
-            UserError: the file is missing, damaged, or not a calibration; or a table of it cannot be used, whatever it is for.
+            UserError: the file is missing, damaged, or not a calibration; or a table is not usable for any purpose.
         """
         try:
             header = safetensors_header(path)
@@ -117,50 +113,45 @@ class Calibration:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError, ValueError) as error:
             raise not_a_calibration(path, error) from error
-        tables: dict[str, dict[str, Tensor]] = {}
-        shares: dict[str, dict[str, Tensor]] = {}
-        counts: dict[str, dict[str, Tensor]] = {}
-        layers: dict[str, dict[str, Tensor]] = {}
-        inputs: dict[str, dict[str, Tensor]] = {}
-        blocks: dict[str, dict[str, Tensor]] = {}
-        groups = (
-            (dict.fromkeys(OUTLIERS, shares) | dict.fromkeys(OCTAVE_COUNTS, counts) | dict.fromkeys(OF_LAYERS, layers))
-            | dict.fromkeys(OF_BLOCKS, blocks)
-            | {INPUT_AMAX: inputs}
-        )
+        found: dict[str, dict[str, dict[str, Tensor]]] = {group: {} for group in ("tables", *_GROUPS)}
+        groups = {name: group for group, names in _GROUPS.items() for name in names}
         for key, tensor in tensors.items():
             site, _, name = key.rpartition("/")
-            groups.get(name, tables).setdefault(site, {})[name] = tensor
-        if lacking := [f"{name}: {', '.join(found)}" for name, found in layers.items() if not found.keys() >= _NEEDED]:
-            raise not_a_calibration(path, ValueError(f"{lacking[0]}, where {', '.join(sorted(_NEEDED))} are needed"))
-        scales = {name: LayerScales(**found) for name, found in layers.items()}
+            found[groups.get(name, "tables")].setdefault(site, {})[name] = tensor
+        tables, outliers, magnitudes = found["tables"], found["outliers"], found["magnitudes"]
+        for input_group, named in found["layers"].items():
+            if not named.keys() >= _NEEDED:
+                lacking = f"{input_group}: {', '.join(named)}, where {', '.join(sorted(_NEEDED))} are needed"
+                raise not_a_calibration(path, ValueError(lacking))
+        layers = {input_group: LayerScales(**named) for input_group, named in found["layers"].items()}
         bins = provenance.bins
-        for site in (*tables, *(shares.keys() - tables.keys()), *(counts.keys() - tables.keys())):
+        for site in (*tables, *(outliers.keys() - tables.keys()), *(magnitudes.keys() - tables.keys())):
             refuse_flaw(path, site, flaw(tables.get(site, {}), bins))
-            refuse_flaw(path, site, _flaw_of_coverage(tables[site], shares.get(site, {}), counts.get(site, {})))
-        for source, of_input in scales.items():
-            refuse_flaw(path, source, of_input.flaw(of_input.x_offset.numel(), bins), of_layer=True)
-        for site, named in blocks.items():
+            refuse_flaw(path, site, _flaw_of_coverage(tables[site], outliers.get(site, {}), magnitudes.get(site, {})))
+        for input_group, of_input in layers.items():
+            refuse_flaw(path, input_group, of_input.flaw(of_input.x_offset.numel(), bins), of_layer=True)
+        blocks: dict[str, SiteBlocks] = {}
+        for site, named in found["blocks"].items():
             if named.keys() != set(OF_BLOCKS):
                 refuse_flaw(path, site, f"with {', '.join(named)}, where {', '.join(OF_BLOCKS)} are needed")
-            refuse_flaw(path, site, _flaw_of_blocks(SiteBlocks(**named), tables.get(site, {}), bins))
-        ranges = {name: named[INPUT_AMAX] for name, named in inputs.items()}
-        for name, amax in ranges.items():
+            blocks[site] = SiteBlocks(**named)
+            refuse_flaw(path, site, _flaw_of_blocks(blocks[site], tables.get(site, {}), bins))
+        inputs = {name: named[INPUT_AMAX] for name, named in found["inputs"].items()}
+        for name, amax in inputs.items():
             refuse_flaw(path, name, _flaw_of_range(amax, bins))
-        needed = {site: SiteBlocks(**named) for site, named in blocks.items()}
-        return Calibration(tables, provenance, shares, counts, scales, ranges, needed)
+        return Calibration(tables, provenance, outliers, magnitudes, layers, inputs, blocks)
 
 
 def modes_of_bundle(manifest: Manifest) -> dict[str, Tensor]:
-    """The modes of every converted site, [T] INT32, for `Calibration.with_modes`."""
+    """Returns the modes of every converted site, [T] INT32, for `Calibration.with_modes`."""
     return {site.name: torch.tensor(site.modes, dtype=torch.int32) for site in manifest.sites if site.modes}
 
 
 def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
-    """The calibration of a bundle, with tables of every site that the manifest says is converted, and of no other.
+    """Loads the calibration of a bundle, with tables of exactly the sites that the manifest lists as converted.
 
     Raises:
-        UserError: see `Calibration.load`; or it has none of a site, or others than the site takes.
+        UserError: see `Calibration.load`; or tables of a site are missing, or do not fit the site.
     """
     path, bins = folder / manifest.calibration, manifest.recipe.calibration.bins
     found = Calibration.load(path)
@@ -176,19 +167,17 @@ def load_of_bundle(folder: Path, manifest: Manifest) -> Calibration:
     for name, site in sites.items():
         refuse_flaw(path, name, flaw(found.tables[name], bins, heads=site.heads, head_dim=site.head_dim))
         if missing := sorted(set(site.sparse) - {0.0, *(found.blocks[name].shares if name in found.blocks else ())}):
-            refuse_flaw(
-                path, name, f"without the blocks at a share of {missing[0]:g}, which the bundle's plan leaves out"
-            )
+            refuse_flaw(path, name, f"without the blocks at a share of {missing[0]:g}, which the bundle's plan needs")
     return replace(found, tables={name: found.tables[name] for name in sites})
 
 
 def masks_of_bundle(manifest: Manifest, calibration: Calibration) -> dict[str, Tensor]:
-    """The block masks [T, H, Bq, Bk] of the sites that have some."""
+    """Returns the block masks [T, H, Bq, Bk] of the sites that have one."""
     return calibration.masks({site.name: site.sparse for site in manifest.sites if site.sparse})
 
 
 def _flaw_of_blocks(blocks: SiteBlocks, tables: Mapping[str, Tensor], bins: int) -> str:
-    """What is wrong with the blocks of a site that has tables without a flaw; empty if nothing."""
+    """Returns the flaw of a site's blocks; empty if there is none. `tables`: the site's, without a flaw."""
     if not tables:
         return "with blocks, and no scales"
     found = blocks.flaw(bins)
@@ -199,7 +188,7 @@ def _flaw_of_blocks(blocks: SiteBlocks, tables: Mapping[str, Tensor], bins: int)
 
 
 def _flaw_of_range(amax: Tensor, bins: int) -> str:
-    """What is wrong with the range of an input; empty if nothing."""
+    """Returns the flaw of an input's range; empty if there is none."""
     if tuple(amax.shape) != (bins,) or amax.dtype != torch.float32:
         return f"with {INPUT_AMAX} of {list(amax.shape)} {amax.dtype}, where [{bins}] {torch.float32} is needed"
     return "" if (amax.isfinite() & (amax >= 0)).all() else f"with {INPUT_AMAX} that is negative or not finite"
@@ -208,7 +197,8 @@ def _flaw_of_range(amax: Tensor, bins: int) -> str:
 def _flaw_of_coverage(
     tables: Mapping[str, Tensor], outliers: Mapping[str, Tensor], magnitudes: Mapping[str, Tensor]
 ) -> str:
-    """The same of a site's outliers and magnitudes, see `CoverageObserver`, given tables without a flaw. Both may be absent."""
+    """Returns the flaw of a site's outliers and magnitudes; empty if there is none. Both may be absent. `tables`: the site's,
+    without a flaw."""
     rows = {name: tables[f"{name}_scale"].shape[:2] for name in ("q", "k", "v")}
     for names, found in ((OUTLIERS, outliers), (OCTAVE_COUNTS, magnitudes)):
         if found and found.keys() != set(names):
@@ -219,7 +209,7 @@ def _flaw_of_coverage(
         shape, dtype, top = of_shares if name in OUTLIERS else of_counts
         if tuple(x.shape) != shape or x.dtype != dtype:
             return f"with {name} of {list(x.shape)} {x.dtype}, where {list(shape)} {dtype} is needed"
-        if not ((x >= 0) & (x <= top)).all():  # written so that NaN fails
+        if not ((x >= 0) & (x <= top)).all():  # NaN fails both comparisons
             return f"with {name} outside 0 to {top:g}"
     return ""
 
@@ -232,25 +222,24 @@ def scales(
     statistic: str = "batch-max",
     histograms: Histograms | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """Tables of every site.
+    """Computes the tables of every site.
 
     A range is one of
     - "batch-max": the percentile over denoiser calls of their maxima,
     - "elements": the percentile of all elements' magnitudes,
     - "mse": the range of least squared error, see `Histogram.least_error_range`.
-    A bin that saw nothing takes the ranges of the nearest one that did.
+    A bin without calls takes the ranges of the nearest bin with calls.
 
     Args:
-        records: see `RangeObserver`; may load a site's rows when it is asked for them.
-        percentile: in (0, 100]; "mse" does without.
-        bins: timestep bins.
-        histograms: see `HistogramObserver`; needed but for "batch-max".
+        records: see `RangeObserver`; may load the rows of a site lazily.
+        percentile: in (0, 100]; ignored by "mse".
+        bins: number of timestep bins.
+        histograms: see `HistogramObserver`; required except for "batch-max".
     Returns:
         site: {name: FP32 tensor}, shapes as in `AttentionTables`.
     """
     tables = {}
     for site, rows in records.items():
-        # Of the nearest bin, for those that saw nothing.
         means = offsets({site: rows}, bins)[site]
         if histograms is None:
             ranges = ranges_of_maxima(rows, means, percentile / 100, bins)

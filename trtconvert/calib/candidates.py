@@ -1,4 +1,4 @@
-"""What a search may choose for each attention site, and what each choice of a unit computes in torch."""
+"""Candidates of a search: the choices of each attention site, and their computation in torch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,8 @@ PROBES_FORWARDS = 20
 def attention_units(
     scalings: Mapping[str, str], allowed: Collection[Mode], blocks: Collection[str] = (), shares: Sequence[float] = ()
 ) -> list[Unit]:
-    """Attention sites with what they may do: every mode, and the allowed ones behind a block mask.
-
-    Args:
-        scalings: of each site.
-        allowed: modes that a search may choose; blocks: names of sites that may have block masks.
-        shares: of attention that masks may lose.
-    """
+    """Returns attention sites with their choices: every mode, and the allowed modes with a block mask at sites that may have one,
+    at each share of attention that may be lost; scalings: of each site."""
     dense = tuple(Choice(mode) for mode in Mode)
     masked = tuple(Choice(mode, share) for share in (*shares, 0.0) for mode in Mode if mode in allowed)
     compared = frozenset(choice for choice in dense if choice.mode not in allowed)
@@ -47,18 +42,14 @@ def attention_units(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice of one unit, to be measured alone.
-
-    Attributes:
-        output: the output of one call of one of the unit's operations under the choice.
-    """
+    """One choice of one unit, measured alone; output: computes a call of one of the unit's operations under the choice."""
 
     unit: Unit
     choice: Choice
     output: Handler
 
     def handlers(self) -> tuple[Handler | None, Handler | None]:
-        """What `intercepted` takes for attention and for layers: this choice alone, everything else exact."""
+        """Returns the handlers of `intercepted` for attention and layers: this choice only, everything else exact."""
 
         def handle(call: Any) -> Tensor:
             return self.output(call) if call.name in self.unit.members else call.exact()
@@ -73,10 +64,8 @@ def candidates_of(
     layers: Int8Layers | None,
     blocks: Mapping[str, SiteBlocks],
 ) -> list[Candidate]:
-    """Every choice that is measured: those that a search may take, less exact ones and those whose error is a sum of others'.
-
-    Args: see `measure_sensitivity`.
-    """
+    """Returns every choice to measure: inexact choices that a search may take, except sums of other choices. For the arguments
+    see `measure_sensitivity`."""
 
     def output(unit: Unit, choice: Choice) -> Handler:
         if unit.kind == "layer":
@@ -97,7 +86,7 @@ def candidates_of(
 
 
 def _behind_mask(model: DiffusionModel, blocks: SiteBlocks, share: float) -> Callable[[SiteCall], Tensor]:
-    """Exact attention to the blocks that are left at a share."""
+    """Exact attention to the blocks at a share."""
 
     def attend(call: SiteCall) -> Tensor:
         index = timestep_bin(call.timestep, model.timestep_max, len(blocks.block_bits)).cpu()

@@ -1,4 +1,4 @@
-"""`trtconvert calibrate`: from a recipe to a calibration file, on one process or on those of torchrun."""
+"""`trtconvert calibrate`: from a recipe to a calibration file, on one process or on the processes of torchrun."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from trtconvert.recipe import Recipe
 def calibrate_recipe(
     recipe: Recipe, output: Path, cache: Cache, ranks: Ranks, report: Reporter, *, skip_bad: bool
 ) -> Calibration:
-    """Calibrate as a recipe says; rank 0 writes the file. A run that ends early says how to go on.
+    """Calibrates by a recipe; rank 0 writes the file. An interrupted run prints how to resume.
 
     Raises:
-        UserError: see `calibrate`; or the recipe takes a calibration from a file.
-        BackendUnavailable: there is no such device.
+        UserError: see `calibrate`; or the recipe loads a calibration from a file.
+        BackendUnavailable: the device does not exist.
         RankLost: another process has ended.
     """
     section = recipe.calibration
@@ -41,21 +41,21 @@ def calibrate_recipe(
         raise UserError(
             "there is nothing to calibrate",
             expected="a recipe without calibration.from",
-            got=f"one that takes {section.from_}",
+            got=f"calibration.from: {section.from_}",
             remedy="remove calibration.from from the recipe",
         )
     weights = identity(recipe.model, recipe.loras)
     place = choose_place(recipe.compute, with_dtype(recipe.model))
     work = observations_folder(cache, recipe, weights, place)
     alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
-    # The place of the result is tried first: nobody wants to hear after hours that it cannot be written.
+    # The output path is opened first, so that a path that cannot be written fails before hours of work.
     target = whole_file(output, "give another file with -o") if ranks.rank == 0 else contextlib.nullcontext()
     with alone:
-        with target as partial, _saying_how_to_go_on(work, ranks), report.live(), report.stage("calibrate") as bar:
-            ranks.gather(None)  # rank 0 has the folder of the finished batches to itself
+        with target as partial, _telling_how_to_resume(work, ranks), report.live(), report.stage("calibrate") as bar:
+            ranks.gather(None)  # the other ranks wait until rank 0 holds the folder's lock
             model = models.load(with_dtype(recipe.model), recipe.loras, as_stored=place.on_gpu)
             if recipe.engine.guidance == "fused":
-                fused_form(model)  # which refuses models that cannot
+                fused_form(model)  # refuses models without a fused form
             model = placed(model, place, report.notice)
             parts = parts_to_convert(model, recipe.attention, recipe.layers)
             if recipe.sparse_shares:
@@ -68,28 +68,28 @@ def calibrate_recipe(
             )  # fmt: skip
             if partial is not None:
                 made.save(partial)
-        ranks.gather(None)  # rank 0 has written
+        ranks.gather(None)  # the other ranks wait until rank 0 has written
         shutil.rmtree(work, ignore_errors=True)
     return made
 
 
 @contextlib.contextmanager
-def _saying_how_to_go_on(work: Path, ranks: Ranks):
+def _telling_how_to_resume(work: Path, ranks: Ranks):
     try:
         yield
-    except BaseException:  # a signal as well: SystemExit and KeyboardInterrupt
+    except BaseException:  # including signals: SystemExit and KeyboardInterrupt
         kept = Shards(work)
         finished, counted = len(kept.batches()), len(kept.counted())
         if finished:
             of = f"{finished} batches" + (f" ({counted} of them counted)" if counted else "")
             print(
-                f"rank {ranks.rank}: {of} finished and kept in {work}; the same command goes on there", file=sys.stderr
+                f"rank {ranks.rank}: {of} finished and kept in {work}; the same command resumes there", file=sys.stderr
             )
         raise
 
 
 def summary(made: Calibration) -> list[str]:
-    """What was calibrated, in lines for people."""
+    """Describes a calibration in lines of text."""
     p = made.provenance
     lines = [
         f"{len(made.tables)} sites of {p.model}, {p.bins} timestep bins, statistic {p.statistic}",

@@ -1,7 +1,7 @@
-"""INT8 layers of a pipeline's other models: text encoders and VAEs, which follow no timestep.
+"""INT8 layers of a pipeline's other models: text encoders and VAEs, which have no timestep.
 
-They are calibrated on what the pipeline passed while it was converted, and held to an error of the outputs: layers whose
-own output suffers most stay in their type, as many as that takes.
+The layers are calibrated on the pipeline's inputs during the conversion, under a limit on the error of the outputs: layers with
+the largest errors of their own output stay in their type, as many as the limit requires.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trtconvert.calib.layer_observer import LayerObserver
 from trtconvert.calib.layer_plan import stated_layers
-from trtconvert.calib.layer_scales import LayerScales, choose_scales, layer_tables
+from trtconvert.calib.layer_scales import LayerScales, by_input_group, choose_scales, layer_tables
 from trtconvert.diffusion_model import ModelComponent
 from trtconvert.errors import GateError, UserError
 from trtconvert.interception import Interception
@@ -35,23 +35,23 @@ from trtconvert.quant.forward import Int8Layers
 from trtconvert.recipe import LayersSection
 
 ROWS = 256
-"""Whole rows of a layer's input that are looked at: there is one call, or a few."""
+"""Whole rows of a layer's input to observe: there are only one or a few calls."""
 
 SHARE = 0.7
-"""Of the error limit that INT8 layers may take: the component's 16-bit type takes some as well."""
+"""Share of the error limit for INT8 layers; the component's 16-bit type takes the rest."""
 
 SHARES_KEPT = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
-"""Of the layers, those whose own output is the closest; the largest share that keeps the limit is taken."""
+"""Shares of the layers to try in INT8, those with the smallest errors of their own output first."""
 
 
 @dataclass(frozen=True)
 class ComponentLayers:
-    """What becomes of a component's layers.
+    """The layers of a component.
 
     Attributes:
-        converted: by name.
-        left: the others, with the reason in `obstacle`.
-        error: the largest relative L2 error of an output in torch, with these alone in INT8.
+        converted: INT8 layers by name.
+        left: the other layers, with the reason in `obstacle`.
+        error: largest relative L2 error of an output in torch, with only these layers in INT8.
     """
 
     converted: dict[str, ConvertedLayer]
@@ -61,33 +61,30 @@ class ComponentLayers:
 
 @torch.no_grad()
 def component_layers(source: ModelComponent, section: LayersSection, limit: float) -> ComponentLayers:
-    """The layers of a component that may be INT8.
+    """Chooses the INT8 layers of a component.
 
     Args:
-        section: how layers are chosen and their scales made, as for the denoiser.
+        section: how layers are chosen and scales are made, as for the denoiser.
         limit: relative L2 error of each of the component's outputs.
     Raises:
-        UserError: it has no layer that can be INT8, or NaN or Inf at the input of one.
-        GateError: no layer may be INT8.
+        UserError: no layer can be INT8, or NaN or Inf at the input of a layer.
+        GateError: no layer is within the limit.
     """
     finder = LayerFinder(source.module)
     exact = _run(source, finder)
-    # The recipe's patterns are of the denoiser's names.
+    # The recipe's patterns refer to names of the denoiser.
     chosen, left = select_layers(finder.layers(), ["*"], [], section.min_rows, section.kinds, section.few_rows)
     if not chosen:
         reasons = sorted({layer.obstacle for layer in left})
         raise UserError(
             f"{source.name} has no layer that can be INT8",
-            expected="at least one linear layer or convolution of enough channels and rows",
+            expected="at least one linear layer or convolution with enough channels and rows",
             got="; ".join(reasons) or "no layer at all",
             remedy=f"set components.{source.name}.layers to exact",
         )
     observer = LayerObserver({layer.input_group for layer in chosen}, 1.0, 1, rows=ROWS)
     _run(source, observer)
     seen, tensors = observer.finish(), model_tensors(source.module)
-    readers: dict[str, list[Layer]] = {}
-    for layer in chosen:
-        readers.setdefault(layer.input_group, []).append(layer)
     scales: dict[str, LayerScales] = {
         name: choose_scales(
             layers,
@@ -99,7 +96,7 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
             equalise=section.equalise,
             offsets=section.offsets,
         )
-        for name, layers in readers.items()
+        for name, layers in by_input_group(chosen).items()
     }
     stated = stated_layers(section.model_copy(update={"modes": "static"}), chosen, 1)
     tables = layer_tables(source.module, chosen, scales, {name: decision.modes for name, decision in stated.items()})
@@ -124,22 +121,18 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
     raise GateError(
         f"gate missed: no layer of {source.name} can be INT8 within the error limit of components",
         expected=f"an error of at most {SHARE:g} of verify.max_component_error, {SHARE * limit:g}",
-        got=f"{error:.3g} with the {len(kept)} layers that INT8 suits best, of {len(chosen)}",  # pyright: ignore[reportPossiblyUnbound]
+        got=f"{error:.3g} with the {len(kept)} best layers for INT8, of {len(chosen)}",  # pyright: ignore[reportPossiblyUnbound]
         remedy=f"set components.{source.name}.layers to exact, or raise verify.max_component_error",
     )
 
 
 def _run(source: ModelComponent, handler: LayerHandler) -> tuple[Tensor, ...]:
-    return _forward(source.module, tuple(source.example[spec.name] for spec in source.inputs), handler)
-
-
-def _forward(module: nn.Module, inputs: Sequence[Tensor], handler: LayerHandler) -> tuple[Tensor, ...]:
-    with Interception(module, layer_hooks(handler), torch.zeros(1)):
-        return module(*inputs)
+    with Interception(source.module, layer_hooks(handler), torch.zeros(1)):
+        return source.module(*(source.example[spec.name] for spec in source.inputs))
 
 
 def _decibels(source: ModelComponent, tables: Mapping[str, LayerTables]) -> dict[str, float]:
-    """Signal to quantisation noise of each layer's output, its input exact."""
+    """Returns the ratio of signal to quantisation noise of each layer's output in dB, with exact inputs."""
     layers, found = Int8Layers(tables, 1.0), dict[str, float]()
 
     def compare(call: LayerCall) -> Tensor:
@@ -154,7 +147,7 @@ def _decibels(source: ModelComponent, tables: Mapping[str, LayerTables]) -> dict
 
 
 def _error(got: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest relative L2 error of an output; infinite where one is not finite."""
+    """Returns the largest relative L2 error of an output; infinite if an output is not finite."""
     pairs = [(a.double(), b.double()) for a, b in zip(got, exact, strict=True)]
     errors = [float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs]
     return max(error if math.isfinite(error) else math.inf for error in errors)

@@ -1,4 +1,4 @@
-"""What attention and layers cost in each mode, from the kernels' measured times."""
+"""Prices of attention and layers in each mode, from measured times of the kernels."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, flops
 
 ALWAYS_MEASURED = tuple(mode for mode in Mode if mode != Mode.FP8)
-"""Modes whose times every table holds. FP8 came later: tables that were made before serve plans without it."""
-
+"""Modes that every table has times of. FP8 is newer: older tables serve plans without it."""
 
 SAME_TIME = 1.02
-"""Times that differ by less are the same: two runs on one GPU differ by as much."""
+"""Times within this ratio are equal: two runs on one GPU differ as much."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class AttentionShape:
 
     @staticmethod
     def of(site: Site, batch: int) -> AttentionShape:
-        """Of a site's call with so many samples."""
+        """Returns the shape of a site's call with a batch of samples."""
         return AttentionShape(batch * site.folds, site.heads, site.query_tokens, site.key_tokens, site.head_dim)
 
     @property
@@ -51,7 +50,7 @@ class AttentionShape:
 
     @property
     def to_prompt(self) -> bool:
-        """Whether many queries attend to few keys, as an image to its text. A kernel of its own does that."""
+        """True if many queries attend to few keys, as an image to its text; such calls have a kernel of their own."""
         return self.key_tokens <= TILE < self.query_tokens
 
 
@@ -65,7 +64,7 @@ class _Entry(BaseModel):
 
 
 class _TimedAttention(_Entry):
-    """Sizes as in `AttentionShape`."""
+    """Attention; sizes as in `AttentionShape`."""
 
     mode: Mode
     shape: _AttentionSizes
@@ -74,7 +73,7 @@ class _TimedAttention(_Entry):
 
 
 class _TimedMask(_Entry):
-    """The ratio is of the time without a mask."""
+    """Attention with a block mask; ratio: to the time without a mask."""
 
     mode: Mode
     shape: _AttentionSizes
@@ -83,7 +82,7 @@ class _TimedMask(_Entry):
 
 
 class _TimedLayer(_Entry):
-    """Rows, output and input channels."""
+    """Layer; shape: rows, output channels, input channels."""
 
     mode: LayerMode
     shape: tuple[_Size, _Size, _Size]
@@ -91,7 +90,7 @@ class _TimedLayer(_Entry):
 
 
 class _TimedConv(_Entry):
-    """Batch, height, width, input and output channels, window."""
+    """Convolution; shape: batch, height, width, input channels, output channels, kernel size."""
 
     mode: LayerMode
     shape: tuple[_Size, _Size, _Size, _Size, _Size, _Size]
@@ -99,7 +98,7 @@ class _TimedConv(_Entry):
 
 
 class _Table(_Entry):
-    """What `trtconvert measure` writes; earlier versions had fewer lists."""
+    """Output of `trtconvert measure`; earlier versions had fewer lists."""
 
     gpu: str
     date: str
@@ -114,24 +113,20 @@ _Row = tuple[AttentionShape, Mode, float]
 """Shape, mode and seconds of a call."""
 
 _MaskedRow = tuple[AttentionShape, Mode, float, float]
-"""Shape, mode, share of blocks of a call with a block mask, and its time in terms of that without one."""
+"""Shape, mode, density of the block mask, and time relative to that without a mask."""
 
 
 class KernelCost:
-    """Times of the measured GPU, interpolated over the amount of work at the nearest head size; of attention to prompts over
-    such alone, where they were measured. Scales of queries and keys are measured (`dynamic`) unless a row says otherwise.
+    """Times of the measured GPU, interpolated over the amount of work at the nearest head size. Attention to prompts is
+    interpolated over attention to prompts only, if that was measured. Scales of queries and keys are measured (`dynamic`) unless
+    a row says otherwise.
 
     Attributes:
-        gpu, date: where and when they were measured.
+        gpu, date: of the measurement.
     """
 
     def __init__(self, document: Any) -> None:
-        """
-        Args:
-            document: as JSON gives it.
-        Raises:
-            ValidationError: it is no table of times.
-        """
+        """Reads a JSON document; ValidationError if it is not a table of times."""
         table = _Table.model_validate(document)
         self.gpu, self.date = table.gpu, table.date
         self._rows: list[_Row] = []
@@ -156,16 +151,16 @@ class KernelCost:
         caches: bool = False,
         of_convs: bool = False,
     ) -> KernelCost:
-        """Times that `trtconvert measure` wrote, or those that come with the program.
+        """Loads a file of `trtconvert measure`, or the times that come with the program.
 
         Args:
-            candidates: what the plan may choose; the times of these must be there, beside those of `ALWAYS_MEASURED`.
-            layer_candidates: likewise of layers, 16 bits among them.
-            masks: whether the plan may choose block masks, of which there must be times too; caches: likewise layers that
-                quantise deltas, whose caches are priced by the memory's bandwidth; of_convs: likewise convolutions.
+            candidates: modes that the plan may choose, whose times are required beside those of `ALWAYS_MEASURED`.
+            layer_candidates: the same for layers, including 16 bits.
+            masks: the plan may choose block masks, whose times are required.
+            caches: the plan may choose layers that quantise deltas; the memory's bandwidth prices their caches.
+            of_convs: the plan may choose convolutions, whose times are required.
         Raises:
-            UserError: not such a file, or one that lacks a mode at some head size, or of layers, or block masks, or bandwidth,
-                or convolutions.
+            UserError: the file is not a table of times, or lacks times that are required.
         """
         path = path or KERNEL_COST
         try:
@@ -177,7 +172,7 @@ class KernelCost:
                 f"{path} does not hold times of the kernels",
                 expected="a JSON file that `trtconvert measure` wrote: gpu, date, and rows of shape, mode and seconds",
                 got=first_problem(error) if isinstance(error, ValidationError) else kind_and_first_line(error),
-                remedy="measure again on the GPU that the plan is for, or remove plan.kernel_cost",
+                remedy="run `trtconvert measure` on the GPU that the plan is for, or remove plan.kernel_cost",
             ) from error
 
         def refuse(what: str, expected: str, got: str, otherwise: str) -> NoReturn:
@@ -195,12 +190,14 @@ class KernelCost:
         of_layers = {mode for _, mode, _ in cost._layers}
         if unknown := [mode.name.lower() for mode in sorted(layer_candidates) if mode not in of_layers]:
             expected = "times of layers in 16 bits (exact) and in every mode among plan.layer_candidates"
-            otherwise = "state layers.modes (off leaves layers in 16 bits)"
-            refuse("the layers that the plan may choose", expected, f"none of layers {', '.join(unknown)}", otherwise)
+            otherwise = "set layers.modes to one mode (off leaves layers in 16 bits)"
+            refuse(
+                "the layers that the plan may choose", expected, f"no times of layers {', '.join(unknown)}", otherwise
+            )
         if of_convs and not any(mode == LayerMode.EXACT for _, mode, _ in cost._convs):
-            expected = "times of convolutions behind group norms, in 16 bits (exact) and in INT8"
-            otherwise = "leave convolutions out (layers.kinds: [linear], and layers.include without their names), or "
-            otherwise += "state layers.modes"
+            expected = "times of convolutions after group norms, in 16 bits (exact) and in INT8"
+            otherwise = "exclude convolutions (layers.kinds: [linear], and layers.include without their names), or "
+            otherwise += "set layers.modes to one mode"
             refuse("the convolutions that the plan may convert", expected, "none in 16 bits", otherwise)
         if masks and not cost._masked:
             expected = "times of attention with block masks"
@@ -211,7 +208,7 @@ class KernelCost:
         return cost
 
     def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:
-        """What a table must have for some modes and this one has not; empty if nothing."""
+        """Returns what the table lacks for some modes; empty if nothing."""
         if not self._rows:
             return "no rows"
         for size, prompt in sorted({(shape.head_dim, shape.to_prompt) for shape, _, _ in self._rows}):
@@ -221,16 +218,16 @@ class KernelCost:
         return ""
 
     def seconds(self, shape: AttentionShape, mode: Mode, scaling: str = "dynamic") -> float:
-        """Time of one call, see `_interpolated`. Infinite for a mode that was not measured; where calibrated scales were not,
-        that of measured ones."""
+        """Returns the time of one call, see `_interpolated`: infinite for a mode that was not measured; the time with measured
+        scales if the time with calibrated scales is unknown."""
         if scaling == "calibrated" and (points := _points(self._calibrated, shape, mode)):
             return _interpolated(shape.flops, points)
         points = _points(self._rows, shape, mode)
         return _interpolated(shape.flops, points) if points else math.inf
 
     def scaling(self, shape: AttentionShape, modes: Collection[Mode]) -> str:
-        """`calibrated` where measured scales make one of the modes slower, by more than times differ between runs; else, and
-        where nobody has measured, `dynamic`, which is closer on inputs unlike the calibration's."""
+        """Returns `calibrated` if measured scales make one of the modes slower by more than `SAME_TIME`. Otherwise, also if times
+        are unknown, returns `dynamic`, which is closer on inputs unlike the calibration's."""
         for mode in MEASURED_SCALES:
             points = _points(self._calibrated, shape, mode)
             if mode in modes and points and self.seconds(shape, mode) > SAME_TIME * _interpolated(shape.flops, points):
@@ -238,16 +235,16 @@ class KernelCost:
         return "dynamic"
 
     def masked_ratio(self, shape: AttentionShape, mode: Mode, density: float) -> float:
-        """Time of a call that goes through a share of the blocks by a mask, in terms of that without one: above 1 where the mask
-        leaves few out. Linear between the densities that were measured at the nearest head size and work; of a mode that was
-        not measured with masks, as in `BALANCED`.
+        """Returns the time of a call with a block mask relative to the time without: above 1 if the mask skips few blocks.
+
+        Linear between the measured densities at the nearest head size and work; a mode without measured masks takes those of
+        `BALANCED`.
 
         Args:
-            density: share of the blocks, more than 0.
+            density: share of the computed blocks, more than 0.
         """
-        rows = [row for row in self._masked if row[1] == mode] or [
-            row for row in self._masked if row[1] == Mode.BALANCED
-        ]
+        rows = [row for row in self._masked if row[1] == mode]
+        rows = rows or [row for row in self._masked if row[1] == Mode.BALANCED]
         if not rows:
             return math.inf
         size = min({m.head_dim for m, *_ in rows}, key=lambda size: (abs(size - shape.head_dim), size))
@@ -258,14 +255,14 @@ class KernelCost:
         if density >= least:
             measured, ratios = (np.array(column) for column in zip(*points, strict=True))
             return float(np.interp(density, measured, ratios))
-        # Below, the line through the two sparsest, and never less than their share of the blocks.
+        # Below the sparsest density: the line through the two sparsest, but at least proportional to the density.
         slope = (points[1][1] - of_least) / (points[1][0] - least) if len(points) > 1 else math.inf
         return max(of_least - slope * (least - density), of_least * density / least)
 
     def layer_seconds(self, layer: Layer, batch: int, mode: LayerMode) -> float:
-        """Time of one call of a layer, its activations' quantisation inside. Interpolated as attention's is; infinite for
-        a mode that was not measured. Of convolutions with the group norm in front: those that engines leave in 16 bits, see
-        `convs.left`, take the time of these in all modes, and so do all where there is no kernel for INT8."""
+        """Returns the time of one call of a layer, including the quantisation of its activations. Interpolated like attention;
+        infinite for a mode that was not measured. Convolutions include the group norm before them; convolutions without an INT8
+        kernel, and those that engines leave in 16 bits (see `convs.left`), take the 16-bit time in all modes."""
         rows = self._layers
         if layer.kind == "conv":
             rows = self._convs
@@ -278,12 +275,8 @@ class KernelCost:
         return _interpolated(flops(layer, batch), points)
 
     def modulated_seconds(self, layer: Layer, batch: int, bytes_each: int) -> float:
-        """Time of one call of a layer that quantises deltas: of its static mode, and of reading and writing its caches, one
-        number for each that it reads and gives. Infinite where nobody knows.
-
-        Args:
-            bytes_each: of a number in a cache.
-        """
+        """Returns the time of one call of a layer that quantises deltas: its static mode, and reading and writing its caches, one
+        number of `bytes_each` for each element of input and output. Infinite if the bandwidth is unknown."""
         if self._bandwidth is None:
             return math.inf
         numbers = batch * layer.rows * (layer.in_channels + layer.out_channels)
@@ -291,20 +284,20 @@ class KernelCost:
 
 
 def _conv_flops(batch: int, height: int, width: int, in_channels: int, out_channels: int, kernel: int) -> float:
-    """Operations of a convolution whose result is as large as its image."""
+    """Operations of a convolution with an output as large as its input."""
     return 2.0 * batch * height * width * in_channels * out_channels * kernel**2
 
 
 def _points(rows: Sequence[_Row], shape: AttentionShape, mode: Mode) -> list[tuple[float, float]]:
-    """Work and time of the rows that tell most of a call in a mode."""
+    """Returns (work, time) of the rows that are nearest to a call in a mode."""
     rows = [row for row in rows if row[0].to_prompt == shape.to_prompt] or rows
     nearest = min({m.head_dim for m, _, _ in rows}, key=lambda size: (abs(size - shape.head_dim), size), default=0)
     return sorted((m.flops, t) for m, kind, t in rows if m.head_dim == nearest and kind == mode)
 
 
 def _interpolated(work: float, points: Sequence[tuple[float, float]]) -> float:
-    """Linear in the logarithms of work and time between measured points (work, time); beyond them, the work's share of the
-    largest point, or the smallest point's time, which is launch and latency."""
+    """Interpolates linearly in the logarithms of work and time between measured points (work, time). Above the largest point
+    time is proportional to work; below the smallest it is constant, as launch and latency dominate."""
     measured, times = (np.array(column) for column in zip(*points, strict=True))
     inside = float(np.exp(np.interp(np.log(work), np.log(measured), np.log(times))))
     return inside * max(1.0, work / measured[-1])

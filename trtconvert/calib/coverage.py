@@ -1,4 +1,4 @@
-"""How well scales cover what they are for: magnitudes relative to the calibrated ranges, head by head."""
+"""Coverage of scales: magnitudes relative to the calibrated ranges, head by head."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ from trtconvert.calib.histogram import LEVELS, OCTAVES, Histogram, rows_of
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 
 INSIDE = 1 + 2.0**-20
-"""Ranges are taken as so much larger, so that the element a range was made of lies inside it whatever way a quotient rounds."""
+"""Factor on ranges, so that the element that defined a range lies inside it, however a quotient rounds."""
 
 
 class InputRanges:
-    """The largest magnitudes of a denoiser's floating-point inputs, by timestep bin.
-
-    Args:
-        model: that the denoiser is of; bins: of timesteps.
-    """
+    """The largest magnitudes of the floating-point inputs of a model's denoiser, by timestep bin."""
 
     def __init__(self, model: DiffusionModel, bins: int) -> None:
         self._model, self._bins = model, bins
         self._found: dict[str, Tensor] = {}
 
     def around(self, denoiser: Denoiser) -> Denoiser:
-        """The denoiser, whose inputs are looked at."""
+        """Returns the denoiser, with its inputs observed."""
         names = [spec.name for spec in self._model.inputs]
 
         def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
@@ -50,7 +46,7 @@ class InputRanges:
             found.scatter_reduce_(0, index, largest.float().cpu(), "amax")
 
     def found(self) -> dict[str, Tensor]:
-        """[T] FP32 of each input that was seen; a bin that saw nothing takes the nearest one's."""
+        """[T] FP32 of each input that was seen; a bin without calls takes the value of the nearest bin with calls."""
         return {
             name: spread({i: x[i] for i in range(self._bins) if x[i] >= 0}, self._bins)
             for name, x in self._found.items()
@@ -60,7 +56,7 @@ class InputRanges:
 class CoverageObserver:
     """A handler that counts elements by the octave of their magnitude over their range, and runs the model's own attention.
 
-    Elements in octave 0 and above are beyond the range: INT8 clips them. A few kilobytes per site, whatever the model.
+    Elements in octave 0 and above exceed the range: INT8 clips them. Memory is a few kilobytes per site.
 
     Args:
         tables: site: the scales and offsets of `AttentionTables`.
@@ -90,10 +86,10 @@ class CoverageObserver:
         return call.exact()
 
     def outliers(self) -> dict[str, dict[str, Tensor]]:
-        """Share of elements that the scales clip, of the sites that were called.
+        """Returns the share of elements that the scales clip, for the sites that were called.
 
         Returns:
-            site: {"q_outliers": [T, H], "k_outliers": [T, Hkv], "v_outliers": [T, Hkv]}, FP32; 0 where nothing was seen.
+            site: {"q_outliers": [T, H], "k_outliers": [T, Hkv], "v_outliers": [T, Hkv]}, FP32; 0 in bins without calls.
         """
         return {
             site: {
@@ -104,7 +100,7 @@ class CoverageObserver:
         }
 
     def magnitudes(self) -> dict[str, dict[str, Tensor]]:
-        """Counts by octave of the magnitude over the range, over all timesteps, of the sites that were called.
+        """Returns counts by octave of the magnitude over the range, over all timesteps, for the sites that were called.
 
         Returns:
             site: {"q_octaves": [H, len(OCTAVES)], "k_octaves": [Hkv, …], "v_octaves": [Hkv, …]}, INT64.

@@ -1,6 +1,6 @@
-"""Calibration data: what a recipe names, as batches that call a denoiser.
+"""Calibration data: the recipe's source as batches that call a denoiser.
 
-Every source is a stream: a batch loads its samples when it runs, and keeps nothing afterwards.
+Every source is a stream: a batch loads its samples when it runs, and releases them afterwards.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from torch import Tensor
 from trtconvert.attention.sites import Site
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
 from trtconvert.calib.identity import Kind, data_kind
-from trtconvert.calib.observer import Drive
-from trtconvert.calib.recorded import is_shared, open_inputs, read_inputs, whole
+from trtconvert.calib.recorded_inputs import is_shared, open_inputs, read_inputs, whole
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
 from trtconvert.recipe import CalibrationSection
 
 SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
-"""Samples, at most, and denoising steps per timestep bin, over which the errors of sites and layers are measured."""
+"""Limits for measuring the errors of sites and layers: samples, and denoising steps per timestep bin."""
 
 ENOUGH_TOKENS = 16384
-"""Tokens of every site in one step. Samples beyond this number add nothing, and cost a large model minutes."""
+"""Tokens of every site in one step that suffice. More samples add no information and cost minutes on large models."""
 
-Progress = Callable[[], None]
-"""Called once per batch of samples or inputs that is done."""
+Drive = Callable[[Denoiser], None]
+"""Calls a denoiser on calibration data, all of it or a part."""
 
 
 def batches_of(count: int, size: int) -> list[range]:
@@ -40,48 +39,37 @@ def batches_of(count: int, size: int) -> list[range]:
 
 
 def samples_for_errors(sites: Iterable[Site], samples: int) -> int:
-    """How many samples the errors of sites and layers are measured over.
-
-    Args:
-        sites: that are converted; samples: that the recipe draws.
-    """
+    """Returns the number of samples, of a recipe's, on which the errors of converted sites and layers are measured."""
     fewest = max(1, min((site.query_tokens for site in sites), default=1))
     return min(samples, SITE_SAMPLES, max(2, -(-ENOUGH_TOKENS // fewest)))
 
 
 class BadSamples:
-    """Samples that cannot be used: the first one is an error, or all are left out and listed.
-
-    Args:
-        skip: leave them out.
-    """
+    """Skips and lists samples that cannot be used; without `skip` the first one is an error."""
 
     def __init__(self, skip: bool = False) -> None:
         self._skip = skip
         self._found: list[str] = []
 
     def report(self, error: UserError) -> None:
-        """
-        Raises:
-            UserError: `error`, unless bad samples are left out.
-        """
+        """Skips a bad sample, or raises its error."""
         if not self._skip:
             raise error
         self._found.append(f"{error.problem}: {error.got}")
 
     def take(self) -> list[str]:
-        """What was left out since the last call."""
+        """Returns the skipped samples since the last call."""
         found, self._found = self._found, []
         return found
 
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Batches that can be gone through again and again.
+    """Batches that can be iterated repeatedly.
 
     Attributes:
-        batches: each calls the denoiser on its samples. Not run, a batch costs next to nothing.
-        count: of the batches, where it is known ahead.
+        batches: each calls the denoiser on its samples. A batch that does not run costs next to nothing.
+        count: number of batches; None if unknown.
     """
 
     batches: Iterable[Drive]
@@ -90,7 +78,7 @@ class CalibrationData:
 
 @dataclass(frozen=True)
 class _Stream:
-    """An iterable from a function that starts anew."""
+    """An iterable over a function's iterators."""
 
     start: Callable[[], Iterator[Drive]]
 
@@ -99,12 +87,8 @@ class _Stream:
 
 
 def open_data(model: DiffusionModel, section: CalibrationSection, bad: BadSamples) -> CalibrationData:
-    """The batches that a recipe asks for.
-
-    Raises:
-        UserError: the data cannot be read, does not fit the model, or is less than was asked for. Running a batch raises it
-            for single samples, as `bad` decides.
-    """
+    """Opens the data of a recipe; UserError if it cannot be read, does not fit the model, or has too few samples. A running batch
+    raises errors of single samples, depending on `bad`."""
     kind, data = data_kind(section.data), section.data
     pieces = batches_of(section.samples, section.batch)
     if kind is Kind.FUNCTION:
@@ -149,47 +133,49 @@ def _recorded(
     return [lambda denoiser, piece=piece: replay(piece, denoiser) for piece in pieces]
 
 
+def nothing_observed(left_out: Sequence[str]) -> UserError:
+    """Returns the error for a calibration in which no site was called; left_out: the skipped bad samples."""
+    return UserError(
+        "there is nothing to calibrate on",
+        expected="at least one batch of denoiser inputs",
+        got=f"{len(left_out)} bad samples, the first: {left_out[0]}" if left_out else "none",
+        remedy="raise calibration.samples, or set calibration.data to data that the model accepts",
+    )
+
+
 def _refuse_too_few(place: str, count: int, samples: int) -> None:
     if count < samples:
         raise UserError(
             f"{place} has too few samples",
             expected=f"{samples}, as calibration.samples asks",
             got=str(count),
-            remedy="lower calibration.samples (or --samples), or give more data",
+            remedy="lower calibration.samples (or --samples), or give more samples",
         )
 
 
 def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser, place: str) -> None:
-    """
-    Raises:
-        UserError: the denoiser fails on these inputs.
-    """
+    """Calls the denoiser on the model's device; UserError if it fails on these inputs."""
+    device = model.device
     try:
-        denoiser(**_placed(model, batch))
+        denoiser(**{name: x.to(device) for name, x in batch.items()})
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"{model.name} cannot take {place}",
             expected="values and sizes that the denoiser's forward takes",
             got=kind_and_first_line(error),
-            remedy="record the inputs of this model; if it is out of memory, lower calibration.batch",
+            remedy="use inputs of this model; if memory ran out, lower calibration.batch",
         ) from error
-
-
-def _placed(model: DiffusionModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs on the model's device."""
-    device = model.device
-    return {name: x.to(device) for name, x in inputs.items()}
 
 
 # A user's own function ------------------------------------------------------------------------------------------------
 
 
 def _yielded(model: DiffusionModel, name: str, samples: int) -> Iterator[Drive]:
-    """Batches of `package.module:function`, called with the model: it yields dictionaries of denoiser inputs."""
+    """Yields batches of `package.module:function`, which receives the model and yields dictionaries of denoiser inputs."""
     function = import_function(name, "calibration.data")
     try:
         produced = iter(function(model))
-    except Exception as error:  # of the user's code, whatever it is
+    except Exception as error:  # the user's code may raise anything
         raise _function_failed(name, error) from error
     left = samples
     while left:
@@ -210,23 +196,19 @@ def _function_failed(name: str, error: Exception) -> UserError:
         f"the calibration data {name} failed",
         expected="a function of the model that yields dictionaries of denoiser inputs",
         got=f"{type(error).__name__}: {error}",
-        remedy="correct the function; PYTHONPATH must hold its folder. --debug shows where it failed",
+        remedy="correct the function and put its folder on PYTHONPATH; --debug shows where it failed",
     )
 
 
 def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[str, Tensor]:
-    """The model's inputs in their types.
-
-    Raises:
-        UserError: they are not what the denoiser takes.
-    """
+    """Returns the model's inputs in their types; UserError if they do not fit the denoiser."""
     names = [spec.name for spec in model.inputs]
     if not isinstance(inputs, Mapping) or set(inputs) != set(names):
         raise UserError(
             f"{place} does not give the denoiser's inputs",
             expected=", ".join(names),
             got=", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__,
-            remedy="give a dictionary with one tensor for each",
+            remedy="give a dictionary with one tensor for each input",
         )
     given = {name: _as_tensor(inputs[name], f"'{name}' from {place}") for name in names}
     for spec in model.inputs:
@@ -235,7 +217,7 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
                 f"'{spec.name}' from {place} has fractions",
                 expected="whole numbers",
                 got=str(given[spec.name].dtype).removeprefix("torch."),
-                remedy="give what the denoiser's forward takes",
+                remedy="give whole numbers for this input",
             )
     checked = {spec.name: given[spec.name].to(getattr(torch, spec.dtype)) for spec in model.inputs}
     sizes: dict[str, int] = {}
@@ -247,14 +229,14 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
                 f"'{spec.name}' from {place} has the wrong shape",
                 expected="[" + ", ".join(map(str, spec.shape)) + "], at least one sample",
                 got=str(list(shape)),
-                remedy="give what the denoiser's forward takes",
+                remedy="give arrays of this shape, with equal sizes of the same dimensions",
             )
         if not checked[spec.name].isfinite().all():
             raise UserError(
                 f"'{spec.name}' from {place} is damaged",
                 expected="finite numbers",
                 got=f"{int((~checked[spec.name].isfinite()).sum())} of {checked[spec.name].numel()} are NaN or Inf",
-                remedy="correct what makes it",
+                remedy="correct the source of this input",
             )
     timestep = checked[model.timestep_input]
     if (outside := timestep[~model.covers(timestep)]).numel():
@@ -262,16 +244,12 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
             f"'{model.timestep_input}' from {place} leaves the noise schedule",
             expected=model.covered,
             got=f"{outside[0]:g}",
-            remedy="give what the denoiser's forward takes",
+            remedy="give timesteps in the denoiser's own units",
         )
     return checked
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:
-    """
-    Raises:
-        UserError: it is no array of numbers.
-    """
     try:
         return torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -304,7 +282,7 @@ def _run_examples(
     bad: BadSamples,
     denoiser: Denoiser,
 ) -> None:
-    """Denoise with a chunk's captions, or show the denoiser its images at `steps` stratified timesteps each."""
+    """Denoises with a chunk's captions, or calls the denoiser on its noised images at `steps` stratified timesteps each."""
     usable: list[tuple[int, Example]] = []
     images: list[Tensor] = []
     for number, example in enumerate(chunk, first):
@@ -332,7 +310,7 @@ def _run_examples(
         x = model.noised(clean, noise, timestep)
         inputs = {model.inputs[0].name: x, model.timestep_input: timestep} | conditions
         checked = _checked_inputs(model, "the image encoder", inputs)
-        _run(model, checked, denoiser, "what the image encoder makes")
+        _run(model, checked, denoiser, "the outputs of the image encoder")
 
 
 def _encoder(model: DiffusionModel, example: Example):
@@ -341,7 +319,7 @@ def _encoder(model: DiffusionModel, example: Example):
             f"{model.name} cannot take the image {example.name}",
             expected="a model with an encoder from images to what it denoises",
             got="a model without one",
-            remedy="give DiffusionModel an ImageEncoder, or calibrate on denoise or on recorded inputs",
+            remedy="give DiffusionModel an ImageEncoder, or calibrate with denoise or recorded inputs",
         )
     return model.encoder
 
@@ -349,26 +327,22 @@ def _encoder(model: DiffusionModel, example: Example):
 def _conditions(
     model: DiffusionModel, examples: Sequence[Example], bad: BadSamples
 ) -> tuple[list[int], dict[str, Tensor]]:
-    """The conditions of the examples whose captions the model takes.
-
-    Returns:
-        Their numbers, and the denoiser's further inputs by name.
-    """
+    """Returns the numbers of the examples whose captions the model accepts, and the denoiser's further inputs for them."""
     if model.condition is None:
         needed = [spec.name for spec in model.inputs[1:] if spec.name != model.timestep_input]
         if needed or any(example.image is None for example in examples):
             raise UserError(
                 f"{model.name} cannot take captions",
-                expected="a model that makes " + (", ".join(needed) or "conditions") + " of them",
+                expected="a model that makes " + (", ".join(needed) or "conditions") + " from captions",
                 got="a model without `condition`",
-                remedy="give DiffusionModel a `condition`, or calibrate on denoise or on recorded inputs",
+                remedy="give DiffusionModel a `condition`, or calibrate with denoise or recorded inputs",
             )
         return list(range(len(examples))), {}
     kept = list(range(len(examples)))
     try:
         return kept, dict(model.condition([example.caption for example in examples])) if kept else {}
     except ValueError:
-        # One of the captions is not for this model; which one is worth the time now.
+        # The model refuses a caption: try the captions one by one.
         kept = []
         for number, example in enumerate(examples):
             try:

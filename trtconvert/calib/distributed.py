@@ -1,7 +1,7 @@
 """Calibration on several processes or machines that torchrun started.
 
-What travels are a few names and finished files of statistics, which lie on the CPU; so the processes talk over gloo, on GPUs
-too, where NCCL would only add a copy to the device. gloo also notices at once when a process is gone.
+The processes exchange a few names and files of finished statistics on the CPU. They therefore use gloo, on GPUs, too: NCCL would
+add a copy to the device. gloo also detects a lost process at once.
 """
 
 from __future__ import annotations
@@ -24,31 +24,22 @@ from trtconvert.files import whole_file
 T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(days=7)
-"""How long a process that is done waits for the slowest one. One that has died is noticed by its closed connection."""
+"""How long a finished process waits for the slowest one. A process that died is detected by its closed connection."""
 
 
 class RankLost(TrtconvertError):
-    """Another process of the run has ended. Exit code 1; what was finished is kept."""
+    """Another process of the run has ended. Exit code 1; finished batches are kept."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run.
-
-    Attributes:
-        rank: of this process.
-        size: how many there are.
-    """
+    """The processes of a run: the rank of this process, and their number."""
 
     rank: int = 0
     size: int = 1
 
     def gather(self, value: T) -> list[T]:
-        """Each process's value, by rank, on every process.
-
-        Raises:
-            RankLost: a process has ended.
-        """
+        """Returns each process's value by rank, on every process; RankLost if a process has ended."""
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
@@ -57,11 +48,7 @@ class Ranks:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every process.
-
-        Raises:
-            RankLost: a process has ended.
-        """
+        """Returns rank 0's value on every process; RankLost if a process has ended."""
         if self.size == 1:
             return value
         box = [value]
@@ -70,11 +57,11 @@ class Ranks:
         return box[0]
 
     def collect(self, folder: Path, names: list[str]) -> None:
-        """Bring each process's files to rank 0, where its disk does not have them already.
+        """Copies each process's files to rank 0, unless its disk has them already.
 
         Args:
-            folder: of the files, on every process; one and the same where the disk is shared.
-            names: this process's files in it.
+            folder: folder of the files on every process; the same folder if the disk is shared.
+            names: this process's files.
         Raises:
             RankLost: a process has ended.
         """
@@ -101,16 +88,12 @@ ALONE = Ranks()
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The processes that torchrun started with this one; just this one without torchrun.
-
-    Raises:
-        RankLost: the others cannot be reached.
-    """
+    """Joins the processes that torchrun started; without torchrun, this process alone. RankLost if others cannot be reached."""
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
         yield ALONE
         return
     if torch.cuda.is_available():
-        # "cuda" is then each process's own GPU, or a shared one where there are more processes than GPUs.
+        # "cuda" then means each process's own GPU; processes share GPUs if there are more processes than GPUs.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     with _noticing(ranks):
@@ -125,10 +108,10 @@ def joined_ranks() -> Iterator[Ranks]:
 def _noticing(ranks: Ranks) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # all of torch.distributed's are
+    except RuntimeError as error:  # the kind of all errors of torch.distributed
         raise RankLost(
             f"rank {ranks.rank} has lost the other processes",
-            expected=f"{ranks.size} running processes, of which none is {PATIENCE.days} days behind another",
+            expected=f"{ranks.size} running processes that wait for each other at most {PATIENCE.days} days",
             got=first_line(error),
-            remedy="see which one failed, and run the same command again: finished batches are kept",
+            remedy="look for the process that failed, and run the same command again: finished batches are kept",
         ) from error

@@ -1,5 +1,5 @@
-"""What keeps a model from computing in a 16-bit type, told before anything is calibrated, by the module: values beyond float16's
-range, and layers whose input stays in FP32."""
+"""Checks before a calibration that a model can compute in a 16-bit type: values within float16's range, and inputs of the type
+of the weights. Errors name the module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional
 
 
 class _OneType(TorchFunctionMode):
-    """Refuses products of tensors of two types, as kernels do; tensors without numbers are not always asked."""
+    """Refuses products of tensors of two types. Kernels refuse them, too, but fake tensors do not always reach the check."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         given = (*args, *(kwargs or {}).values())
@@ -36,17 +36,17 @@ class _OneType(TorchFunctionMode):
 
 
 _OF_TYPES = re.compile(r"dtype|scalar type|same type", re.IGNORECASE)
-"""In torch's messages of tensors whose types differ."""
+"""Matches torch's messages about tensors of different types."""
 
 
 def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
-    """Run a denoiser in another type on tensors without numbers, which takes neither time nor memory.
+    """Runs a denoiser in another type on fake tensors, which costs neither time nor memory.
 
-    Weights and floating-point inputs but the timestep are of the type, as when it is exported. What cannot be run so, as where
-    values decide what is computed, is left to the export.
+    Weights and floating-point inputs have the type, except the timestep, as in an export. Models that cannot run on fake tensors,
+    for example because values decide what is computed, are left to the export.
 
     Raises:
-        UserError: a module reads a tensor of another type than its weights'.
+        UserError: a module reads a tensor of another type than its weights.
     """
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     inputs = model.example(0, sizes)
@@ -58,9 +58,7 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
             return nn.Parameter(there, False) if isinstance(x, nn.Parameter) else there
 
         without_numbers = {id(x): empty(x) for x in weights}
-        with (
-            unset_fake_temporarily()
-        ):  # other tensors, such as Lumina's tables of rotations, are copied with their numbers
+        with unset_fake_temporarily():  # other tensors, such as Lumina's tables of rotations, keep their values
             denoiser = copy.deepcopy(model.denoiser, without_numbers)
         of_type = {
             name: torch.empty(
@@ -71,28 +69,23 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
         try:
             with _OneType():
                 denoiser(**of_type)
-        except Exception as error:  # whatever the model raises; its own words say whether it is a matter of types
+        except Exception as error:  # the model may raise anything; the message tells whether types are the reason
             if not _OF_TYPES.search(str(error)):
                 return
             name = str(dtype).removeprefix("torch.")
             raise UserError(
                 f"{model.name} does not compute in {name}",
-                expected="every module's input in the type of its weights; the timestep comes in float32",
+                expected="every module's input in the type of its weights; the timestep in float32",
                 got=f"{module_of(denoiser, error) or 'its forward'}: {first_line(error)}",
-                remedy="cast what it reads where it is computed, as features of the timestep by .to(self.weight.dtype), or set "
+                remedy="cast the module's input, for example features of the timestep by .to(self.weight.dtype), or set "
                 "model.dtype to float32",
             ) from error
 
 
 @contextmanager
 def fitting(model: DiffusionModel, dtype: str, loaded: DiffusionModel) -> Iterator[None]:
-    """Around a forward of a denoiser in full precision: whether it computes in a type of engines.
-
-    Args:
-        loaded: the model as it was loaded, which was not placed anywhere.
-    Raises:
-        UserError: see `refuse_mixed_types`, and at the end `within_float16`.
-    """
+    """Checks, around a forward of a denoiser in full precision, that the denoiser can compute in an engine's type; raises as
+    `refuse_mixed_types` and `within_float16`. loaded: the model as loaded, on no device yet."""
     if dtype in ("float16", "bfloat16"):
         refuse_mixed_types(loaded, getattr(torch, dtype))
     with within_float16(model) if dtype == "float16" else nullcontext():
@@ -101,12 +94,12 @@ def fitting(model: DiffusionModel, dtype: str, loaded: DiffusionModel) -> Iterat
 
 @contextmanager
 def within_float16(model: DiffusionModel) -> Iterator[None]:
-    """Watch what the modules of a denoiser give in the block, a forward of it in full precision.
+    """Observes the outputs of a denoiser's modules in the block, a forward in full precision.
 
-    Of functions between modules nothing is seen; what they give is what a later module reads, in most models.
+    Functions between modules are not observed; their results are inputs of later modules, in most models.
 
     Raises:
-        UserError: at the end, where weights or a module's outputs are finite and beyond 65,504, which float16 has no number for.
+        UserError: at the end, if weights or a module's outputs are finite and beyond 65,504, the largest float16 number.
     """
     beyond: dict[str, float] = {}
 
@@ -133,8 +126,8 @@ def within_float16(model: DiffusionModel) -> Iterator[None]:
     if beyond:
         first, others = next(iter(beyond.items())), len(beyond) - 1
         raise UserError(
-            f"{model.name} leaves the range of float16",
-            expected=f"magnitudes up to {LARGEST:,.0f} in its weights and in what its modules give",
+            f"{model.name} exceeds the range of float16",
+            expected=f"magnitudes up to {LARGEST:,.0f} in its weights and its modules' outputs",
             got=f"{first[1]:.3g} at {first[0]}" + (f", and more at {others} others" if others else ""),
             remedy="set model.dtype to bfloat16, which has the range of float32, or to float32",
         )

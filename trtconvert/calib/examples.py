@@ -1,6 +1,6 @@
-"""Images and captions of users: a folder of images, a file of prompts, a Hugging Face dataset on disk.
+"""Users' images and captions: a folder of images, a file of prompts, a Hugging Face dataset on disk.
 
-All become a stream of `Example`s. Images are opened when they are needed, so nothing but names is kept in memory.
+All are streams of `Example`s. Images are opened on use, so that only names are in memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trtconvert.errors import UserError, first_line
 from trtconvert.images import IMAGE_SUFFIXES, images_below, read_image
 
 METADATA, CAPTION_KEYS = "metadata.jsonl", ("text", "caption", "label")
-"""As the image folders of Hugging Face's datasets; the first of the keys that is there."""
+"""As in the image folders of Hugging Face's datasets; the first key that exists counts."""
 
-_LEAVE_OUT = "leave bad samples out with --skip-bad"
+_SKIP_BAD = "leave bad samples out with --skip-bad"
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Example:
     """One sample of a user's data.
 
     Attributes:
-        name: where it is, for messages.
-        caption: empty when there is none.
+        name: path and place, for messages.
+        caption: empty if there is none.
         image: opens the image; None for a prompt.
     """
 
@@ -40,11 +40,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """A stream of examples that can be read again.
+    """A stream of examples that can be read repeatedly.
 
     Attributes:
-        count: how many there are.
-        read: from the first one on. An example that cannot be read is yielded as its error.
+        count: number of examples.
+        read: starts at the first example. An example that cannot be read is yielded as its error.
     """
 
     count: int
@@ -52,13 +52,13 @@ class Examples:
 
 
 def load_image(example: Example, shape: tuple[int, int, int]) -> Tensor:
-    """An example's image, see `read_image`."""
+    """Loads an example's image, see `read_image`."""
     assert example.image is not None
-    return read_image(example.image, example.name, shape, _LEAVE_OUT)
+    return read_image(example.image, example.name, shape, _SKIP_BAD)
 
 
 def image_folder(folder: Path) -> Examples:
-    """The images below a folder by name, with captions from `metadata.jsonl` or from a .txt file beside each.
+    """Opens the images below a folder, sorted by name, with captions from `metadata.jsonl` or from .txt files of the same names.
 
     Raises:
         UserError: there is no image, or the captions are incomplete.
@@ -121,30 +121,26 @@ def _text(path: Path, image: Path) -> str:
 
 def _no_caption(image: Path, expected: str) -> UserError:
     return UserError(
-        f"the image {image} has no caption, and others have one",
+        f"the image {image} has no caption, but others have one",
         expected=expected,
-        got="none that can be read",
-        remedy=f"add the caption, or {_LEAVE_OUT}",
+        got="no readable caption",
+        remedy=f"add the caption, or {_SKIP_BAD}",
     )
 
 
 def _has_text(line: bytes) -> bool:
-    """Whether there is more in a line than space, of whatever width, and a byte order mark."""
+    """True if a line holds more than whitespace and a byte order mark."""
     return bool(line.decode("utf-8-sig", errors="replace").strip())
 
 
 def prompts_file(path: Path) -> Examples:
-    """A prompt per line of a UTF-8 file; empty lines do not count.
-
-    Raises:
-        UserError: there is no prompt.
-    """
+    """Opens a UTF-8 file with a prompt per line; empty lines are ignored. UserError if there is no prompt."""
     with path.open("rb") as file:
         count = sum(1 for line in file if _has_text(line))
     if not count:
         raise UserError(
             f"there is no prompt in {path}",
-            expected="one per line, in UTF-8",
+            expected="one prompt per line, in UTF-8",
             got="an empty file",
             remedy="correct calibration.data in the recipe, or --data",
         )
@@ -160,16 +156,16 @@ def prompts_file(path: Path) -> Examples:
                             f"{path}:{number} is not UTF-8",
                             expected="UTF-8",
                             got=f"byte 0x{line[error.start]:02x} at column {error.start + 1}",
-                            remedy=f"convert the file, for example with iconv, or {_LEAVE_OUT}",
+                            remedy=f"convert the file, for example with iconv, or {_SKIP_BAD}",
                         )
 
     return Examples(count, read)
 
 
 def dataset_folder(folder: Path) -> Examples:
-    """A dataset that `datasets.Dataset.save_to_disk` wrote: a column `image`, or captions alone; memory-mapped.
+    """Opens a dataset that `datasets.Dataset.save_to_disk` wrote, memory-mapped: a column `image`, or captions only.
 
-    Of a dictionary of splits, "train" is taken, or the first.
+    A dictionary of splits gives "train", or the first split.
 
     Raises:
         UserError: the library is missing, or the folder or its columns do not fit.
@@ -178,14 +174,14 @@ def dataset_folder(folder: Path) -> Examples:
         import datasets  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UserError(
-            f"{folder} is a Hugging Face dataset, and the library that reads it is missing",
+            f"{folder} is a Hugging Face dataset, but the library that reads it is missing",
             expected="the Python package datasets",
             got="not installed",
             remedy="pip install datasets (trtconvert[datasets]), or give a folder of images",
         ) from error
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library's and Arrow's own kinds
+    except Exception as error:  # datasets and Arrow raise kinds of their own
         raise UserError(
             f"cannot read the dataset {folder}",
             expected="a folder that datasets.save_to_disk wrote",
@@ -204,7 +200,7 @@ def dataset_folder(folder: Path) -> Examples:
             remedy="rename its columns",
         )
     if has_image:
-        # Undecoded: a damaged image must be an error of its own, when it is opened.
+        # Not decoded here: a damaged image must fail when it is opened.
         loaded = loaded.cast_column("image", datasets.Image(decode=False))
 
     def read() -> Iterator[Example | UserError]:

@@ -1,4 +1,4 @@
-"""Plans without a search: what a recipe states or noise levels rule, and what a search compares its own plans with."""
+"""Plans without a search: a recipe's modes, the σ rule, and the plans that a search compares its own plans with."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trtconvert.recipe import AttentionSection
 def stated_attention(
     section: AttentionSection, scalings: Mapping[str, str], sigmas: Tensor, bins: int
 ) -> dict[str, Decision]:
-    """What a recipe states of sites or what follows each bin's noise level; for `auto` see `plan.search`.
+    """Returns the decisions of a recipe with stated modes or the σ rule; for `auto` see `plan.search`.
 
     Args:
         scalings: of each site, see `search_space.site_scalings`.
-        sigmas: [timesteps] noise-to-signal ratio of each timestep, rising, or falling where timesteps do.
-        bins: timestep bins.
+        sigmas: [timesteps] noise-to-signal ratio of each timestep, rising, or falling if timesteps do.
+        bins: number of timestep bins.
     """
     if section.modes == "sigma-rule":
         choices = _sigma_rule(sigmas, bins)
@@ -38,17 +38,17 @@ def _sigma_rule(sigmas: Tensor, bins: int) -> list[Choice]:
 def fixed_plans(
     units: Sequence[Unit], seconds: Iterable[Tensor], sigmas: Tensor, steps: Tensor
 ) -> dict[str, dict[Unit, list[Choice]]]:
-    """By the name of each plan, what each unit does by timestep bin.
+    """Returns the choices of each unit by timestep bin, by the name of the plan.
 
     Attention has one mode everywhere, the modes of the σ rule, or INT8 with FP16 in the last steps (commissioning report, table
-    4.4). Each plan comes with all layers in 16 bits, in the last `LayerMode` that all may have, and by changes. For each
-    share of attention that may be lost, a further plan has masks at all sites that gain by one, in the fastest mode that a search
+    4.4). Each plan comes with all layers in 16 bits, in the last `LayerMode` that all layers may have, and with deltas. For each
+    share of attention that may be lost, a further plan has masks at all sites that gain time, in the fastest mode that a search
     may take.
 
     Args:
-        seconds: [T, choices] time of the choices of each unit, infinite where nobody knows.
+        seconds: [T, choices] time of the choices of each unit, infinite if unknown.
         sigmas: as in `stated_attention`.
-        steps: [T] share of the denoising steps in each bin. Sites are FP16 in bins without any.
+        steps: [T] share of the denoising steps in each bin. Sites are FP16 in bins without steps.
     """
     of_units = zip(units, seconds, strict=True)
     times = {unit: dict(zip(unit.choices, of_unit.T, strict=True)) for unit, of_unit in of_units}
@@ -56,12 +56,12 @@ def fixed_plans(
     bins, unseen = len(steps), (steps == 0).tolist()
 
     def everywhere(units: Sequence[Unit]) -> list[Choice]:
-        """What all units may do without a mask, at a known time."""
+        """Returns the choices without a mask that all units have, at a known time."""
         dense = [choice for choice in (units[0].choices if units else ()) if choice.mask_share is None]
         return [x for x in dense if all(x in unit.choices and times[unit][x].isfinite().all() for unit in units)]
 
     def at_site(site: Unit, wanted: Sequence[Choice]) -> list[Choice]:
-        """What is wanted, with a mask of all blocks in bins that need them; without a mask where every bin does."""
+        """Returns the wanted choices, with share 0 in bins that need all blocks; without a mask if every bin does."""
         known = [x in site.choices and bool(times[site][x][index].isfinite()) for index, x in enumerate(wanted)]
         shares = [choice.mask_share if of_bin else 0.0 for choice, of_bin in zip(wanted, known, strict=True)]
         modes = [Mode.FP16 if skipped else choice.mode for choice, skipped in zip(wanted, unseen, strict=True)]

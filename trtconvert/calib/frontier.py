@@ -1,4 +1,4 @@
-"""What the plan's search tried, as a file: each plan's modes, speed and quality. Free of torch."""
+"""The frontier: modes, speed and quality of each plan that a search tried, as a file. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtconvert.recipe import LayerModeName, ModeName
 
 
 class _Record(BaseModel):
-    # A plan whose samples are NaN has no PSNR, which JSON has no number for.
+    # PSNR may be NaN, which JSON cannot hold as a number.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
@@ -29,17 +29,17 @@ class PlanPoint(_Record):
     """A plan that was sampled.
 
     Attributes:
-        name: what it is.
-        speed: attention time of FP16 everywhere over this plan's, by the kernels' measured times.
-        figures: what was measured of its samples against full precision, by the name of the measure.
-        keeps_budget: whether every figure keeps its limit.
-        allowed: whether it has no other modes than the search may choose.
-        int8_values: share of sites and denoising steps whose second product is INT8 too.
+        name: how the plan was made.
+        speed: attention time of FP16 everywhere divided by the plan's, by the kernels' measured times.
+        figures: of its samples against full precision, by name of the measure.
+        keeps_budget: true if every figure is within its limit.
+        allowed: true if the plan has only modes that the search may choose.
+        int8_values: share of sites and denoising steps with an INT8 second product.
         modes: site: `Mode` per timestep bin.
-        layers: layer: `LayerMode` per timestep bin, where the search decided about layers. modulated: those that quantise deltas
-            from step to step (MoDiff), where it decided about that too.
-        sparse: site: the share of its attention that may be lost per timestep bin, 0 where it has all its blocks; of the sites
-            that have block masks. density: share of the blocks of all sites and denoising steps that is computed.
+        layers: layer: `LayerMode` per timestep bin, of layers that the search decided about.
+        modulated: those of these layers that quantise deltas from step to step (MoDiff).
+        sparse: site: share of its attention that may be lost per timestep bin, 0 for all blocks; of sites with block masks.
+        density: share of computed blocks, over all sites and denoising steps.
     """
 
     name: str
@@ -64,27 +64,24 @@ class PlanPoint(_Record):
     @model_validator(mode="after")
     def _of_sites(self) -> PlanPoint:
         if bad := [site for site, row in self.sparse.items() if len(row) != len(self.modes.get(site, ()))]:
-            raise ValueError(f"sparse: of {bad[0]}, which has other timestep bins, or none")
+            raise ValueError(f"sparse: {bad[0]} has other timestep bins, or none")
         if bad := [layer for layer in self.modulated if layer not in self.layers]:
-            raise ValueError(f"modulated: {bad[0]}, which is none of the layers")
+            raise ValueError(f"modulated: {bad[0]} is none of the layers")
         return self
 
     def plan(self, scalings: Mapping[str, str]) -> Plan:
-        """
-        Args:
-            scalings: scales of queries and keys by site, as the search had them.
-        """
+        """Returns the plan; scalings: of queries and keys by site, as in the search."""
         record = {"sites": self.modes, "layers": self.layers, "scalings": scalings, "sparse": self.sparse}
         return Plan.of_record(record | {"modulated": self.modulated, "name": self.name, "speed": self.speed})
 
     @property
     def psnr(self) -> float:
-        """dB."""
+        """PSNR in dB."""
         return self.figures["psnr"]
 
     @property
     def in_int8(self) -> int:
-        """Timestep bins of sites and layers that are not in full precision, and those of sites that leave blocks out."""
+        """Number of timestep bins of sites and layers outside of full precision, and of sites that skip blocks."""
         rows = (*self.modes.values(), *self.layers.values(), *self.sparse.values())
         return sum(choice != 0 for row in rows for choice in row)
 
@@ -93,7 +90,7 @@ class Frontier(_Record):
     """All plans that a search tried.
 
     Attributes:
-        gpu, date: where and when the kernels' times were measured.
+        gpu, date: of the measurement of the kernels' times.
         limits: of the measures that have one.
         points: fastest first.
         chosen: name of the point that was built.
@@ -108,21 +105,17 @@ class Frontier(_Record):
     @model_validator(mode="after")
     def _of_one_search(self) -> Frontier:
         if self.chosen and self.chosen not in {point.name for point in self.points}:
-            raise ValueError(f"chosen is '{self.chosen}', which is none of the points")
+            raise ValueError(f"chosen is '{self.chosen}', but no point has this name")
         if len({(*sorted(point.modes), *sorted(point.layers)) for point in self.points}) > 1:
             raise ValueError("points of different sites or layers")
         return self
 
     def choose(self, name: str | None) -> PlanPoint:
-        """The fastest allowed plan that keeps the budget, or the named one, which must keep it too.
-
-        Raises:
-            UserError: there is no such plan, or it misses the budget.
-        """
+        """Returns the fastest allowed plan within the budget, or the named plan; UserError if that does not exist or exceeds the
+        budget."""
         kept = [point for point in self.points if point.keeps_budget]
         if name is None:
-            # Equal samples have a PSNR that ends somewhere; a budget beyond it leaves full precision everywhere, but in layers
-            # whose modes are stated.
+            # The PSNR of equal samples is finite; a budget above it leaves full precision, except in layers with stated modes.
             exact = min(self.points, key=lambda point: point.in_int8)
             return next((point for point in kept if point.allowed), exact)
         found = next((point for point in self.points if point.name == name), None)
@@ -132,15 +125,15 @@ class Frontier(_Record):
         figures = ", ".join(f"{key} {value:.4g}" for key, value in found.figures.items()) if found else "no such plan"
         limits = ", ".join(f"{key} {value:g}" for key, value in self.limits.items())
         raise UserError(
-            f"the plan '{name}' " + ("misses the budget" if found else "was not tried"),
-            expected=f"one that keeps {limits}: {others or 'none does'}",
+            f"the plan '{name}' " + ("exceeds the budget" if found else "was not tried"),
+            expected=f"a plan within {limits}: {others or 'there is none'}",
             got=figures,
             remedy="correct plan.point, or the limits in the plan section",
         )
 
     def rivals(self) -> list[PlanPoint]:
-        """The plan that `choose` takes, and plans that may be faster than it once denoising steps are left out too: slower ones,
-        the fastest of those whose samples have a half, and a tenth, of the squared error that the budget allows."""
+        """Returns the plan of `choose`, and slower plans that may become faster when denoising steps are skipped, too: the
+        fastest plans with a half, and with a tenth, of the squared error that the budget allows."""
         found = [self.choose(None)]
         if (least := self.limits.get("psnr")) is not None:
             for share in _SHARES_OF_ERROR:
@@ -154,26 +147,23 @@ class Frontier(_Record):
 _SHARES_OF_ERROR = (0.5, 0.1)
 
 BISECTIONS = 6
-"""Halvings of the modelled error's range in decades: the limit is known to 2**-6 of the range."""
+"""Bisections of the modelled error's range in decades, to 2**-6 of the range."""
 
 FRONTIER_DB = (60, 50, 40, 30)
-"""PSNR that the error model promises at points of the frontier; each point is then sampled."""
+"""PSNR that the error model predicts at points of the frontier; each point is then sampled."""
 
 MOST_RIVALS = 1 + len(_SHARES_OF_ERROR)
-"""Of `Frontier.rivals`, at most."""
+"""Largest number of `Frontier.rivals`."""
 
 
 def read_frontier(path: Path) -> Frontier:
-    """
-    Raises:
-        UserError: not a frontier.
-    """
+    """Reads a frontier; UserError if the file is not a frontier."""
     try:
         return Frontier.model_validate(read_json(path))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is not a frontier",
-            expected="the plans that a search tried, as a build writes them",
+            expected="a search's plans, as a build writes them",
             got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
             remedy="build the bundle again",
         ) from error

@@ -14,34 +14,34 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 
 OCTAVES = range(-24, 17)
-"""Histograms span 2**-24 to 2**17; smaller and larger magnitudes count in the end steps."""
+"""Range of the histograms, 2**-24 to 2**17; smaller and larger magnitudes count in the first and the last step."""
 
 HEAD_BITS, CHANNEL_BITS = 6, 4
-"""An octave has 2**bits equal steps: at most 1.6 % wide for heads, 6.3 % for the many more channels of the values."""
+"""An octave has 2**bits equal steps: at most 1.6 % wide for heads, 6.3 % for values, which have many more channels."""
 
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of FP32
 
 
 class Histogram:
-    """Counts of magnitudes per row on a grid whose steps are equal within an octave and double from one to the next.
+    """Counts of magnitudes per row on a grid with equal steps within an octave, which double from octave to octave.
 
-    The step of a number is a shift of its bits, and the grid is the same for all data, so two histograms merge exactly, in any
-    order, by adding their counts.
+    The step of a number is a shift of its bits, and the grid is the same for all data. Histograms therefore merge exactly, in
+    any order, by adding their counts.
 
     Args:
-        rows: histograms side by side.
-        bits: steps per octave, as a power of two.
+        rows: number of histograms.
+        bits: log2 of the steps per octave.
     """
 
     def __init__(self, rows: int, bits: int) -> None:
         self.bits = bits
         self.counts = torch.zeros(rows, len(OCTAVES) << bits, dtype=torch.int64)
-        # Half the memory traffic, wherever all counts can be numbered so.
+        # INT32 halves the memory traffic where it can number all counts.
         self._index_type = torch.int32 if self.counts.numel() < 2**31 else torch.int64
         self._one = torch.ones(1, dtype=torch.int64)
 
     def add(self, x: Tensor, row: Tensor, offset: Tensor | None = None) -> None:
-        """Count |x|, or |x - offset|. The counts move to the device of x.
+        """Counts |x|, or |x - offset|. The counts move to the device of x.
 
         Args:
             x: any shape.
@@ -55,9 +55,9 @@ class Histogram:
         step = magnitude.view(torch.int32).bitwise_right_shift_(_MANTISSA_BITS - self.bits)
         index = step.clamp_(first, first + steps - 1).to(self._index_type)
         index += (row * steps - first).to(self._index_type)
-        # Their order does not matter: flattened as they lie in memory, whatever the layout of x, they need no copy.
+        # The order does not matter: flattening in memory order avoids a copy, whatever the layout of x.
         index = index.permute(sorted(range(index.dim()), key=index.stride, reverse=True)).flatten()
-        # Not bincount, which waits for the device, and which would allocate all counts anew at every call.
+        # bincount would synchronise with the device and allocate all counts in every call.
         self.counts.view(-1).index_add_(0, index, self._one.expand_as(index))
 
     @property
@@ -65,14 +65,14 @@ class Histogram:
         return (_EXPONENT_BIAS + OCTAVES.start) << self.bits
 
     def edges(self) -> Tensor:
-        """[steps + 1] FP64 limits of the steps; the first is 0, since everything smaller counts there too."""
+        """[steps + 1] FP64 limits of the steps; the first is 0, as everything smaller counts in the first step."""
         bits = torch.arange(self.counts.shape[1] + 1, dtype=torch.int32, device=self.counts.device) + self._first_step
         edges = (bits << (_MANTISSA_BITS - self.bits)).view(torch.float32).double()
         edges[0] = 0
         return edges
 
     def percentile(self, percent: float) -> Tensor:
-        """[rows] FP32 magnitude that `percent` % do not exceed, interpolated within its step. 0 for an empty row."""
+        """[rows] FP32 magnitude that `percent` % of the elements do not exceed, interpolated in its step. 0 for an empty row."""
         wanted = self.counts.sum(1, keepdim=True) * (percent / 100)
         reached = self.counts.cumsum(1).double()
         step = (reached < wanted).sum(1, keepdim=True).clamp_max(self.counts.shape[1] - 1)
@@ -83,19 +83,19 @@ class Histogram:
         return torch.where(count > 0, low + (high - low) * part, 0).squeeze(1).float()
 
     def least_error_range(self) -> Tensor:
-        """[rows] FP32 range r of least squared error when magnitudes are rounded to multiples of r/127 and clipped at r.
+        """[rows] FP32 range r of least squared error if magnitudes are rounded to multiples of r/127 and clipped at r.
 
-        A magnitude below half a step becomes 0; above r its error is the distance to r; between, rounding errors are uniform:
-        step²/12. Every limit of the grid from 1/16 of the largest magnitude up is tried, so the range is the best one to
-        within a step of the grid. 0 for an empty row.
+        Magnitudes below half a step become 0; above r the error is the distance to r; in between, rounding errors are uniform:
+        step²/12. All limits of the grid from 1/16 of the largest magnitude up are tried; the range is the best up to a step of
+        the grid. 0 for an empty row.
         Source: the clipping and rounding terms of Banner et al. 2019 (arXiv 1810.05723, equation 5), over the observed
             magnitudes instead of a fitted distribution.
         """
         counts, edges = self.counts.double(), self.edges()
         centre = (edges[:-1] + edges[1:]) / 2
-        # Sums over magnitudes up to each limit, of 1, x and x²: the error of a range needs no pass of its own.
+        # Sums of 1, x and x² over magnitudes up to each limit, so that the error of a range needs no further pass.
         up_to = [torch.nn.functional.pad((counts * centre**power).cumsum(1), (1, 0)) for power in range(3)]
-        # The first limit that nothing exceeds, and those below it; [rows, candidates] from here on.
+        # The first limit that no magnitude exceeds, and the limits below it; [rows, candidates] from here on.
         last = (self.counts > 0).long().mul(torch.arange(1, len(edges), device=counts.device)).amax(1, keepdim=True)
         limit = (last - torch.arange(4 << self.bits, device=counts.device)).clamp_min(1)
         zero = torch.searchsorted(edges, edges / LEVELS / 2, right=True).sub(1).clamp_min(0)[limit]
@@ -105,18 +105,14 @@ class Histogram:
         beyond = [sums[:, -1:] - sums.gather(1, limit) for sums in up_to]
         clipped = beyond[2] - 2 * r * beyond[1] + r**2 * beyond[0]
         error = up_to[2].gather(1, zero) + rounded + clipped
-        # The largest range of those that are equally good: limits descend, and argmin takes the first.
+        # Limits descend and argmin takes the first: of equally good ranges the largest.
         best = r.gather(1, error.argmin(1, keepdim=True))
         return torch.where(last > 0, best, 0).squeeze(1).float()
 
 
 @dataclass(frozen=True)
 class SiteHistograms:
-    """Histograms of one site: rows are timestep bin × head, and for the values timestep bin × head × channel.
-
-    Attributes:
-        q: of |q|; k: of |k - offset|; v: of |v - offset|.
-    """
+    """Histograms of |q|, |k - offset| and |v - offset| at one site: rows are timestep bin × head, for values × channel."""
 
     q: Histogram
     k: Histogram
@@ -132,7 +128,7 @@ class SiteHistograms:
 
 
 Histograms = Mapping[str, SiteHistograms]
-"""Site: its histograms."""
+"""Histograms by site."""
 
 
 class Offsets(Protocol):
@@ -142,11 +138,11 @@ class Offsets(Protocol):
 
 
 class HistogramObserver:
-    """A handler that counts magnitudes at the sites that have offsets, and runs the model's own attention.
+    """A handler that counts magnitudes at sites with offsets and runs the model's own attention.
 
     Args:
-        offsets: per site, what is subtracted from keys and values.
-        heads: query heads of each site.
+        offsets: of each site, subtracted from keys and values.
+        heads: number of query heads of each site.
         timestep_max: see `timestep_bin`.
     """
 
@@ -177,29 +173,21 @@ class HistogramObserver:
 
 
 class _Forward:
-    """What the sites of one forward on one device share: the timestep, the same tensor for all, and what follows from it.
-
-    Attributes:
-        timestep: [B].
-        index: [B] INT64 timestep bins, on the device.
-    """
+    """Results that the sites of one forward on one device share, as they receive the same timestep tensor [B]."""
 
     def __init__(self, timestep: Tensor, index: Tensor) -> None:
         self.timestep, self.index = timestep, index
         self._rows: dict[tuple[int, int], Tensor] = {}
 
     def rows(self, heads: int, channels: int = 1) -> Tensor:
-        """See `rows_of`."""
+        """See `rows_of`; cached."""
         if (heads, channels) not in self._rows:
             self._rows[heads, channels] = rows_of(self.index, heads, channels)
         return self._rows[heads, channels]
 
 
 def rows_of(index: Tensor, heads: int, channels: int = 1) -> Tensor:
-    """[B, heads, 1, channels] rows of a call's elements in a histogram of timestep bin × head × channel.
-
-    Args:
-        index: [B] INT64 timestep bins.
-    """
+    """[B, heads, 1, channels] rows of a call's elements in a histogram of timestep bin × head × channel; index: [B] INT64
+    timestep bins."""
     of_bin = torch.arange(heads * channels, device=index.device).view(heads, 1, channels)
     return of_bin + (index * (heads * channels))[:, None, None, None]

@@ -1,4 +1,4 @@
-"""What calibration data is, and its hash, without loading it: a build that the cache answers does without torch."""
+"""Kind and hash of calibration data without loading it. Free of torch, so that builds from the cache do not import torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ INPUT_SUFFIXES = (".safetensors", ".npz", ".pt")
 PROMPT_SUFFIXES = (".txt",)
 
 KERNEL_COST = Path(__file__).with_name("kernel_cost.json")
-"""The kernels' times that come with the program: the GPU, the date, and rows of shape (batch, heads, query tokens, key tokens,
-head size), mode, and seconds of a call with its quantisation."""
-
+"""The kernels' times that come with the program, see `KernelCost`."""
 
 SHIPPED_CLASSIFIERS = ("digits-classifier", "emoji-classifier")
-"""Feature extractors that come with the program, and know their own weights."""
+"""Feature extractors that come with the program, with their weights."""
 
 EXTRACTOR = "the feature extractor"
-"""What a user's function for features is, in messages."""
+"""Name of a user's feature function in messages."""
 
 
 class Kind(StrEnum):
@@ -41,20 +39,11 @@ class Kind(StrEnum):
 
 
 def data_kind(data: str | Path) -> Kind:
-    """What `calibration.data` names.
-
-    Raises:
-        UserError: nothing is there, or nothing that can be used.
-    """
+    """Returns the kind of `calibration.data`; UserError if the data does not exist or is of no known kind."""
     try:
         return _kind(data)
-    except OSError as error:  # a name that is too long, a folder that this user may not enter
-        raise UserError(
-            f"cannot read the calibration data {data}",
-            expected="a file or a folder that this user may read",
-            got=error.strerror or type(error).__name__,
-            remedy="correct calibration.data in the recipe, or --data",
-        ) from error
+    except OSError as error:  # for example a name that is too long, or a folder without permission
+        raise _unreadable(data, error) from error
 
 
 def _kind(data: str | Path) -> Kind:
@@ -79,8 +68,8 @@ def _kind(data: str | Path) -> Kind:
 
 
 def data_identity(data: str | Path) -> str:
-    """SHA-256 of the data: of a file, of the names and contents in a folder, or of a function's code. Empty for
-    "denoise", which the rest of the recipe decides.
+    """Returns the SHA-256 of the data: of a file, of the names and contents in a folder, or of a function's code. Empty for
+    "denoise", which the rest of the recipe determines.
 
     Raises:
         UserError: as `data_kind`, or it cannot be read.
@@ -99,21 +88,25 @@ def data_identity(data: str | Path) -> str:
             digest.update(f"{file.relative_to(path).as_posix()} {sha256(file)}\n".encode())
         return digest.hexdigest()
     except OSError as error:
-        raise UserError(
-            f"cannot read the calibration data {path}",
-            expected="files that this user may read",
-            got=f"{error.strerror}: {error.filename}",
-            remedy="correct calibration.data in the recipe, or the permissions",
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(data: str | Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot read the calibration data {data}",
+        expected="a file or a folder that this user may read",
+        got=f"{error.strerror or type(error).__name__}: {error.filename or data}",
+        remedy="correct calibration.data in the recipe (or --data), or the permissions",
+    )
 
 
 def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
-    """Everything that decides a calibration, as JSON values.
+    """Returns everything that determines a calibration, as JSON values.
 
     Args:
         weights: see `trtconvert.models.identity`.
     Raises:
-        UserError: the data, or the calibration to take, cannot be read.
+        UserError: the data, or the calibration file of the recipe, cannot be read.
     """
     section = recipe.calibration
     return {
@@ -129,7 +122,7 @@ def calibration_reads(recipe: Recipe, weights: str) -> dict[str, Any]:
 
 
 def _hash(path: Path) -> str:
-    """SHA-256 of a file; empty where it cannot be read, which who reads it tells."""
+    """Returns the SHA-256 of a file; empty if it cannot be read: the reader of the file raises the error."""
     try:
         return sha256(path)
     except OSError:
@@ -141,20 +134,12 @@ PLAN_FILES = ("lpips_weights", "features_weights", "kernel_cost")
 
 
 def kernel_cost_hash(section: PlanSection) -> str:
-    """SHA-256 of the times that a plan is priced by.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """Returns the SHA-256 of the kernel times that price a plan; UserError if they cannot be read."""
     return named_file("plan.kernel_cost", section.kernel_cost) or sha256(KERNEL_COST)
 
 
 def named_file(field: str, path: Path | None) -> str:
-    """SHA-256 of a file that a recipe's field names; empty where it names none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Returns the SHA-256 of the file in a recipe's field, empty for an empty field; UserError if it cannot be read."""
     try:
         return sha256(path) if path is not None else ""
     except OSError as error:
@@ -167,12 +152,12 @@ def named_file(field: str, path: Path | None) -> str:
 
 
 def search_reads(section: PlanSection) -> dict[str, Any]:
-    """Everything in the plan section that decides a search, as JSON values.
+    """Returns everything in the plan section that determines a search, as JSON values.
 
-    A feature extractor of the user's own is imported: where it is written is not told by its name.
+    A user's feature extractor is imported, as its name does not tell where its code is.
 
     Raises:
-        UserError: a file cannot be read, or that function cannot be imported.
+        UserError: a file cannot be read, or the function cannot be imported.
     """
     reads = section.model_dump(mode="json", exclude={*PLAN_FILES, "point"})
     reads |= {name: named_file(f"plan.{name}", getattr(section, name)) for name in PLAN_FILES}
@@ -187,14 +172,14 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
 
 
 OF_LIMITS = ("min_psnr", "min_ssim", "max_lpips", "max_feature_distance")
-"""Fields of the plan section that say how good samples must be."""
+"""Fields of the plan section that limit the samples' quality."""
 
 OF_CHOICES = ("candidates", "layer_candidates", "sparse_candidates", "kernel_cost")
-"""Fields of the plan section that say between which choices a search decides, and what each costs in time."""
+"""Fields of the plan section with the choices of a search and their prices."""
 
 
 def measured_reads(reads: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `search_reads` that decides what a search measures of a choice and of a plan."""
+    """Returns the part of `search_reads` that determines what a search measures of a choice or a plan."""
     figures = [name for name in OF_LIMITS if reads[name] is not None]
     return {name: value for name, value in reads.items() if name not in {*OF_LIMITS, *OF_CHOICES}} | {
         "figures": figures
@@ -202,10 +187,10 @@ def measured_reads(reads: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def classifier_weights(name: str) -> Path:
-    """The file of one of `SHIPPED_CLASSIFIERS`."""
+    """Returns the file of one of `SHIPPED_CLASSIFIERS`."""
     return shipped_folder() / f"{name}.safetensors"
 
 
 def data_name(data: str | Path) -> str:
-    """What the provenance calls the data: "denoise", the function, or the name of the file or folder."""
+    """Returns the data's name in the provenance: "denoise", the function, or the name of the file or folder."""
     return data.name if isinstance(data, Path) else data

@@ -1,4 +1,4 @@
-"""What a search has measured, on the disk: a search that was interrupted goes on, and another budget measures nothing again."""
+"""Measurements of a search on disk: an interrupted search resumes, and a search with another budget measures nothing again."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _HEADER_BYTES = _LENGTH_BYTES + hashlib.sha256().digest_size
 
 
 class KeptSearch:
-    """Measurements of a search, by sites, layers and plans. Each file is written whole and begins with its length and a
-    SHA-256. The search measures the content of a damaged file again.
+    """Measurements of a search, by sites, layers and plans. Each file is written atomically and starts with its length and a
+    SHA-256. Damaged files are measured again.
 
     Args:
-        folder: of everything that decides the measurements but for the units, the plans and the limits of the budget. None keeps
-            them in memory.
+        folder: its name covers everything that determines the measurements, except units, plans and the budget's limits. None:
+            measurements are kept in memory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -38,7 +38,7 @@ class KeptSearch:
             folder.mkdir(parents=True, exist_ok=True)
 
     def sensitivity(self, units: Sequence[Unit], measure: Callable[[], Sensitivity]) -> Sensitivity:
-        """The sensitivity of units, measured where it is not there."""
+        """Returns the sensitivity of units; measures it if it is not stored."""
         key = f"sensitivity-{_hash([asdict(unit) | {'compared': sorted(map(repr, unit.compared))} for unit in units])}"
         tensors = self._tensors(key)
         if tensors is None:
@@ -48,7 +48,7 @@ class KeptSearch:
         return Sensitivity(units, **tensors)
 
     def images(self, draw: Callable[[], Tensor]) -> Tensor:
-        """What full precision draws, [N, C, H, W]."""
+        """Returns full precision's samples, [N, C, H, W]; draws them if they are not stored."""
         tensors = self._tensors("full")
         if tensors is None:
             tensors = {"images": draw()}
@@ -56,7 +56,7 @@ class KeptSearch:
         return tensors["images"]
 
     def figures(self, plan: Plan) -> dict[str, float] | None:
-        """The figures of a plan's samples; None where they were not measured."""
+        """Returns the figures of a plan's samples; None if they were not measured."""
         key = _plan_key(plan)
         return self._figures.get(key) or self._read(key)
 
@@ -84,14 +84,14 @@ class KeptSearch:
                 file.write(content)
 
     def _content(self, name: str) -> bytes | None:
-        """What `_write` wrote; None where nothing is there, or something else."""
+        """Reads a file of `_write`; None if it is missing or damaged."""
         if self._folder is None:
             return None
         try:
             with open_regular(self._folder / f"{name}{_SUFFIX}") as file:
                 header = file.read(_HEADER_BYTES)
                 length = int.from_bytes(header[:_LENGTH_BYTES], "little")
-                if os.fstat(file.fileno()).st_size != _HEADER_BYTES + length:  # before memory is asked for
+                if os.fstat(file.fileno()).st_size != _HEADER_BYTES + length:  # before the content takes memory
                     return None
                 content = file.read()
         except OSError:
@@ -100,7 +100,7 @@ class KeptSearch:
 
 
 def _header(name: str, content: bytes) -> bytes:
-    """What a file begins with: the length of its content, and the SHA-256 of its name and its content."""
+    """Returns the start of a file: the length of its content, and the SHA-256 of its name and content."""
     digest = hashlib.sha256(f"{name}\0".encode())
     digest.update(content)
     return len(content).to_bytes(_LENGTH_BYTES, "little") + digest.digest()

@@ -1,4 +1,4 @@
-"""The fastest plan within a limit on its modelled error: a multiple-choice knapsack, which HiGHS solves to proven optimality."""
+"""The fastest plan within a limit on its modelled error: a multiple-choice knapsack, solved to proven optimality by HiGHS."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[Hashable]]) -> Tensor:
-    """The choices of least total time whose total cost is at most `limit`, to proven optimality.
+    """Returns the choices of least total time whose total cost is at most `limit`, to proven optimality.
 
     Args:
-        cost, time: [S, T, choices] of each choice of each unit in each timestep bin, not negative; one choice of each costs
-            nothing. A choice of infinite cost is never taken; its time may be infinite too.
-        forms: of the choices of each unit, which takes choices of one form in all bins.
+        cost, time: [S, T, choices] of each choice of each unit in each timestep bin, not negative; each unit has a choice that
+            costs nothing. A choice of infinite cost is never taken; its time may be infinite, too.
+        forms: of each unit's choices; a unit takes choices of one form in all bins.
     Returns:
-        [S, T] the index of the choice.
+        [S, T] index of the choice.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, eye_array, kron, vstack
@@ -29,12 +29,12 @@ def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[H
     bins, choices = cost.shape[1:]
     count = cost.shape[0] * bins
     time = time.masked_fill(cost.isinf(), 0)
-    # Scaled to about one, so that the solver's tolerances mean the same for every model.
+    # Scaled to about 1, so that the solver's tolerances have the same effect for every model.
     weights = (cost / limit).flatten().numpy()
     one_each = kron(eye_array(count), np.ones((1, choices)))
     joined = []
     for row, of_unit in enumerate(forms):
-        for form in list(dict.fromkeys(of_unit))[:-1]:  # the last one is what the others leave
+        for form in list(dict.fromkeys(of_unit))[:-1]:  # the constraint of the last form follows from the others
             chosen = np.flatnonzero([each == form for each in of_unit])
             for index in range(1, bins):
                 columns = np.concatenate([row * bins * choices + chosen, (row * bins + index) * choices + chosen])
@@ -44,7 +44,7 @@ def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[H
         result = milp(
             (time / time.amax()).flatten().numpy(),
             integrality=np.ones(count * choices),
-            # A choice that breaks the limit alone is no choice; it would only widen the numbers' range.
+            # A choice that exceeds the limit alone is excluded here; its weight would only widen the numbers' range.
             bounds=Bounds(0, np.where(weights > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
             constraints=LinearConstraint(
                 csr_array(vstack([one_each, csr_array(np.minimum(weights, 2)[None]), *joined])),
@@ -53,13 +53,13 @@ def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[H
             ),
             options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
         )
-    assert result.success, result.message  # what costs nothing everywhere is always feasible
+    assert result.success, result.message  # feasible: each unit has a choice that costs nothing
     return torch.from_numpy(result.x).view(*cost.shape).argmax(-1)
 
 
 @contextmanager
 def _printing_on_stderr() -> Iterator[None]:
-    """HiGHS prints some lines of its own by C's printf, and the standard output is the result's (`--json`)."""
+    """Redirects C's stdout: HiGHS prints by printf, but the standard output is for results (`--json`)."""
     sys.stdout.flush()
     kept, flush = os.dup(1), ctypes.CDLL(None).fflush
     flush(None)

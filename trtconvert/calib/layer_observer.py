@@ -1,14 +1,13 @@
 """Observation of layers: extremes of each input channel, and some rows, per denoiser call and timestep bin.
 
-One pass records what every choice of scale needs. Extremes bound what any row holds; a few whole rows tell how channels go
-together, and what rounding and clipping come to. Both merge by concatenation in the order of the batches, as the rows of
-attention do.
+One pass records what every choice of scales needs. Extremes bound all rows; a few whole rows show how channels vary together and
+what rounding and clipping cost. Both merge by concatenation in the order of the batches, like the rows of attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,23 +15,23 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
 from trtconvert.linear.sites import LayerCall
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, call_of, on_cpu
+from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, rows_of_groups
 
 ROWS = 2
-"""Whole rows that are kept of each call and timestep bin."""
+"""Whole rows that are stored of each call and timestep bin."""
 
 _STRIDE = 7919
-"""A prime: rows of successive calls lie apart, and come from all over the image."""
+"""A prime, so that rows of successive calls are far apart and spread over the image."""
 
 
 @dataclass(frozen=True)
-class LayerRows:
-    """What was seen at the input of one layer; an entry per denoiser call and timestep bin, in the order of the calls. On
+class LayerRows(TensorFields):
+    """Observations of the input of one layer; an entry per denoiser call and timestep bin, in the order of the calls. On
     the CPU.
 
     Attributes:
         bin: [R] INT64 timestep bin.
-        rows: [R] INT64 rows that the extremes are of.
+        rows: [R] INT64 number of rows that the extremes cover.
         low, high: [R, K] FP32 smallest and largest values of each input channel.
         sample: [R, S, K] FP32 whole rows.
     """
@@ -43,27 +42,18 @@ class LayerRows:
     high: Tensor
     sample: Tensor
 
-    @staticmethod
-    def cat(parts: Sequence[LayerRows]) -> LayerRows:
-        """All entries, in the order of the parts."""
-        return LayerRows(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(LayerRows)})
-
     def to(self, device: torch.device | str) -> LayerRows:
         return LayerRows(**{name: x.to(device) for name, x in self.tensors().items()})
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The attributes by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
 
 def deltas_of(layer: str) -> str:
-    """What the deltas of a layer's input are called among the layers that were observed."""
+    """Returns the name under which the deltas of a layer's input are recorded."""
     return f"changes of {layer}"
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of one call, per sample: [B, K] each, and [B, S, K]. On the device until the rows are finished."""
+    """Reductions of one call per sample, [B, K], and rows [B, S, K]. On the device until `finish`."""
 
     timestep: Tensor
     rows: int
@@ -73,15 +63,14 @@ class _Seen:
 
 
 class LayerObserver:
-    """A handler that records `LayerRows` at the named layers, and computes the model's own.
+    """A handler that records `LayerRows` at the named layers and runs the model's own layer.
 
     Args:
-        layers: to observe: one of those that read the same tensor.
+        layers: one layer of each input group to observe.
         timestep_max, bins: see `timestep_bin`.
-        rows: S, whole rows that are kept of each call and timestep bin.
-        deltas: layers among them of which the deltas from one denoising step to the next are recorded too, under `deltas_of`
-            the name.
-        falls: timesteps fall while a sample is denoised. A call of other samples, or that does not go on, begins anew.
+        rows: S, whole rows to store of each call and timestep bin.
+        deltas: layers among them whose deltas between denoising steps are recorded, too, under the name `deltas_of`.
+        falls: true if timesteps fall during denoising. A call with other samples, or out of order, starts a new sequence.
     """
 
     def __init__(
@@ -98,7 +87,7 @@ class LayerObserver:
         self._deltas, self._direction = frozenset(deltas), 1 if falls else -1
         self.notes: Notes[_Seen] = Notes()
         self._turns: dict[str, Tensor] = {}
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}  # timesteps, and what was read at them
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}  # the last call's timesteps and input
 
     def __call__(self, call: LayerCall) -> Tensor:
         if call.name in self._layers:
@@ -115,18 +104,18 @@ class LayerObserver:
         return call.exact()
 
     def _add(self, name: str, timestep: Tensor, x: Tensor) -> None:
-        """Note what is read, [B, rows, K]."""
+        """Notes an input [B, rows, K]."""
         count = x.shape[1]
         if name not in self._turns or self._turns[name].device != x.device:
             self._turns[name] = torch.zeros((), dtype=torch.int64, device=x.device)
-        turn = self._turns[name]  # on the device, so that a call which a CUDA graph repeats takes other rows
+        turn = self._turns[name]  # on the device, so that each replay of a CUDA graph takes other rows
         places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + turn * _STRIDE) % count
         turn += 1
         sample = x.index_select(1, places).float()
         self.notes.add(name, _Seen(timestep, count, x.amin(1).float(), x.amax(1).float(), sample))
 
     def finish(self) -> dict[str, LayerRows]:
-        """The entries of all calls since the last `finish`; of layers that were called.
+        """Returns the entries of all calls since the last `finish`, by layer.
 
         Raises:
             UserError: NaN or Inf at the input of a layer; the message names the first.
@@ -135,42 +124,28 @@ class LayerObserver:
         for turn in self._turns.values():
             turn.zero_()
         taken = self.notes.take()
-        # One transfer from the GPU serves all layers.
-        timesteps = on_cpu([one.timestep for _, one in seen] for seen in taken.values())
         low, high = (
-            {layer: torch.cat([getattr(one, name) for _, one in seen]) for layer, seen in taken.items()}
+            {layer: torch.cat([getattr(entry, name) for _, entry in seen]) for layer, seen in taken.items()}
             for name in ("low", "high")
         )
         finite = {layer: (low[layer].isfinite() & high[layer].isfinite()).all(1) for layer in taken}
-        good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
+
+        def rows(layer: str, entries: Sequence[_Seen], groups: Groups) -> LayerRows:
+            counts = torch.tensor([entry.rows for entry in entries])
+            sample = torch.cat([entry.sample for entry in entries])
+            return self._entries(counts, groups, low[layer], high[layer], sample)
+
         groups = GroupsOfCalls(lambda timestep: timestep_bin(timestep, self._timestep_max, self._bins), self._bins)
-        found: dict[str, LayerRows] = {}
-        damaged: list[tuple[int, UserError]] = []
-        for (layer, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
-            sizes = [len(one.timestep) for _, one in seen]
-            if not is_good:
-                first = int((~finite[layer]).long().argmax())
-                damaged.append((seen[call_of(sizes, first)][0], _non_finite(layer, timestep[first].item())))
-                continue
-            sample = torch.cat([one.sample for _, one in seen])
-            rows = torch.tensor([one.rows for _, one in seen])
-            found[layer] = self._entries(rows, groups(sizes, timestep), low[layer], high[layer], sample)
-        if damaged:
-            raise min(damaged, key=lambda item: item[0])[1]
-        return found
+        return rows_of_groups(taken, finite, groups, rows, _non_finite)
 
     def _entries(self, rows: Tensor, groups: Groups, low: Tensor, high: Tensor, sample: Tensor) -> LayerRows:
-        """An entry for each group of samples.
-
-        Args:
-            rows: of each sample, by call; low, high: [samples, K]; sample: [samples, S, K], where they were seen.
-        """
-        # One row each of several samples, as far as there are so many.
+        """One entry per group of samples; rows: of a sample, by call; low, high: [samples, K]; sample: [samples, S, K]."""
+        # Row i comes from the group's i-th sample; small groups repeat samples.
         each = torch.arange(self._rows)
         starts = groups.counts.cumsum(0) - groups.counts
         taken = groups.order[starts[:, None] + each % groups.counts[:, None]]
         return LayerRows(
-            bin=groups.bin.clone(),  # tensors of a file share no memory
+            bin=groups.bin.clone(),  # tensors of a safetensors file may not share memory
             rows=rows[groups.call] * groups.counts,
             low=groups.over(low, torch.amin).cpu(),
             high=groups.over(high, torch.amax).cpu(),
@@ -178,7 +153,7 @@ class LayerObserver:
         )
 
 
-def _non_finite(layer: str, timestep: float) -> UserError:
+def _non_finite(layer: str, sample: int, timestep: float) -> UserError:
     return UserError(
         f"NaN or Inf at the input of {layer} at timestep {timestep:g}",
         expected="finite activations",

@@ -1,4 +1,4 @@
-"""Layers in plans: what a recipe states, and groups of layers about which a search decides."""
+"""Layers in plans: a recipe's modes, and the groups of layers that a search decides about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.cost import KernelCost
-from trtconvert.calib.layer_scales import layer_tables
+from trtconvert.calib.layer_scales import by_input_group, layer_tables
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
@@ -21,11 +21,7 @@ from trtconvert.recipe import LayersSection
 
 
 def stated_layers(section: LayersSection, layers: Iterable[Layer], bins: int) -> dict[str, Decision]:
-    """What a recipe states of layers; `auto` is STATIC, where no search decides.
-
-    Args:
-        layers: that are converted; none where they are off.
-    """
+    """Returns the decisions of a recipe about converted layers; `auto` is STATIC if there is no search."""
     if section.off:
         return {}
     names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
@@ -34,7 +30,7 @@ def stated_layers(section: LayersSection, layers: Iterable[Layer], bins: int) ->
 
 
 def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
-    """What a layer has where a mode is asked for: convolutions have no scales per token."""
+    """Returns a layer's mode for a wanted mode: convolutions have no scales per token."""
     if layer.weight_only:
         return LayerMode.WEIGHT_ONLY
     return LayerMode.STATIC if layer.kind == "conv" and mode == LayerMode.DYNAMIC else mode
@@ -43,7 +39,7 @@ def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
 def layer_seconds(
     cost: KernelCost, layers: Sequence[Layer], unit: Unit, batch: int, bins: int, cache_bytes: int = 2
 ) -> Tensor:
-    """[T, choices] time of the layers of a unit together in each of its choices."""
+    """[T, choices] time of all layers of a unit in each of its choices."""
 
     def seconds(layer: Layer, choice: Choice) -> float:
         if choice.delta:
@@ -59,9 +55,9 @@ class SearchedLayers:
     """Layers in a search.
 
     Attributes:
-        groups: units about which it decides, each with its layers, which read one tensor.
-        stated: decisions about the others.
-        int8: all of them in INT8, with the scales of those that may quantise deltas.
+        groups: units that the search decides about, each with the layers of one input group.
+        stated: decisions about the other layers.
+        int8: all layers in INT8, with the scales of deltas of those that may quantise deltas.
     """
 
     groups: dict[Unit, list[Layer]]
@@ -78,11 +74,12 @@ class SearchedLayers:
         bins: int,
         slow: Collection[str] = (),
     ) -> SearchedLayers:
-        """
+        """Prepares the layers of a search.
+
         Args:
-            layers: to convert; allowed: the modes that the search may choose, none where the recipe states them all.
-            slow: names of layers that are no faster in INT8. They stay in 16 bits where the search would choose, unless they may
-                quantise deltas.
+            layers: layers to convert; allowed: modes that the search may choose, none if the recipe states the modes.
+            slow: names of layers that INT8 does not make faster. Where the search would decide they stay in 16 bits, unless they
+                may quantise deltas.
         """
         delta_scales = {
             layer.name: scale
@@ -95,14 +92,12 @@ class SearchedLayers:
         stated = stated_layers(section, layers, bins)
         modes = {name: decision.modes for name, decision in stated.items()}
         tables = layer_tables(model.denoiser, layers, calibration.layers, modes, tables_device(model, layers))
-        readers: dict[str, list[Layer]] = {}
-        for layer in layers:
-            if auto and not layer.weight_only:
-                readers.setdefault(layer.input_group, []).append(layer)
-                del stated[layer.name]
+        readers = by_input_group(layer for layer in layers if auto and not layer.weight_only)
         groups = {}
         for input_group, members in readers.items():
             names = tuple(layer.name for layer in members)
+            for name in names:
+                del stated[name]
             in_int8 = sorted({_mode_of(members[0], mode) for mode in allowed if mode != LayerMode.EXACT})
             by_deltas = [Choice(LayerMode.STATIC, delta=True)] if names[0] in delta_scales else []
             choices = (Choice(LayerMode.EXACT), *map(Choice, in_int8), *by_deltas)

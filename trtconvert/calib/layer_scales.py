@@ -1,10 +1,10 @@
-"""From what was observed of a layer to its INT8 tables: offsets and factors of channels, scales of activations, INT8 weights.
+"""From observations of a layer to its INT8 tables: offsets and factors of channels, scales of activations, INT8 weights.
 
-Everything is chosen by one measure, the squared error that rounding and clipping add to the layer's output,
+All choices minimise the squared error that rounding and clipping add to the layer's output,
 
     E = Σₖ ‖Wₖ‖² · E[eₖ²]  +  Σₖ E[x̂ₖ²] · ‖δWₖ‖²
 
-with e the error of x̂ and δW that of its weight, k an input channel. It takes rounding errors of different channels for
+where e is the error of x̂, δW the error of its weight, k an input channel. Rounding errors of different channels count as
 independent, so that no product with the weights is needed.
 """
 
@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from trtconvert.attention.ranges import nearest_bins
 from trtconvert.calib.layer_observer import LayerRows
 from trtconvert.linear.reference import (
     LEVELS,
@@ -31,33 +32,32 @@ from trtconvert.linear.sites import Layer, model_tensors
 from trtconvert.recipe import LayersSection
 
 EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)
-"""Of SmoothQuant that are tried: x̂ = x · max|W|^(1−α) / max|x|^α; its authors take 0.5."""
+"""SmoothQuant's exponents α to try: x̂ = x · max|W|^(1−α) / max|x|^α; SmoothQuant's default is 0.5."""
 
 CLIPS = tuple(1 - step / 20 for step in range(11))
-"""Shares of the largest magnitude at which x̂ may be clipped."""
+"""Shares of the largest magnitude to try as limits of x̂."""
 
 FACTOR_GAIN, OFFSET_GAIN = 0.9, 0.9
-"""Of the error without them: what factors and offsets have to come to. In front of a fused product each is one more
-operation on every element, so that they have to pay."""
+"""Factors and offsets must reduce the error to this share: before a fused product each costs one more operation per element."""
 
 LEAST_DELTA = 2.0**-12
 """Least scale of deltas relative to the largest scale of whole activations: FP16 holds no finer steps of deltas, and no smaller
 ratio of the two scales. Inputs that stay the same, such as a prompt's tokens, have this scale."""
 
 MOST_NUMBERS = 2**25
-"""Of activations that are looked at together, over several limits: 256 MiB in FP64."""
+"""Numbers per chunk when several limits are evaluated together: 256 MiB in FP64."""
 
 WEIGHT_ROWS = 512
-"""Output channels on which the error of weights is estimated while factors are chosen."""
+"""Output channels on which the error of weights is estimated during the choice of factors."""
 
 
 @dataclass(frozen=True)
 class LayerScales:
-    """What calibration knows of the input of a layer: of all that read the same tensor. K input channels, T timestep bins.
+    """Calibrated scales of one input group, which all layers that read the same tensor share. K input channels, T timestep bins.
 
     Attributes:
         x_factor, x_offset, x_scale: as in `LayerTables`.
-        change_scale: [T] of the deltas of x̂ from step to step, as x_scale; None where they were not observed.
+        change_scale: [T] scale of the deltas of x̂ from step to step, like x_scale; None if deltas were not observed.
     """
 
     x_factor: Tensor
@@ -66,11 +66,11 @@ class LayerScales:
     change_scale: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """Returns the tensors that are present, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
     def flaw(self, channels: int, bins: int) -> str:
-        """What keeps them from being used for an input of so many channels; empty if nothing."""
+        """Returns why the scales cannot be used for an input with this many channels; empty if they can."""
         shapes = {"x_factor": (channels,), "x_offset": (channels,), "x_scale": (bins,), "change_scale": (bins,)}
         for name, tensor in self.tensors().items():
             shape = shapes[name]
@@ -83,6 +83,14 @@ class LayerScales:
         return ""
 
 
+def by_input_group(layers: Iterable[Layer]) -> dict[str, list[Layer]]:
+    """Returns the layers of each input group."""
+    groups: dict[str, list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.input_group, []).append(layer)
+    return groups
+
+
 def layer_tables(
     model: torch.nn.Module,
     layers: Sequence[Layer],
@@ -91,14 +99,14 @@ def layer_tables(
     device: torch.device | None = None,
     computed_on: torch.device | None = None,
 ) -> dict[str, LayerTables]:
-    """The op's tables of layers by name. Tied layers with equal factors have one weight.
+    """Returns the op's tables of layers by name. Tied layers with equal factors share one weight.
 
     Args:
-        layers: to convert.
-        scales: by the layers' input groups.
+        layers: layers to convert.
+        scales: by input group.
         modes: modes of each layer by timestep bin.
-        device: where they lie; by default that of the weights.
-        computed_on: where they are computed, one layer after the other; by default where they lie.
+        device: device of the tables; None: the device of the weights.
+        computed_on: device that computes the tables, one layer after the other; None: `device`.
     """
     tensors = model_tensors(model)
     found: dict[str, LayerTables] = {}
@@ -125,12 +133,12 @@ def layer_tables(
 
 
 def modiff_patterns(section: LayersSection) -> list[str]:
-    """Of the layers whose deltas are calibrated."""
+    """Returns the patterns of the layers whose deltas are calibrated."""
     return section.modiff if isinstance(section.modiff, list) else ["*"] if section.modiff else []
 
 
 def is_modulated(layer: Layer, section: LayersSection) -> bool:
-    """Whether a recipe asks for the deltas of a layer's input from step to step (MoDiff), or lets the plan choose them."""
+    """True if a recipe quantises the deltas of a layer's input from step to step (MoDiff), or lets the plan choose."""
     patterns = modiff_patterns(section)
     return not layer.weight_only and any(fnmatchcase(layer.name, pattern) for pattern in patterns)
 
@@ -147,32 +155,32 @@ def choose_scales(
     offsets: bool,
     deltas: LayerRows | None = None,
 ) -> LayerScales:
-    """Scales for the layers that read one tensor.
+    """Chooses the scales of one input group.
 
     Args:
-        layers: all of them; of one kind.
-        rows: of their input.
+        layers: all layers of the input group; of one kind.
+        rows: observations of their input.
         tensors: the model's parameters and buffers by name.
         bins: T.
         statistic: "least-error": the scale of least squared error; "maxima": the percentile of the calls' maxima.
-        percentile: of "maxima".
-        equalise: whether factors may be used; offsets: whether offsets may. Neither is where activations stay in 16 bits.
-        deltas: of what they read, from step to step.
+        percentile: for "maxima".
+        equalise: allow factors; offsets: allow offsets. Neither applies if all layers keep 16-bit activations.
+        deltas: observations of the input's deltas from step to step.
     """
     in_16bit = all(layer.weight_only for layer in layers)
     equalise, offsets = equalise and not in_16bit, offsets and not in_16bit
-    # Weights that `trtconvert quantize` stored by channel are taken as they are: factors would make others of them.
+    # Weights that `trtconvert quantize` stored keep their codes: factors would change them.
     equalise = equalise and not any(is_quantised(layer.weight.of(tensors)) for layer in layers)
     weight = _joined([layer.weight.of(tensors) for layer in layers]).to(rows.low.device)
     seen = _Points(rows)
     halves = seen.halves()
 
     def errors(choice: _Choice) -> list[float]:
-        """Of what is fitted to one half, on the other one, both ways."""
+        """Errors on each half of the points with the choice fitted to the other half."""
         return [choice.fitted(mine, weight).error_on(other, mine) for mine, other in (halves, halves[::-1])]
 
     def best_of(choices: Iterable[_Choice], plain: _Choice, gain: float) -> _Choice:
-        """The best of those that pay in both halves."""
+        """Returns the best of the choices that pay in both halves, else `plain`."""
         found = {choice: errors(choice) for choice in (plain, *choices)}
         pays = [
             choice
@@ -181,27 +189,26 @@ def choose_scales(
         ]
         return min(pays, key=lambda choice: sum(found[choice]), default=plain)
 
+    def scale_by_bin(points: _Points, moved: _Moved) -> Tensor:
+        here = nearest_bins(points.bins, bins)
+        return torch.stack([_scale_of(points.of_bin(index), moved, statistic, percentile / 100) for index in here])
+
     best = _Choice()
     if offsets and layers[0].kind == "linear":
         best = best_of((_Choice(_Points.middle), _Choice(_Points.middles)), best, OFFSET_GAIN)
     if equalise:
         best = best_of((replace(best, exponent=exponent) for exponent in EXPONENTS), best, FACTOR_GAIN)
     chosen = best.fitted(seen, weight)
-    scale = torch.stack(
-        [_scale_of(seen.of_bin(index), chosen, statistic, percentile / 100) for index in seen.nearest(bins)]
-    )
+    scale = scale_by_bin(seen, chosen)
     of_deltas = None
     if deltas is not None:
-        steps, not_moved = _Points(deltas), replace(chosen, offset=torch.zeros_like(chosen.offset))
-        found = [
-            _scale_of(steps.of_bin(index), not_moved, statistic, percentile / 100) for index in steps.nearest(bins)
-        ]
-        of_deltas = short_scale(torch.stack(found).clamp_min(float(scale.max()) * LEAST_DELTA)).cpu()
+        of_deltas = scale_by_bin(_Points(deltas), replace(chosen, offset=torch.zeros_like(chosen.offset)))
+        of_deltas = short_scale(of_deltas.clamp_min(float(scale.max()) * LEAST_DELTA)).cpu()
     return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu(), of_deltas)
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
-    """[N', K] FP32 of all output channels, or of some of them, and of all places of a convolution's kernel."""
+    """[N', K] FP32 of at most about `WEIGHT_ROWS` output channels, and of all places of a convolution's kernel."""
     parts = []
     for weight in weights:
         step = max(1, len(weights) * weight.shape[0] // WEIGHT_ROWS)
@@ -211,7 +218,7 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _factor(of_x: Tensor, of_weight: Tensor, exponent: float) -> Tensor:
-    """[K] factors of activations, of eight significant bits, with a geometric mean of about one."""
+    """[K] factors of activations with eight significant bits and a geometric mean of about 1."""
     floor_x, floor_weight = of_x.amax() * 1e-5 + 1e-12, of_weight.amax() * 1e-5 + 1e-12
     factor = of_weight.clamp_min(floor_weight) ** (1 - exponent) / of_x.clamp_min(floor_x) ** exponent
     factor = factor / factor.log().mean().exp()
@@ -219,32 +226,28 @@ def _factor(of_x: Tensor, of_weight: Tensor, exponent: float) -> Tensor:
 
 
 class _Points:
-    """Rows that were kept and, for what they miss, the extremes of every call, which count as little as they are seldom."""
+    """Whole rows, and the extremes of every call for what the rows miss; extremes count by their frequency."""
 
     def __init__(self, rows: LayerRows) -> None:
         self._rows = rows
         self.x = rows.sample.flatten(0, 1)
 
     def of_bin(self, index: int) -> _Points:
-        return self._of(self._rows.bin == index)
+        return _Points(self._rows.select(self._rows.bin == index))
 
     def halves(self) -> tuple[_Points, _Points]:
-        """Every other call, and the rest: channels that were large by chance in a few calls are so in half of them only. Of a
-        single call, twice the same."""
+        """Splits the calls into every other call and the rest: channels that are large by chance in a few calls are so in one
+        half only. A single call is both halves."""
         if len(self._rows.bin) < 2:
             return self, self
-        return self._of(slice(0, None, 2)), self._of(slice(1, None, 2))
+        return _Points(self._rows.select(slice(0, None, 2))), _Points(self._rows.select(slice(1, None, 2)))
 
-    def _of(self, chosen: Tensor | slice) -> _Points:
-        return _Points(LayerRows(**{name: x[chosen] for name, x in self._rows.tensors().items()}))
-
-    def nearest(self, bins: int) -> list[int]:
-        """For each bin the nearest one that was seen."""
-        seen = self._rows.bin.unique().tolist()
-        return [min(seen, key=lambda j, i=i: abs(j - i)) for i in range(bins)]
+    @property
+    def bins(self) -> list[int]:
+        return self._rows.bin.unique().tolist()
 
     def middle(self) -> Tensor:
-        """[K] the middle of the whole range, in every channel."""
+        """[K] the middle of the range of all channels."""
         low, high = self._rows.low.amin(0), self._rows.high.amax(0)
         return torch.full_like(low, float(low.amin() + high.amax()) / 2)
 
@@ -253,27 +256,22 @@ class _Points:
         return (self._rows.low.amin(0) + self._rows.high.amax(0)) / 2
 
     def amax(self, offset: Tensor) -> Tensor:
-        """[K] largest magnitude of x less an offset."""
+        """[K] largest magnitude of x minus an offset."""
         return self.amax_of_calls(offset).amax(0)
 
     def amax_of_calls(self, offset: Tensor) -> Tensor:
-        """[R, K] likewise, of each call and bin."""
+        """[R, K] the same for each call and bin."""
         return torch.maximum(self._rows.high - offset, offset - self._rows.low)
 
     @property
     def share_of_extremes(self) -> Tensor:
-        """[R, 1] how often an extreme occurs, of the rows that its call has."""
+        """[R, 1] frequency of an extreme among the rows of its call."""
         return 1 / self._rows.rows.double().unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """How an offset and factors are made of points.
-
-    Attributes:
-        offset: gives it; None for none.
-        exponent: of SmoothQuant; None for no factors.
-    """
+    """A way to choose an offset (None: no offset) and SmoothQuant's exponent α (None: no factors)."""
 
     offset: Callable[[_Points], Tensor] | None = None
     exponent: float | None = None
@@ -292,11 +290,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Moved:
-    """An offset and factors.
-
-    Attributes:
-        squares: [K] squared norms of the weight of each channel of x̂; differences: of what quantising it changes.
-    """
+    """An offset and factors; [K] squared norms of the weights of each channel of x̂, and of their change by quantisation."""
 
     offset: Tensor
     factor: Tensor
@@ -304,23 +298,19 @@ class _Moved:
     differences: Tensor
 
     def error_on(self, held: _Points, fitted: _Points) -> float:
-        """On some points, with the scale that is the best of others."""
-        # The weights' error meets x, not x̂: see `layer_tables`.
+        """Returns the error on `held` with the scale that is best for `fitted`."""
+        # The weights' error multiplies x, not x̂: see `layer_tables`.
         of_weight = ((held.x * self.factor).double().square().mean(0) * self.differences).sum()
-        return self.error_at(held, self.best_limit(fitted)) + float(of_weight)
+        return float(self.errors_at(held, [self.best_limit(fitted)])[0]) + float(of_weight)
 
     def best_limit(self, seen: _Points) -> float:
-        """The range of least error."""
+        """Returns the limit of least error."""
         top = float((seen.amax_of_calls(self.offset) * self.factor).amax().clamp_min(1e-12))
         limits = [clip * top for clip in CLIPS]
         return limits[int(self.errors_at(seen, limits).argmin())]
 
-    def error_at(self, seen: _Points, limit: float) -> float:
-        """Of activations, where x̂ is clipped at a limit."""
-        return float(self.errors_at(seen, [limit])[0])
-
     def errors_at(self, seen: _Points, limits: Sequence[float]) -> Tensor:
-        """[limits] FP64 errors of activations, where x̂ is clipped at each. Together: on a GPU one after the other would wait."""
+        """[limits] FP64 errors of activations with x̂ clipped at each limit. Evaluated together, as each result synchronises."""
         x = (seen.x - self.offset) * self.factor
         extremes = seen.amax_of_calls(self.offset) * self.factor
         at_once = max(1, MOST_NUMBERS // max(1, x.numel(), extremes.numel()))

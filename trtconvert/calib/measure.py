@@ -1,4 +1,4 @@
-"""`trtconvert measure`: times of attention, layers and convolutions on this machine's GPU, for `plan.kernel_cost` in recipes."""
+"""`trtconvert measure`: measures times of attention, layers and convolutions on this machine's GPU, for `plan.kernel_cost`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight
 
 _HEADS = ((1, 24, 128), (2, 10, 64), (2, 8, 40))
 _PROMPT = 77
-"""Tokens of CLIP's prompts."""
+"""Tokens of a CLIP prompt."""
 
 SHAPES = (
     *(AttentionShape(b, heads, n, n, dim) for b, heads, dim in _HEADS for n in (256, 1024, 4096, 16384)),
     *(AttentionShape(b, heads, n, _PROMPT, dim) for b, heads, dim in _HEADS for n in (1024, 4096, 16384)),
 )
-"""The sizes of common diffusion models, to their own tokens and to prompts; what lies between them is interpolated."""
+"""Sizes of common diffusion models, of self-attention and attention to prompts; sizes in between are interpolated."""
 
 LAYER_SHAPES = (
     (2048, 1280, 1280), (2048, 3840, 1280), (2048, 10240, 1280), (2048, 1280, 5120), (8192, 320, 320), (8192, 640, 640),
     (8192, 1920, 640), (8192, 640, 2560), (8192, 1152, 1152), (8192, 4608, 1152), (8192, 1152, 4608), (4608, 3072, 3072),
     (4608, 12288, 3072), (4608, 3072, 12288), (17160, 1536, 1536), (17160, 8960, 1536), (17160, 1536, 8960),
 )  # fmt: skip
-"""Rows, output and input channels of the layers of common diffusion models."""
+"""Rows, output channels and input channels of layers of common diffusion models."""
 
 CONV_SHAPES = tuple(
     (2, side, side, channels, outputs, 3)
@@ -49,7 +49,7 @@ CONV_SHAPES = tuple(
         (128, 320, 320), (128, 640, 320), (64, 640, 640), (64, 1280, 640), (32, 1280, 1280), (32, 2560, 1280),
     )
 )  # fmt: skip
-"""Batch, height, width, input and output channels and window of the convolutions of Stable Diffusion 1.5 and SDXL."""
+"""Batch, height, width, input channels, output channels and kernel size of convolutions of Stable Diffusion 1.5 and SDXL."""
 
 _LAYER_MODES = (LayerMode.EXACT, LayerMode.DYNAMIC, LayerMode.STATIC)
 
@@ -59,17 +59,17 @@ CALLS = tuple(
     for scaling in ("dynamic", "calibrated")
     if scaling == "dynamic" or mode in MEASURED_SCALES
 )
-"""Modes and scalings that are measured, those of one mode one after the other. The others take no scales from the data."""
+"""Modes and scalings to measure, those of one mode in succession. The other modes take no scales from the data."""
 
 MASKED_SHAPES = tuple(shape for shape in SHAPES if shape.key_tokens >= 1024)
 DENSITIES = (0.25, 0.5, 1.0)
-"""Where attention is measured with block masks, and their shares of blocks, which are drawn at random."""
+"""Shapes that are measured with block masks, and the shares of computed blocks, which are random."""
 
 COPIED_BYTES = 2**29
-"""Of what is read and of what is written where the memory's bandwidth is measured."""
+"""Bytes read, and bytes written, by the measurement of the memory's bandwidth."""
 
 INPUTS = 3
-"""Sets of inputs that take turns, so that no call finds its own in the cache."""
+"""Sets of inputs that alternate, so that no call finds its inputs in the cache."""
 
 
 def measure_kernels(
@@ -79,13 +79,14 @@ def measure_kernels(
     masked_shapes: Sequence[AttentionShape] = MASKED_SHAPES,
     conv_shapes: Sequence[tuple[int, int, int, int, int, int]] = CONV_SHAPES,
 ) -> str:
-    """Times of attention in every mode, of block masks in terms of those, of layers and of convolutions behind group norms in
-    16 bits (torch) and in INT8, and the memory's bandwidth, as JSON text, see `KernelCost.load`. FP16, quantisation inside;
-    scales of queries and keys are measured, and in the modes that may do so calibrated as well; see `device_microseconds`.
+    """Measures attention in every mode, block masks relative to dense attention, layers, convolutions after group norms in 16
+    bits (torch) and in INT8, and the memory's bandwidth, by `device_microseconds`. Activations are FP16 and times include
+    quantisation. Scales of queries and keys are measured; modes that may measure them are timed with calibrated scales, too.
+    Returns JSON text, see `KernelCost.load`.
 
     Args:
-        done: called after each shape and mode, for calibrated scales, and for each density of block masks.
-        conv_shapes: of which there are no times in INT8 where the GPU has no kernel for group norms that give it.
+        done: called after each shape and mode, for calibrated scales, too, and after each density of block masks.
+        conv_shapes: without INT8 times if the GPU has no kernel for group norms with INT8 outputs.
     Raises:
         BackendUnavailable: there is no GPU.
     """
@@ -94,20 +95,14 @@ def measure_kernels(
             "there is no GPU to measure the attention kernels on",
             expected="an NVIDIA GPU of compute capability 8.0 or newer, and a torch that sees it",
             got="none",
-            remedy="run this on the machine that the engine is for, and give its file to plan.kernel_cost",
+            remedy="run this command on the machine that the engine is for, and give its file to plan.kernel_cost",
         )
     rows = []
     for shape in shapes:
         for mode, scaling in CALLS:
             seconds = device_microseconds([_call(shape, mode, scaling, seed) for seed in range(INPUTS)]) * 1e-6
-            rows.append(
-                {
-                    "mode": int(mode),
-                    "shape": list(vars(shape).values()),
-                    "scaling": scaling,
-                    "seconds": round(seconds, 9),
-                }
-            )
+            sizes = list(vars(shape).values())
+            rows.append({"mode": int(mode), "shape": sizes, "scaling": scaling, "seconds": round(seconds, 9)})
             done()
     masked = []
     for shape in masked_shapes:
@@ -117,10 +112,8 @@ def measure_kernels(
                 for density in (None, *DENSITIES)
             )
             for density, microseconds in zip(DENSITIES, found, strict=True):
-                ratio = round(microseconds / dense, 4)
-                masked.append(
-                    {"mode": int(mode), "shape": list(vars(shape).values()), "density": density, "ratio": ratio}
-                )
+                sizes, ratio = list(vars(shape).values()), round(microseconds / dense, 4)
+                masked.append({"mode": int(mode), "shape": sizes, "density": density, "ratio": ratio})
                 done()
     layers = []
     for shape in layer_shapes:
@@ -148,21 +141,21 @@ def measure_kernels(
 
 
 def _bandwidth() -> float:
-    """Bytes that the GPU's memory reads and writes in a second, by a kernel over more than its cache: copies of the driver's are
-    slower."""
+    """Returns bytes per second that the GPU's memory reads and writes in a kernel on more than its cache; the driver's copies
+    are slower."""
     given, negated = (torch.zeros(COPIED_BYTES // 2, dtype=torch.float16, device="cuda") for _ in range(2))
     return 2 * COPIED_BYTES / (device_microseconds([lambda: torch.neg(given, out=negated)]) * 1e-6)
 
 
 def steps() -> int:
-    """How often `done` is called for the usual shapes."""
+    """Returns how often `done` is called for the usual shapes."""
     of_masks = len(MASKED_SHAPES) * len(Mode) * len(DENSITIES)
     of_layers = len(LAYER_SHAPES) * len(_LAYER_MODES) + len(CONV_SHAPES) * len(_conv_modes())
     return len(SHAPES) * len(CALLS) + of_masks + of_layers
 
 
 def write_kernel_cost(path: Path, done: Callable[[], None]) -> None:
-    """Measure the usual shapes, and write the table."""
+    """Measures the usual shapes and writes the table."""
     path.write_text(measure_kernels(done=done))
 
 
@@ -178,7 +171,7 @@ def _call(
     tables = tables_from_data(q, k, v, mode)
     timestep = torch.zeros(shape.batch, device="cuda")
     mask = None
-    if density is not None:  # so many blocks of each row, and a row for each head, as calibration finds them
+    if density is not None:  # as in calibrations: the same number of blocks in each row, and a mask for each head
         counts = [math.ceil(tokens[x] / BLOCK) for x in "qk"]
         drawn = torch.rand(1, shape.heads, *counts, device="cuda", generator=generator)
         kept = drawn.topk(max(1, round(density * counts[1])), dim=-1).indices
@@ -215,7 +208,7 @@ def _has_norms() -> bool:
 
 
 def _conv_call(shape: tuple[int, int, int, int, int, int], mode: LayerMode, seed: int) -> Callable[[], Tensor]:
-    """A group norm with SiLU, by our kernel where there is one, and the convolution of what it gives."""
+    """A group norm with SiLU, by trtconvert's kernel if there is one, and a convolution of its output."""
     batch, height, width, channels, outputs, size = shape
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -225,7 +218,7 @@ def _conv_call(shape: tuple[int, int, int, int, int, int], mode: LayerMode, seed
     x, padding = normal(batch, height, width, channels).half(), size // 2
     gamma, beta, bias = normal(channels).half(), normal(channels).half(), normal(outputs)
     weight = normal(outputs, channels, size, size) / (channels * size**2) ** 0.5
-    image = x.permute(0, 3, 1, 2)  # whose channels lie last
+    image = x.permute(0, 3, 1, 2)  # channels last in memory
 
     def in_torch() -> Tensor:
         return functional.silu(functional.group_norm(image, _NORM_GROUPS, gamma, beta))

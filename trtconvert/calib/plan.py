@@ -1,17 +1,17 @@
 """The precision plan: one mode per site and timestep bin.
 
-`auto` looks for the fastest plan that keeps a budget: a least PSNR, and limits on SSIM, LPIPS or a distance of features where
-they are asked for. For a limit on the modelled error (`Sensitivity`) the plan of least attention time is a multiple-choice
-knapsack, which HiGHS solves to proven optimality. A bisection over the limit then samples with each candidate.
+`auto` searches the fastest plan within a budget: a least PSNR, and limits on SSIM, LPIPS or a distance of features if the recipe
+sets them. For a limit on the modelled error (`Sensitivity`) the plan of least time is a multiple-choice knapsack, which HiGHS
+solves to proven optimality. A bisection over the limit samples with each candidate.
 
-What is guaranteed:
-- the chosen plan was sampled on the plan's seeds, and every figure keeps its limit there;
-- it is the fastest of all plans that were sampled and keep the budget, so never slower than a uniform mode, the σ rule or INT8
-  with late FP16 steps where those keep it;
-- each candidate of the search is the fastest plan of all, to proven optimality, whose modelled error is within its limit;
-- every plan is FP16 in timestep bins that no step of the search falls into: nothing was measured of other modes there.
-What is not: that no plan outside the error model is faster, and that other seeds give the same figures. The gates of a build
-check the figures on other seeds, and fail it.
+Guaranteed:
+- the chosen plan was sampled on the plan's seeds, and every figure is within its limit there;
+- the chosen plan is the fastest of all sampled plans within the budget, so never slower than a uniform mode, the σ rule or INT8
+  with late FP16 steps if those are within the budget;
+- each candidate of the search is the fastest of all plans whose modelled error is within its limit, to proven optimality;
+- every plan is FP16 in timestep bins without a step of the search, as no other mode was measured there.
+Not guaranteed: that no plan outside of the error model is faster, or that other seeds give the same figures. The gates of a build
+check the figures on other seeds.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def search(
     bar: Steps,
     kept: KeptSearch,
 ) -> Frontier:
-    """Measure the sensitivity of a model and search its plan, see `measure_sensitivity` and `search_plan`.
+    """Measures the sensitivity of a model and searches its plan, see `measure_sensitivity` and `search_plan`.
 
-    The search decides about layers where `layers.modes` is auto; other layers, and `weight_only` layers, have the modes that the
-    recipe states in all plans.
+    The search decides about layers if `layers.modes` is auto; other layers, and `weight_only` layers, have the recipe's modes in
+    all plans.
 
     Args:
         sites, layers: operations to convert; scalings: of each site, see `site_scalings`.
         batch: batch size of the kernel times.
-        bar: shows the progress. Its steps are drawings of all samples; measurements add their own.
-        kept: measurements of earlier searches; takes the new ones.
+        bar: counts drawings of all samples; measurements add their own steps.
+        kept: measurements of earlier searches; receives new ones.
     """
     section, bins = recipe.plan, recipe.calibration.bins
     space = SearchSpace.of(model, recipe, sites, layers, calibration, scalings, batch)
@@ -115,24 +115,23 @@ def search_plan(
     measure: Callable[[Plan], dict[str, float]],
     stated: Mapping[str, Decision] | None = None,
 ) -> list[PlanPoint]:
-    """Plans around the fastest one whose samples keep the budget.
+    """Returns plans around the fastest plan whose samples are within the budget.
 
     Args:
-        seconds: [T, choices] of each unit, time of each choice in any unit; infinite where nobody knows, and such a choice is
-            not taken.
+        seconds: [T, choices] of each unit, time of each choice; infinite if unknown: such a choice is not taken.
         sigmas: as in `stated_attention`.
-        budget: what a plan must keep.
-        measure: draws samples with a plan and gives every figure of the budget.
-        stated: decisions about layers of no unit, the same in all plans.
+        budget: the limits of a plan.
+        measure: samples with a plan and returns every figure of the budget.
+        stated: decisions about layers outside of the units, the same in all plans.
     Returns:
-        All points that were sampled, fastest first; FP16 everywhere is one of them. Plans without a search are sampled all the
-            same, to compare with; in bins that no step fell into they are FP16 too. Whoever wants a mode there states it in
-            attention.modes. Where there are block masks, the search without any is made as well.
+        All sampled points, fastest first; FP16 everywhere is one of them. Fixed plans are sampled for comparison; they, too, are
+        FP16 in bins without steps: modes for such bins must be set in attention.modes. If there are block masks, the search
+        runs with and without them.
     """
     units, steps = sensitivity.units, sensitivity.steps
     padded = pad_sequence([x.T for x in seconds], True, math.inf).mT.contiguous()
     cost = sensitivity.cost().masked_fill(padded.isinf(), math.inf)
-    time = padded * steps[:, None].clamp_min(1e-6)  # [S, T, choices]; unseen bins count a little
+    time = padded * steps[:, None].clamp_min(1e-6)  # [S, T, choices]; bins without steps count a little
     forms = [[choice.form for choice in unit.choices] for unit in units]
     int8_values = torch.tensor(INT8_VALUES)
 
@@ -157,7 +156,7 @@ def search_plan(
     points = [point(name, decided) for name, decided in fixed_plans(units, seconds, sigmas, steps).items()]
 
     def search_choices(cost: Tensor, suffix: str) -> Iterator[PlanPoint]:
-        """Around the fastest plan by what each choice costs in quality."""
+        """Yields points around the fastest plan for a cost of the choices."""
 
         def decided(limit: float) -> dict[Unit, list[Choice]]:
             taken = fastest(cost, time, limit, forms).tolist()
@@ -165,7 +164,7 @@ def search_plan(
 
         for db in FRONTIER_DB:
             yield point(f"model, {db} dB{suffix}", decided(10 ** (-db / 10)))
-        # The largest modelled error whose plan keeps the budget when sampled: bisection in decades between two sure ends.
+        # Bisects the decades of the modelled error for the largest limit whose plan, when sampled, is within the budget.
         worst = cost.nan_to_num(posinf=0.0).amax(-1).sum()
         low, high = -12.0, float(worst.clamp_min(1e-12).log10())
         for _ in range(BISECTIONS):
@@ -184,7 +183,7 @@ def search_plan(
 
 
 def _distinct(points: list[PlanPoint]) -> list[PlanPoint]:
-    """Of points with the same modes, the first: those of the fixed plans come before those of the search."""
+    """Removes points with the modes of an earlier point: fixed plans come before those of the search."""
     kept: dict[str, PlanPoint] = {}
     for point in points:
         kept.setdefault(point.model_dump_json(include={"modes", "layers", "modulated", "sparse"}), point)

@@ -1,9 +1,10 @@
-"""Errors of candidates at the prediction, by what they change at their own output and random projections carried backwards.
+"""Errors of candidates at the prediction, from their errors at the operation's output and random projections carried backwards.
 
-A candidate that changes the output of an operation by δ changes the prediction by J·δ, to first order, J being the Jacobian of
-the prediction by that output. For r of independent components of mean 0 and variance 1, E[⟨r, J·δ⟩²] = ‖J·δ‖², and ⟨r, J·δ⟩ is
-⟨Jᵀ·r, δ⟩, where Jᵀ·r is the gradient of ⟨r, prediction⟩ (Hutchinson's estimator). So one backward pass serves all candidates of
-all operations. The layers of a group add their ⟨Jᵀ·r, δ⟩ before they are squared, since they change the prediction together.
+A candidate that changes the output of an operation by δ changes the prediction by J·δ to first order, where J is the Jacobian of
+the prediction by that output. For r with independent components of mean 0 and variance 1, E[⟨r, J·δ⟩²] = ‖J·δ‖², and ⟨r, J·δ⟩ is
+⟨Jᵀ·r, δ⟩, where Jᵀ·r is the gradient of ⟨r, prediction⟩ (Hutchinson's estimator). One backward pass therefore serves all
+candidates of all operations. The ⟨Jᵀ·r, δ⟩ of the layers of a group are summed before the square, as the layers change the
+prediction together.
 """
 
 from __future__ import annotations
@@ -27,19 +28,18 @@ from trtconvert.models.denoiser import intercepted
 from trtconvert.models.offloading import computed_again, in_backward
 
 MOST_PROBES = 8
-"""Backward passes of one call at most."""
+"""Largest number of backward passes per call."""
 
 _KEPT_ON_CPU = 2 * 2**30
 _KEPT_SHARE = 0.4
-"""Bytes on a CPU, and share of a GPU's free memory, up to which a call of several probes keeps what candidates change: computed
-once, and not for each probe."""
+"""Bytes on a CPU, and share of a GPU's free memory, for the candidates' errors δ in a call with several probes: stored errors
+are computed once instead of once per probe."""
 
 _DIFFERENTIATED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Backends of attention that backward passes go through. cuDNN's gradients are NaN at some shapes
-(pytorch, issue 196678)."""
+"""Backends of attention for backward passes. cuDNN's gradients are NaN at some shapes (pytorch, issue 196678)."""
 
 _DRAWN = "trtconvert.drawn"
-"""The projections among the inputs of a recorded call."""
+"""Input name of the projections in a recorded call."""
 
 
 @dataclass
@@ -47,11 +47,11 @@ class _Pass:
     """One forward and its backward passes.
 
     Attributes:
-        projections: [B] Jᵀ·r times δ of each candidate in the backward pass that is under way.
-        anchor: makes every output that is watched part of the graph, also where it does not depend on the inputs.
-        room: bytes that what candidates change may still take.
-        complete: names of calls all of whose candidates are kept.
-        forward_over: whether a call that comes now is one that a backward pass computes again.
+        projections: [B] ⟨Jᵀ·r, δ⟩ of each candidate in the current backward pass.
+        anchor: connects every watched output to the graph, even if the output does not depend on the inputs.
+        room: bytes left for storing errors δ.
+        complete: names of calls with stored errors of all candidates.
+        forward_over: true if a further call is a recomputation by a backward pass.
     """
 
     samples: int
@@ -67,7 +67,7 @@ class _Pass:
         self.projections[candidate] = products if before is None else before + products
 
     def keeps(self, delta: Tensor) -> bool:
-        """Whether there is room to keep what a candidate changes; takes the room."""
+        """True if there is room to store an error; takes the room."""
         if delta.nbytes > self.room:
             return False
         self.room -= delta.nbytes
@@ -75,9 +75,9 @@ class _Pass:
 
 
 class _Watched(torch.autograd.Function):
-    """An operation's output as it is. In the backward pass its gradient meets what candidates change.
+    """The identity on an operation's output. The backward pass hands the output's gradient to `meet`.
 
-    What candidates are computed from then is saved as autograd saves tensors, so that it may be offloaded or computed again.
+    Inputs of candidates are saved as autograd saves tensors, so that they may be offloaded or recomputed.
     """
 
     @staticmethod
@@ -100,22 +100,22 @@ class Probes:
     On a GPU the calls are recorded in CUDA graphs, forward and backward passes together.
 
     Args:
-        model: whose denoiser is differentiable in its activations.
-        candidates: to measure.
-        draws: projections that are wanted of each call, over its samples together.
+        model: its denoiser must be differentiable in its activations.
+        candidates: candidates to measure.
+        draws: projections per call, over all its samples.
     """
 
     def __init__(self, model: DiffusionModel, candidates: Sequence[Candidate], draws: float) -> None:
         self._model, self._draws = model, draws
         self._stateful = any(candidate.choice.delta for candidate in candidates)
-        self._chunk = 0  # rows that fit the device's memory, once a chunk did not
-        self._shapes: dict[int, torch.Size] = {}  # of the prediction, by rows
+        self._chunk = 0  # rows per call after the GPU's memory ran out; 0: all
+        self._shapes: dict[int, torch.Size] = {}  # of the prediction, by number of rows
         self._generator = torch.Generator().manual_seed(0)
         self._projection = _Projection(model, candidates)
         self._projected: Callable[..., Any] = self._projection if self._stateful else graphed(model, self._projection)
 
     def errors(self, exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The output for inputs by name, and each candidate's mean squared error, [B] FP32, estimated for every sample."""
+        """Returns the output for inputs by name, and each candidate's estimated mean squared error per sample, [B] FP32."""
         spec = self._model.inputs[0]
         samples = given[spec.name].shape[0]
         by_sample = {s.name for s in self._model.inputs if s.shape and s.shape[0] == spec.shape[0]}
@@ -124,7 +124,7 @@ class Probes:
         outputs, errors = [], []
         start = 0
         while start < samples:
-            # Candidates with caches see all samples in one call.
+            # Candidates with caches need all samples in one call.
             size = samples if self._stateful else min(self._chunk or samples, samples - start)
             part = {name: x[start : start + size] if name in by_sample else x for name, x in given.items()}
             try:
@@ -141,14 +141,14 @@ class Probes:
         return torch.cat(outputs), [*torch.cat(errors, 1)]
 
     def _shape(self, exact: Denoiser, given: Mapping[str, Tensor], samples: int) -> torch.Size:
-        """Of the prediction for so many rows."""
+        """Returns the shape of the prediction for a number of rows."""
         if samples not in self._shapes:
             known = next(iter(self._shapes.values()), None)
             self._shapes[samples] = torch.Size([samples, *known[1:]]) if known else exact(**given).shape
         return self._shapes[samples]
 
     def _take_less(self, size: int) -> bool:
-        """After a call of so many rows that did not fit the GPU: keep less, or take fewer. False where nothing is left to do."""
+        """Reduces memory after a call with `size` rows ran out: stores no errors, or halves the rows. False if neither helps."""
         torch.cuda.empty_cache()
         if self._projection.room:
             self._projection.room = 0
@@ -160,14 +160,7 @@ class Probes:
 
 
 class _Projection:
-    """Projects what candidates change.
-
-    Args:
-        model, candidates: see `Probes`.
-
-    Attributes:
-        room: bytes up to which a call of several probes keeps what candidates change; None before the first one.
-    """
+    """Projects the errors of candidates; room: bytes for storing errors in a call with several probes, None before the first."""
 
     def __init__(self, model: DiffusionModel, candidates: Sequence[Candidate]) -> None:
         self._model, self._candidates = model, candidates
@@ -188,7 +181,7 @@ class _Projection:
         return self.room
 
     def __call__(self, **given: Tensor) -> tuple[Tensor, Tensor]:
-        """The prediction of a call, and [candidates, B] the mean over its projections, [probes, *prediction]."""
+        """Returns the prediction of a call, and [candidates, B] means over its projections, [probes, *prediction]."""
         drawn = given.pop(_DRAWN)
         probes, samples, device = drawn.shape[0], drawn.shape[1], drawn.device
         room = self._most_kept(device) if probes > 1 else 0
@@ -202,7 +195,7 @@ class _Projection:
             with torch.enable_grad():
                 output = denoiser(**given)
             here.forward_over = True
-            if output.requires_grad:  # else nothing that is watched leads to it
+            if output.requires_grad:  # otherwise the output depends on no watched operation
                 with in_backward(module) if offloaded else nullcontext():
                     for number, r in enumerate(drawn):
                         here.projections.clear()
@@ -215,14 +208,14 @@ class _Projection:
         return output.detach(), torch.stack(squares) / each if squares else drawn.new_zeros(0, samples)
 
     def _watching(self, here: _Pass) -> Callable[[Any], Tensor]:
-        """A handler that computes what the model does, and notes in backward passes what candidates change."""
+        """Returns a handler that computes the model's own operation and projects the candidates' errors in backward passes."""
 
         def handle(call: SiteCall | LayerCall) -> Tensor:
             numbers = self._of_name.get(call.name, [])
             output = call.exact()
             if not numbers:
                 return output
-            # A candidate whose caches go on from call to call computes once, in the forward pass; others do where there is room.
+            # Candidates with caches must compute exactly once, in the forward pass; the others do so while there is room.
             kept: dict[int, Tensor] = {}
             with torch.no_grad():
                 for number in () if here.forward_over else numbers:
@@ -249,7 +242,7 @@ class _Projection:
 
 
 def _without_tensors(call: SiteCall | LayerCall) -> SiteCall | LayerCall:
-    """A call that holds no activations, which a graph holds for it, and no weights, which candidates do not read."""
+    """Returns a call without activations, which the autograd graph saves, and without weights, which candidates do not read."""
     nothing = torch.empty(0)
     if isinstance(call, SiteCall):
         return replace(call, q=nothing, k=nothing, v=nothing, exact=_not_kept)
@@ -264,4 +257,4 @@ def _with_tensors(call: SiteCall | LayerCall, inputs: Sequence[Tensor]) -> SiteC
 
 
 def _not_kept() -> Tensor:
-    raise RuntimeError("a call whose activations were let go of computes nothing exactly")
+    raise RuntimeError("a call without its activations cannot be computed exactly")

@@ -1,6 +1,6 @@
-"""Recording of denoiser inputs at stratified timesteps, each with the inputs of the step before it.
+"""Recording of denoiser inputs at stratified timesteps, each with the inputs of the preceding step.
 
-A recording serves as `calibration.data`, and modulation of activations between steps (MoDiff) needs its pairs.
+A recording serves as `calibration.data`. The modulation of activations between steps (MoDiff) needs the pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trtconvert.calib.data import BadSamples, batches_of, open_data
 from trtconvert.calib.identity import Kind, data_kind
-from trtconvert.calib.recorded import is_shared
+from trtconvert.calib.recorded_inputs import is_shared
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.drawings import with_progress
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 PREVIOUS = "prev_"
-"""What the names of the step before begin with."""
+"""Prefix of the inputs of the preceding step."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -38,20 +38,20 @@ _DTYPES = {
     torch.int32: "I32",
     torch.bool: "BOOL",
 }
-"""The format's names of what samplers pass; the types of the model's inputs come when the file is read."""
+"""safetensors' names of the types that samplers pass; the reader converts to the types of the model's inputs."""
 
 
 class RowWriter:
-    """A safetensors file whose rows come in any order, and are never all in memory.
+    """Writes a safetensors file row by row, in any order, without the whole file in memory.
 
     Source: the description of the safetensors format: the length of the header, the header in JSON, the tensors' bytes.
 
     Args:
-        file: to write to from its start.
-        rows: of every tensor but the whole ones.
+        file: written from its start.
+        rows: number of rows of every tensor in `like`.
         like: a row of each tensor, for its shape and type.
-        whole: tensors that have no rows, written at once.
-        metadata: goes into the header.
+        whole: tensors without rows, written at once.
+        metadata: written to the header.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RowWriter:
             self._start[name], self._row_bytes[name] = start, row.nbytes
             header[name] = {"dtype": _DTYPES[row.dtype], "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, as the format asks
+        text += b" " * (-len(text) % 8)  # the format requires tensors to start at a multiple of 8
         file.write(len(text).to_bytes(8, "little") + text)
         self._data = file.tell()
         file.truncate(self._data + end)
@@ -79,23 +79,23 @@ class RowWriter:
             self.write(name, 0, x)
 
     def write(self, name: str, row: int, value: Tensor) -> None:
-        """One row of one tensor."""
+        """Writes one row of one tensor."""
         self._file.seek(self._data + self._start[name] + row * self._row_bytes[name])
         self._file.write(raw_bytes(value))
 
 
 class _Recorder:
-    """A denoiser that writes down some of its calls, each with the one of the step before it.
+    """A denoiser that records some of its calls, each with the call of the preceding step.
 
-    A step is one call, or several at the same timestep: some pipelines call the denoiser once with the prompt and once without.
-    A run is what one sample sees in one of these calls, so each sample has as many runs as it has places in the calls of a step.
+    A step is one call, or several calls at the same timestep: some pipelines call the denoiser once with the prompt and once
+    without. A run is the part of one sample in one of these calls. A sample has as many runs as it has places in a step's calls.
 
     Args:
-        picks: [samples, per_run] INT64 steps of a run to record, none of them the first.
+        picks: [samples, per_run] INT64 steps of a run to record, never the first step.
         file, metadata: see `RowWriter`.
 
     Attributes:
-        runs_per_sample: how often the denoiser sees each sample in a step: twice with guidance.
+        runs_per_sample: number of times that a step calls the denoiser for each sample: twice with guidance.
     """
 
     def __init__(self, model: DiffusionModel, picks: Tensor, file: IO[bytes], metadata: Mapping[str, str]) -> None:
@@ -106,17 +106,13 @@ class _Recorder:
         self.runs_per_sample = 1
 
     def start(self, samples: int) -> None:
-        """The next call is the first one for so many further samples."""
+        """Starts further samples; the next call is their first."""
         self._samples, self._step = samples, 0
-        self._previous: list[dict[str, Tensor]] = []  # calls of the step before, and of this one
+        self._previous: list[dict[str, Tensor]] = []  # calls of the preceding step
         self._current: list[dict[str, Tensor]] = []
 
     def finish(self, steps: int) -> None:
-        """The samples since `start` are done.
-
-        Raises:
-            UserError: the sampler did not take so many steps, or not all with the same number of calls.
-        """
+        """Ends the samples since `start`; UserError if the sampler took other numbers of steps or of calls per step."""
         if self._current:
             self._end_step()
         if self._step != steps:
@@ -146,7 +142,7 @@ class _Recorder:
         return self._model.denoiser(**named)
 
     def _number_in_step(self, recorded: dict[str, Tensor]) -> int:
-        """Of a call that comes next. A step begins where the timestep changes."""
+        """Returns the number of the next call within its step. A step starts when the timestep changes."""
         timestep = self._model.timestep_input
         if self._current and not torch.equal(self._current[0][timestep], recorded[timestep]):
             self._end_step()
@@ -161,18 +157,15 @@ class _Recorder:
         self._previous, self._current, self._step = self._current, [], self._step + 1
 
     def _keep_shared(self, named: Mapping[str, Tensor]) -> None:
-        """
-        Raises:
-            UserError: an input that belongs to no sample is not what it was before.
-        """
+        """Stores the inputs that belong to no sample; UserError if one changed since the first call."""
         for spec in self._model.inputs:
             if is_shared(self._model, spec):
                 x = named[spec.name]
                 if not torch.equal(self._shared.setdefault(spec.name, x.clone()), x):
                     raise UserError(
                         f"the sampler of {self._model.name} cannot be recorded",
-                        expected=f"the same '{spec.name}' in all calls, since it belongs to no sample",
-                        got="another one than in the first call",
+                        expected=f"the same '{spec.name}' in all calls, as it belongs to no sample",
+                        got="another value than in the first call",
                         remedy="calibrate on denoise, or give the input a dimension of samples",
                     )
 
@@ -186,19 +179,19 @@ class _Recorder:
 
 
 def record(model: DiffusionModel, section: CalibrationSection, per_run: int, weights: str, path: Path, bar: Bar) -> int:
-    """Write the denoiser's inputs at `per_run` steps of each run, one in each of as many equal parts of the run.
+    """Writes the denoiser's inputs at `per_run` steps of each run, one step in each of `per_run` equal parts of the run.
 
-    The file holds the model's inputs by name, and those of the step before as `prev_` and the name; rows of one run are
-    neighbours, so that any piece of the file spans the schedule. Inputs that belong to no sample (positions, say) are in it once.
+    The file holds the model's inputs by name, and those of the preceding step with the prefix `prev_`. The rows of a run are
+    adjacent, so that any part of the file spans the schedule. Inputs without samples, such as positions, are stored once.
 
     Args:
-        section: its data ("denoise" or prompts), samples, batch, steps and seed decide the runs.
-        weights: SHA-256 of the model, kept in the metadata.
+        section: its data ("denoise" or prompts), samples, batch, steps and seed define the runs.
+        weights: SHA-256 of the model, stored in the metadata.
         path: of the safetensors file.
     Returns:
-        The rows written.
+        The number of rows.
     Raises:
-        UserError: the data is no such, or the runs have too few steps.
+        UserError: the data has no runs, or the runs have too few steps.
     """
     if data_kind(section.data) not in (Kind.DENOISE, Kind.PROMPTS):
         raise UserError(
@@ -210,13 +203,13 @@ def record(model: DiffusionModel, section: CalibrationSection, per_run: int, wei
     if not 1 <= per_run < section.steps:
         raise UserError(
             f"{per_run} steps cannot be recorded of a run of {section.steps}",
-            expected=f"1 to {section.steps - 1}: the first step has none before it",
+            expected=f"1 to {section.steps - 1}, as the first step has no preceding step",
             got=str(per_run),
             remedy="lower --per-run, or raise calibration.steps",
         )
     generator = torch.Generator().manual_seed(section.seed)
     drawn = torch.arange(per_run) + torch.rand(section.samples, per_run, generator=generator)
-    # FP32 rounds what is drawn next to the end of the last part up to it.
+    # FP32 may round a draw near the end of the last part up to the end.
     picks = 1 + (drawn / per_run * (section.steps - 1)).long().clamp_max(section.steps - 2)
     metadata = {"model": model.name, "weights": weights, "steps": str(section.steps), "seed": str(section.seed)}
     data = open_data(with_progress(model, bar), section, BadSamples())

@@ -1,10 +1,10 @@
-"""Which steps a model may leave out: its trajectories are measured, and schedules are tried on samples under the plan's budget.
+"""Search for the steps that a model may skip: trajectories are measured, and schedules are sampled under the plan's budget.
 
-The trajectories are drawn in full precision with all steps. The share of corrections (see `trtconvert.reuse.trajectories`)
-is the one of a few that leaves the least error in samples. How errors grow by noise level is measured by leaving steps out
-in one part of the trajectory after the other. Then, for a number of computed steps, the best schedules by several objectives
-are sampled, with the arithmetic that the plan gives the model. The one is taken whose worst sample is nearest to what the
-same arithmetic draws with all steps. The fewest computed steps that keep the budget are found by bisection.
+The trajectories are sampled in full precision with all steps. The share of corrections (see `trtconvert.reuse.trajectories`)
+is the candidate that leaves the least error in samples. The growth of errors by noise level is measured by skipping steps in one
+part of the trajectory after the other. For each number of computed steps, the best schedules by several objectives are
+sampled with the plan's arithmetic. The best schedule is the one whose worst sample is nearest to the sample of the same
+arithmetic with all steps. Bisection finds the fewest computed steps within the budget.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.reuse import SAME, Reusable
 
 PARTS = 8
-"""Parts of a trajectory. The growth of errors is measured in each part by itself."""
+"""Parts of a trajectory. The growth of errors is measured separately in each part."""
 
 CORRECTIONS = (0.0, 0.5, 0.75, 1.0)
-"""Shares of the correction that are tried. Denoisers answer what a gap has moved the sample by, some models more than others."""
+"""Shares of the correction to try. Denoisers differ in how much a skipped step's change of the sample changes predictions."""
 
 CORRECTED_AT = 0.4
-"""Share of computed steps at which they are tried."""
+"""Share of computed steps at which the shares of the correction are compared."""
 
 OBJECTIVES: tuple[Objective, ...] = ("mean", "worst")
 
 LEAST_GAIN, MOST_GAIN = 0.1, 30.0
-"""Between which the growth of errors is believed."""
+"""Limits of a plausible growth of errors."""
 
 NOISE_LIKE = 0.9
-"""Correlation of the first prediction with the denoiser's input from which on it is taken for the noise itself."""
+"""Correlation of the first prediction with the denoiser's input above which the model is taken to predict noise."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Found:
     """A schedule that was sampled.
 
     Attributes:
-        reuse: what the runtime makes schedules of; None where all steps are computed.
-        schedule: of the calibrated number of steps.
-        figures: of the samples, of the budget.
+        reuse: source of schedules at run time; None if all steps are computed.
+        schedule: for the calibrated number of steps.
+        figures: of the samples, for the budget.
         worst: mean squared error of the worst sample.
-        added: likewise, against the samples of the same denoiser with all steps computed.
+        added: the same against samples of the same denoiser with all steps computed.
     """
 
     reuse: Reuse | None
@@ -68,12 +68,12 @@ class Found:
 
     @property
     def psnr_worst(self) -> float:
-        """dB of the worst sample."""
+        """PSNR of the worst sample in dB."""
         return -10 * math.log10(max(self.worst, 1e-12))
 
 
 def drawings(steps: int, searched: bool, plans: int = 1) -> int:
-    """About how often `measure_trajectories`, and `search_reuse` for each of some plans, draw all samples."""
+    """Estimates how often `measure_trajectories`, and `search_reuse` for each plan, draw all samples."""
     of_plan = 1 + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
     return 1 + len(CORRECTIONS) + PARTS + of_plan * plans
 
@@ -82,14 +82,15 @@ def drawings(steps: int, searched: bool, plans: int = 1) -> int:
 def measure_trajectories(
     model: DiffusionModel, seeds: Sequence[int], steps: int, bar: Steps
 ) -> tuple[dict[str, Trajectories], Tensor]:
-    """What the model's trajectories are like, by two measures of how errors grow: over all samples, and of the worst of them.
-    And the samples, all steps computed.
+    """Measures the model's trajectories with two measures of the growth of errors: over all samples, and of the worst sample.
 
     Args:
-        seeds: of the samples; steps: all of which are computed.
-        bar: told of `1 + len(CORRECTIONS) + PARTS` steps.
+        seeds: of the samples; steps: number of steps, all computed.
+        bar: receives `1 + len(CORRECTIONS) + PARTS` steps.
+    Returns:
+        The trajectories by objective, and the samples with all steps computed.
     Raises:
-        UserError: the sampler does not say its timesteps, see `trtconvert.runtime.follow`, or its steps are all computed.
+        UserError: the sampler does not expose its timesteps, see `trtconvert.runtime.follow`, or computes all steps.
     """
     model, denoiser = with_progress(model, bar), graphed(model, model.denoiser)
     watch = _Watch(model, denoiser)
@@ -111,7 +112,7 @@ def measure_trajectories(
     found = replace(found, correction=_best_correction(found, error_with, bar))
     gains = {objective: torch.ones(len(expected), dtype=torch.float64) for objective in OBJECTIVES}
     for part in torch.arange(1, len(expected)).tensor_split(PARTS):
-        # In this part every third step is computed, elsewhere every step.
+        # Every third step of this part is computed, elsewhere every step.
         computed = [True] * len(expected)
         for place, step in enumerate(part.tolist()):
             computed[step] = place % 3 == 2
@@ -127,7 +128,7 @@ def measure_trajectories(
 
 
 def _best_correction(found: Trajectories, error_with: Callable[[Schedule], Tensor], bar: Steps) -> float:
-    """The share of corrections that leaves the least error in samples."""
+    """Returns the share of corrections that leaves the least error in samples."""
     errors = dict[float, float]()
     for share in CORRECTIONS:
         schedules = best_schedules(replace(found, correction=share), found.timesteps, "mean")
@@ -151,16 +152,17 @@ def search_reuse(
     bar: Steps,
     most: int | None = None,
 ) -> list[Found]:
-    """Sample schedules. The last one is the one that was looked for.
+    """Samples schedules; the last entry of the result is the chosen one.
 
     Args:
-        denoiser: computes as the plan has it.
+        denoiser: computes with the plan's arithmetic.
         measured: see `measure_trajectories`; full: samples of the same seeds and steps in full precision.
-        share: of the steps that may be computed; None for the fewest that keep the budget.
-        bar: told of each sampling, a step.
-        most: steps that may be computed, where more are of no use; all but one by default.
+        share: share of the steps that may be computed; None: the fewest steps within the budget.
+        bar: receives one step per sampling.
+        most: largest useful number of computed steps; None: all but one.
     Returns:
-        All computed first; then what was tried; where none keeps the budget the last one computes all.
+        The schedule with all steps computed; then the tried schedules; then the chosen one, which computes all steps if no
+        other is within the budget.
     """
     model, timesteps = with_progress(model, bar), next(iter(measured.values())).timesteps
 
@@ -174,12 +176,12 @@ def search_reuse(
         return Found(reuse, schedule, figures(budget, samples, full), worst, added)
 
     def best_of(count: int) -> Found | None:
-        """Of as many computed steps."""
+        """Returns the best schedule with this many computed steps."""
         tried = dict[tuple[bool, ...], Found]()
         for gain, objective in product(measured, OBJECTIVES):
             schedule = schedules[gain, objective].get(count)
             if schedule is not None and schedule.computed not in tried:
-                # The limit leaves room for the rounding of the modelled error.
+                # The limit allows for rounding of the modelled error.
                 reuse = Reuse(
                     measured[gain],
                     objective,
@@ -189,7 +191,7 @@ def search_reuse(
                     model.noise_input,
                 )
                 tried[schedule.computed] = found_of(drawn(reuse), reuse, schedule)
-        # What INT8 changes is the same for all of them, and may be much more than the steps that are left out.
+        # `added` excludes the error of INT8, which is the same for all and may be much larger than that of skipped steps.
         return min(tried.values(), key=lambda found: found.added, default=None)
 
     schedules = {
@@ -221,11 +223,8 @@ def _drawn(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int], step
 
 
 class _Stated:
-    """A `Scheduler` of steps that are stated, by their timesteps. Others, as those of a pipeline's other denoiser, are computed.
-
-    Attributes:
-        asked: whether a sampler told some of those timesteps.
-    """
+    """A `Scheduler` with stated steps, by their timesteps. Other timesteps, as of a pipeline's other denoiser, are computed.
+    `asked`: true if a sampler asked for one of the timesteps."""
 
     def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], schedule: Schedule) -> None:
         self._timesteps = torch.tensor(timesteps, dtype=torch.float64)
@@ -251,7 +250,7 @@ class _Stated:
 
 
 class _Watch:
-    """A denoiser of a model, whose predictions are looked at along each trajectory."""
+    """A denoiser that records its predictions along each trajectory."""
 
     def __init__(self, model: DiffusionModel, denoiser: Denoiser) -> None:
         self._model, self._denoiser = model, denoiser
@@ -271,7 +270,7 @@ class _Watch:
             noised = next(x for name, x in given.items() if name != self._model.timestep_input)
             if noised.shape == prediction.shape:
                 self._likeness.append(_correlation(noised, prediction))
-        # The same timestep once more is another call of the step: of other conditions.
+        # The same timestep again is another call of the same step, with other conditions.
         if self._calls and self._calls[-1][0] == time:
             before = self._calls.pop()[1]
             self._calls.append((time, torch.cat([before, prediction.float().cpu()])))
@@ -284,7 +283,7 @@ class _Watch:
         return time > last if self._model.timesteps_fall else time < last
 
     def _end(self) -> None:
-        """A trajectory has ended."""
+        """Reduces a finished trajectory to the products of its predictions."""
         timesteps = tuple(time for time, _ in self._calls)
         if self._timesteps and timesteps != self._timesteps:
             raise UserError(
@@ -294,13 +293,13 @@ class _Watch:
                 remedy="remove steps.computed from the recipe",
             )
         self._timesteps = timesteps
-        rows = min(len(prediction) for _, prediction in self._calls)  # guidance may end on the way
+        rows = min(len(prediction) for _, prediction in self._calls)  # guidance may end before the last step
         kept = torch.stack([prediction[:rows].flatten(1) for _, prediction in self._calls], 1).double()
         self._products.append(kept @ kept.transpose(1, 2) / kept.shape[2])
         self._calls = []
 
     def trajectories(self) -> Trajectories:
-        """All that were seen."""
+        """Returns all recorded trajectories."""
         if self._calls:
             self._end()
         timesteps = torch.tensor(self._timesteps, dtype=torch.float64)

@@ -26,12 +26,12 @@ from trtconvert.recipe import AttentionSection, LayersSection, PlanSection, Reci
 def kernel_cost(
     section: PlanSection, of_layers: LayersSection, *, masks: bool = False, convs: bool = False
 ) -> tuple[KernelCost, set[Mode], set[LayerMode]]:
-    """Kernel times that price a search's plans, and the modes that the search may choose.
+    """Loads the kernel times that price a search's plans, and returns the modes that the search may choose.
 
     Args:
         masks: the search may choose block masks; convs: the layers include convolutions.
     Returns:
-        The times, the modes of attention (FP16 among them) and the modes of layers (empty if the recipe states them).
+        The times, the modes of attention (including FP16) and the modes of layers (empty if the recipe states them).
     Raises:
         UserError: as `KernelCost.load`.
     """
@@ -52,13 +52,8 @@ def kernel_cost(
 def site_scalings(
     attention: AttentionSection, section: PlanSection, sites: Iterable[Site], batch: int
 ) -> dict[str, str]:
-    """Scales of queries and keys at each site, `calibrated` or `dynamic`; `auto` follows `KernelCost.scaling`.
-
-    Args:
-        batch: batch size of the kernel times.
-    Raises:
-        UserError: as `KernelCost.load`.
-    """
+    """Returns the scales of queries and keys at each site, `calibrated` or `dynamic`; `auto` uses `KernelCost.scaling` at a batch
+    size. Raises as `KernelCost.load`."""
     if attention.scaling != "auto":
         return {site.name: attention.scaling for site in sites}
     stated = attention.modes if isinstance(attention.modes, list) else [attention.modes]
@@ -70,11 +65,12 @@ def site_scalings(
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """
+    """The space of one search.
+
     Attributes:
         units: operations that are decided together, attention sites first; seconds: [T, choices] time of each unit's choices.
         layers: the layers of the search, and the decisions about the other layers.
-        blocks: attention by block, of the sites that may have a block mask.
+        blocks: needed blocks of the sites that may have a block mask.
         cost: the kernel times.
     """
 
@@ -97,9 +93,7 @@ class SearchSpace:
         scalings: Mapping[str, str],
         batch: int,
     ) -> SearchSpace:
-        """
-        Args: see `trtconvert.calib.plan.search`.
-        """
+        """Builds the space; for the arguments see `trtconvert.calib.plan.search`."""
         section, bins, shares = recipe.plan, recipe.calibration.bins, recipe.sparse_shares
         convs = [layer for layer in layers if layer.kind == "conv"]
         cost, allowed, of_layers = kernel_cost(section, recipe.layers, masks=bool(shares), convs=bool(convs))
@@ -131,7 +125,7 @@ class SearchSpace:
         return [unit for unit in self.units if unit.kind == "attention"]
 
     def int8_sites(self, plan: Plan) -> Int8Sites:
-        """Attention of a plan in torch, with tables on the CPU."""
+        """Returns the attention of a plan in torch, with tables on the CPU."""
         tables = self._calibration.with_modes(plan.site_modes)
         masks = self._calibration.masks(plan.shares)
         return Int8Sites(tables, self._timestep_max, plan.scalings, self._smooth_k, masks=masks)

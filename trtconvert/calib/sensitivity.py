@@ -1,9 +1,9 @@
-"""What each choice of a mode costs in quality, at the model's output and in the final samples.
+"""Sensitivity: the cost in quality of each choice of a mode, at the model's output and in the final samples.
 
-The error of a plan is modelled as a sum: over sites and timestep bins, the squared error that the site's mode alone causes
-at the denoiser's output, times the bin's gain, which is how much squared error in the final samples one unit of it at the
-output becomes. Both factors are measured on seeded denoising runs. What the model leaves out (errors that amplify or cancel
-one another) the plan's search settles by sampling, see `plan`.
+The error of a plan is modelled as a sum over sites and timestep bins: the squared error that the site's mode alone causes at the
+denoiser's output, times the bin's gain, the squared error in the final samples per unit of squared error at the output. Both
+factors are measured on seeded denoising runs. The model ignores errors that amplify or cancel each other; the plan's search
+covers these by sampling, see `plan`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """S units, T timestep bins, and as many choices as the unit with the most has.
+    """S units, T timestep bins, and as many choices as the unit with the most choices.
 
     Attributes:
         units: in the order of the first axis.
-        error: [S, T, choices] mean squared error at the denoiser's output when one unit alone takes each of its choices; NaN for
-            what was not measured, and behind the last choice of a unit with fewer.
-        gain: [T] squared error in the final samples for one unit of it at the output, in every step of one bin.
-        steps: [T] share of the denoising steps that fall into each bin.
+        error: [S, T, choices] mean squared error at the denoiser's output if one unit alone takes a choice; NaN for choices that
+            were not measured, and after the last choice of a unit with fewer.
+        gain: [T] squared error in the final samples per unit of squared error at the output, in every step of one bin.
+        steps: [T] share of the denoising steps in each bin.
     """
 
     units: Sequence[Unit]
@@ -45,11 +45,11 @@ class Sensitivity:
     steps: Tensor
 
     def cost(self) -> Tensor:
-        """[S, T, choices] squared error that each choice is modelled to add to the final samples.
+        """[S, T, choices] modelled squared error that each choice adds to the final samples.
 
-        Exact choices add nothing, whatever the gain. What no search may take costs infinity, and so does what was not measured:
-        modes that were left out, any other choice in a bin that no step fell into, and what gave a NaN or Inf. But a layer is
-        INT8 in all bins or in none: a bin that no step fell into costs it nothing and decides nothing.
+        Exact choices cost nothing, whatever the gain. Choices that a search may not take cost infinity, and so do choices without
+        a measurement: excluded modes, inexact choices in a bin without steps, and choices that gave NaN or Inf. Layers are an
+        exception, as a layer is INT8 in all bins or none: a bin without steps costs a layer nothing.
         """
         cost = (self.error * self.gain[:, None]).nan_to_num(nan=math.inf, posinf=math.inf)
         unseen = self.steps == 0
@@ -79,20 +79,19 @@ def measure_sensitivity(
     bar: Steps | None = None,
     method: str = "exact",
 ) -> Sensitivity:
-    """Measure each unit in each of its choices on the model's own trajectories.
+    """Measures each unit in each of its choices on the model's own trajectories.
 
     Args:
         units: of these sites and layers.
-        sites: their modes do not matter.
-        layers: their modes do not matter either. Layers that may quantise deltas have scales of deltas, and keep caches from
-            step to step.
+        sites: their modes are ignored.
+        layers: their modes are ignored. Layers that may quantise deltas have scales of deltas, and keep caches from step to step.
         blocks: of the sites that may have block masks.
-        seeds: of the samples that are drawn, one batch.
-        steps: denoising steps; at least one per bin, so that every bin is seen.
-        bar: told of further steps, each as long as a drawing of all samples, and of their ends.
-        method: "exact" runs the model once for each candidate in every step. "probes" measures what each candidate changes at its
-            own output and carries random projections of the prediction back to it, see `Probes`: its cost does not grow with the
-            number of sites. "auto" is "exact" for up to `MOST_EXACT` candidates.
+        seeds: of the samples, one batch.
+        steps: denoising steps; at least one per bin, so that every bin is measured.
+        bar: receives further steps, each as long as a drawing of all samples.
+        method: "exact" runs the model once for each candidate in every step. "probes" measures each candidate's error at its own
+            output and projects it to the prediction, see `Probes`; its cost does not grow with the number of sites. "auto" is
+            "exact" for up to `MOST_EXACT` candidates.
     """
     candidates = candidates_of(model, units, sites, layers, blocks or {})
     squared = torch.zeros(len(candidates), bins, dtype=torch.float64)
@@ -110,13 +109,13 @@ def measure_sensitivity(
         measure = _one_at_a_time(model, candidates)
 
     def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
-        """The exact output; on the way, the errors of all single choices."""
+        """Returns the exact output and measures the errors of all single choices."""
         given = model.named(inputs, named)
         output, errors = measure(exact.denoiser, given)
         exact.remember(given, output)
         index = _bins_of(model, bins, given, len(output)).cpu()
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
-        if errors:  # [candidates, B] in one transfer: nothing waits for single candidates
+        if errors:  # [candidates, B] in one transfer, so that the GPU synchronises once
             squared.index_add_(1, index, torch.stack(errors).double().cpu())
         return output
 
@@ -129,15 +128,15 @@ def measure_sensitivity(
 
 
 DRAWS = 64
-"""Projections, of all samples and steps of a timestep bin, that an error is the mean of: its relative standard deviation is about
-√(2 / DRAWS) where no direction of the output stands out."""
+"""Projections per error, over all samples and steps of a timestep bin: the relative standard deviation of the error is about
+√(2 / DRAWS) if no direction of the output dominates."""
 
 Measure = Callable[[Denoiser, Mapping[str, Tensor]], tuple[Tensor, list[Tensor]]]
-"""(exact denoiser, inputs by name) to its output, and of each candidate the mean squared error of every sample, [B]."""
+"""(exact denoiser, inputs by name) → (output, mean squared error [B] of each candidate)."""
 
 
 def _one_at_a_time(model: DiffusionModel, candidates: Sequence[Candidate]) -> Measure:
-    """Runs the whole model with one candidate after the other."""
+    """Returns a measure that runs the whole model with one candidate after the other."""
     alone = [intercepted(model, *candidate.handlers()) for candidate in candidates]
 
     def measure(exact: Denoiser, given: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -149,7 +148,7 @@ def _one_at_a_time(model: DiffusionModel, candidates: Sequence[Candidate]) -> Me
 
 
 def _of_choices(units: Sequence[Unit], candidates: Sequence[Candidate], errors: Tensor) -> Tensor:
-    """[candidates, T] → [S, T, choices], see `Sensitivity`: errors of rounding and of what a mask leaves out add up."""
+    """[candidates, T] → [S, T, choices], see `Sensitivity`: errors of quantisation and of block masks add up."""
     measured: dict[tuple[Unit, Choice], Tensor] = {
         (candidate.unit, candidate.choice): error for candidate, error in zip(candidates, errors, strict=True)
     }
@@ -164,12 +163,7 @@ def _of_choices(units: Sequence[Unit], candidates: Sequence[Candidate], errors: 
 
 
 class _Remembering:
-    """The exact denoiser, which computes nothing twice of one drawing: drawings that are disturbed from some step on share the
-    steps before.
-
-    Args:
-        denoiser: of the model.
-    """
+    """The exact denoiser with a cache of one drawing: drawings that are disturbed from some step on share the steps before it."""
 
     def __init__(self, denoiser: Denoiser, model: DiffusionModel) -> None:
         self.denoiser, self._model = denoiser, model
@@ -177,16 +171,16 @@ class _Remembering:
         self._next = 0
 
     def _noised(self, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """What changes along a trajectory."""
+        """Returns the inputs that change along a trajectory."""
         return given[self._model.inputs[0].name], given[self._model.timestep_input]
 
     def remember(self, given: Mapping[str, Tensor], output: Tensor) -> None:
-        """The next call of the drawing, and what it gave."""
+        """Stores the next call of the drawing and its output."""
         x, timestep = self._noised(given)
         self._calls.append((x.clone(), timestep.clone(), output.clone()))
 
     def begin(self) -> None:
-        """The drawing begins once more."""
+        """Starts the drawing again."""
         self._next = 0
 
     def __call__(self, **given: Tensor) -> Tensor:
@@ -209,7 +203,7 @@ def _gains(
     steps: int,
     bar: Steps,
 ) -> Tensor:
-    """Disturb the output in one bin at a time with noise as large as all sites' errors, and look at the samples."""
+    """Disturbs the output in one bin at a time by noise as large as the sites' errors, and measures the samples' error."""
     bins = len(visits)
     gain = torch.zeros(bins, dtype=torch.float64)
     for index in range(bins):
@@ -234,6 +228,6 @@ def _gains(
 
 
 def _bins_of(model: DiffusionModel, bins: int, given: Mapping[str, Tensor], batch: int) -> Tensor:
-    """[B] the timestep bin of every element of a denoiser call, of inputs by name."""
+    """[B] timestep bin of every element of a denoiser call with inputs by name."""
     timestep = given[model.timestep_input].reshape(-1).expand(batch)
     return model.bin_of(timestep, bins)

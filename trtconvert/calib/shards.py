@@ -1,7 +1,7 @@
-"""Statistics of finished batches on disk, so that a calibration that was killed goes on where it was.
+"""Statistics of finished batches on disk, so that an interrupted calibration resumes.
 
-Rows are kept in one file per batch. Counts of elements, which only add up, are kept in one file per process, which is
-replaced after each batch and names the batches in it.
+Rows are stored in one file per batch. Counts of elements are sums: one file per process, replaced after each batch, which lists
+its batches.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from trtconvert.files import whole_file
 
 _ROWS, _ELEMENTS = "rows-", "elements-"
 _LAYER = "layer:"
-"""In front of a layer's name: the module may be an attention site as well."""
+"""Prefix of a layer's name: the same module may also be an attention site."""
 _BLOCKS = "blocks:"
-"""In front of a site's name, of the blocks that it needs."""
+"""Prefix of a site's name for its needed blocks."""
 
 
 class Shards(Mapping[str, Rows]):
-    """The rows of each site in all finished batches, in the batches' order. A site is read when it is asked for.
+    """The rows of each site in all finished batches, in the order of the batches. Sites are read lazily.
 
     Args:
-        folder: holds the statistics of one calibration and nothing else; made when something is written.
+        folder: holds the statistics of one calibration and nothing else; created by the first write.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # By batch: which file it is, since another process may replace it; the file, and the names in the file.
+        # By batch: identity of the file, which another process may replace; the open file; the file's names.
         self._open: dict[str, tuple[tuple[int, int], Any, frozenset[str]]] = {}
 
     def names(self) -> list[str]:
-        """The files, in order."""
+        """Returns the names of the files, sorted."""
         return (
             sorted(p.name for p in self.folder.iterdir() if p.suffix == ".safetensors") if self.folder.is_dir() else []
         )
@@ -51,11 +51,11 @@ class Shards(Mapping[str, Rows]):
     # Rows
 
     def batches(self) -> set[int]:
-        """Numbers of the batches whose rows are here."""
+        """Returns the numbers of the batches with rows."""
         return {int(Path(name).stem.removeprefix(_ROWS)) for name in self.names() if name.startswith(_ROWS)}
 
     def whole_batches(self) -> set[int]:
-        """Of these, the ones from which nothing was left out."""
+        """Returns the numbers of the batches with rows and without skipped samples."""
         return {batch for batch in self.batches() if not self._skipped_of(batch)}
 
     def write(
@@ -66,7 +66,7 @@ class Shards(Mapping[str, Rows]):
         layers: Mapping[str, LayerRows] | None = None,
         blocks: Mapping[str, BlockRows] | None = None,
     ) -> None:
-        """Keep the rows of a batch, those of layers, the blocks that sites need, and what was left out of it."""
+        """Writes the rows of a batch, rows of layers, needed blocks, and the skipped samples."""
         seen_by = {**rows, **{_LAYER + name: seen for name, seen in (layers or {}).items()}}
         seen_by |= {_BLOCKS + name: seen for name, seen in (blocks or {}).items()}
         tensors = {f"{site}/{name}": x for site, seen in seen_by.items() for name, x in seen.tensors().items()}
@@ -76,12 +76,12 @@ class Shards(Mapping[str, Rows]):
         return Rows.cat([Rows(**part) for part in self._parts(site, [f.name for f in fields(Rows)])])
 
     def layer(self, name: str) -> LayerRows:
-        """The rows of a layer in all finished batches, in the batches' order."""
+        """Returns the rows of a layer in all finished batches, in the order of the batches."""
         parts = self._parts(_LAYER + name, [f.name for f in fields(LayerRows)])
         return LayerRows.cat([LayerRows(**part) for part in parts])
 
     def blocks(self, site: str) -> BlockRows:
-        """The blocks that a site needs in any finished batch."""
+        """Returns the blocks that a site needs in any finished batch."""
         return BlockRows.merged(
             BlockRows(**x) for x in self._parts(_BLOCKS + site, [f.name for f in fields(BlockRows)])
         )
@@ -92,7 +92,7 @@ class Shards(Mapping[str, Rows]):
             stem = f"{_ROWS}{batch:06d}"
             state = self._path(stem).stat()
             identity = state.st_ino, state.st_mtime_ns
-            if stem not in self._open or self._open[stem][0] != identity:  # once: there are thousands of names in each
+            if stem not in self._open or self._open[stem][0] != identity:  # kept open: a file has thousands of names
                 file = safe_open(self._path(stem), framework="pt")
                 self._open[stem] = identity, file, frozenset(file.keys())
             _, file, held = self._open[stem]
@@ -114,7 +114,7 @@ class Shards(Mapping[str, Rows]):
         return sum(1 for _ in self)
 
     def skipped(self) -> list[str]:
-        """What was left out of the batches, in their order."""
+        """Returns the skipped samples of all batches, in the order of the batches."""
         left_out: list[str] = []
         for batch in sorted(self.batches()):
             left_out += self._skipped_of(batch)
@@ -126,26 +126,22 @@ class Shards(Mapping[str, Rows]):
     # Counts of elements
 
     def counted(self) -> set[int]:
-        """Numbers of the batches whose elements are counted here."""
+        """Returns the numbers of the batches whose elements are counted."""
         return {batch for name in self._element_files() for batch in json.loads(self._metadata(name)["batches"])}
 
     def write_counts(self, batches: list[int], histograms: Histograms) -> None:
-        """Keep what a process has counted so far, in place of what it had kept before.
-
-        Args:
-            batches: that were counted, in order; no other process has any of them.
-        """
+        """Writes the counts of a process in place of its earlier counts; no other process counted any of these batches."""
         tensors = {}
         for site, counted in histograms.items():
             for name in ("q", "k", "v"):
                 counts = getattr(counted, name).counts
-                # Magnitudes fill a few of the octaves: the rest is not worth writing. The name keeps where they begin.
+                # Magnitudes span few octaves: only the used range is written; the key holds its start.
                 used = counts.sum(0).nonzero().flatten().tolist() or [0]
                 tensors[f"{site}/{name}/{used[0]}"] = _narrow(counts[:, used[0] : used[-1] + 1]).cpu().contiguous()
         self._save(f"{_ELEMENTS}{batches[0]:06d}", tensors, {"batches": json.dumps(batches)})
 
     def add_counts(self, into: Histograms) -> None:
-        """Add everything that was counted to histograms of the same sites and shapes."""
+        """Adds all counts to histograms of the same sites and shapes."""
         for stem in self._element_files():
             with safe_open(self._path(stem), framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118
@@ -167,11 +163,11 @@ class Shards(Mapping[str, Rows]):
 
     def _save(self, stem: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         with whole_file(self._path(stem)) as partial:
-            # Written by Python, whose errors say when a disk is full; safetensors' own do not.
+            # Python's write reports a full disk; safetensors' own does not.
             partial.write_bytes(save(dict(tensors), metadata))
 
 
 def _narrow(counts: Tensor) -> Tensor:
-    """Counts in the narrowest type that holds them all: most are small, and copying and writing them takes time."""
+    """Returns counts in the narrowest type that holds them, which saves time to copy and write."""
     most = int(counts.amax())
     return counts.to(next(dtype for dtype in (torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(dtype).max))

@@ -1,1 +1,1 @@
-"""Operations of a model, and how they run in INT8 in torch."""
+"""Decisions about a model's operations, and their INT8 computation in torch."""

@@ -64,12 +64,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about one operation.
-
-    Attributes:
-        choices: by timestep bin.
-        scaling: as in `Unit`.
-    """
+    """The decision about one operation: choices by timestep bin, and the scaling as in `Unit`."""
 
     choices: tuple[Choice, ...]
     scaling: str = ""
@@ -115,10 +110,7 @@ class Plan:
 
     @staticmethod
     def of(decided: Mapping[Unit, Sequence[Choice]], stated: Mapping[str, Decision] | None = None) -> Plan:
-        """
-        Args:
-            decided: choices of each unit by timestep bin; stated: decisions about layers outside all units.
-        """
+        """Makes a plan of the choices of units by timestep bin, and of stated decisions about layers outside of all units."""
         plan = Plan({}, dict(stated or {}))
         for unit, choices in decided.items():
             of_kind = plan.attention if unit.kind == "attention" else plan.layers
@@ -127,7 +119,7 @@ class Plan:
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Plan:
-        """The plan of `record`."""
+        """Makes the plan of a `record`."""
 
         def of_site(name: str, modes: Sequence[int]) -> Decision:
             shares = record["sparse"].get(name, [None] * len(modes))
@@ -147,9 +139,9 @@ class Plan:
         )
 
     def record(self) -> dict[str, Any]:
-        """The plan as JSON values by the names of operations: `sites` and `layers` with their modes by timestep bin, `scalings`
-        of sites, `sparse` with the shares that block masks may lose, `modulated` with the layers that quantise deltas, `dense`,
-        `name` and `speed`."""
+        """Returns the plan as JSON values by the names of operations: `sites` and `layers` with their modes by timestep bin,
+        `scalings` of sites, `sparse` with the shares that block masks may lose, `modulated` with the layers that quantise deltas,
+        `dense`, `name` and `speed`."""
         return {
             "sites": self.site_modes,
             "layers": self.layer_modes,

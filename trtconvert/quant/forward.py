@@ -1,6 +1,6 @@
-"""INT8 attention and layers in torch: what searches, verification and evaluation run instead of an engine.
+"""INT8 attention and layers in torch, for searches, verification and evaluation without an engine.
 
-On a GPU the engine's own kernels compute, through the C API; on a CPU the specifications do.
+A GPU runs the engine's kernels through the C API; a CPU runs their specifications.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from trtconvert.linear.sites import LayerCall, LayerHandler
 from trtconvert.quant.decision import Decision
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16)
-"""Types of activations that the kernels take."""
+"""Types of activations that the kernels support."""
 
 
 @dataclass(frozen=True)
 class Int8Sites:
-    """How converted attention sites compute.
+    """Converted attention sites.
 
     Attributes:
-        tables: per converted site.
-        timestep_max, scaling, smooth_k: as the op's attributes; a scaling of all sites, or by site.
-        masks: [T, H, Bq, Bk] block masks by timestep bin, of the sites that have some.
+        tables: by site.
+        timestep_max, scaling, smooth_k: as the op's attributes; one scaling for all sites, or by site.
+        masks: [T, H, Bq, Bk] block masks by timestep bin, of sites with a block mask.
     """
 
     tables: Mapping[str, AttentionTables]
@@ -46,17 +46,17 @@ class Int8Sites:
     masks: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Int8Sites:
-        """The same sites with tables and masks on a device."""
+        """Returns the same sites with tables and masks on a device."""
         tables = {name: of.to(device) for name, of in self.tables.items()}
         return replace(self, tables=tables, masks={name: mask.to(device) for name, mask in self.masks.items()})
 
     def attention(self, call: SiteCall, tables: AttentionTables | None = None) -> Tensor:
-        """The call's output as the `Int8Attention` op defines it, with the site's own tables or others."""
+        """Computes a call as the `Int8Attention` op defines it, with the site's own or other tables."""
         masks = self.masks.get(call.name)
         tables = tables or self.tables[call.name]
         q, k, v, compute = call.q, call.k, call.v, reference.attention
         if q.is_cuda:
-            # The kernels take no FP32; engines in FP32 give the plugin FP16 as well.
+            # The kernels lack FP32; FP32 engines give the plugin FP16, too.
             typed = q.dtype if q.dtype in KERNEL_TYPES else torch.float16
             q, k, v = (x.to(typed) for x in (q, k, v))
             tables, compute = tables.to(q.device), attention_kernel.attention
@@ -76,18 +76,18 @@ class Int8Sites:
         return output.to(call.q.dtype)
 
     def handler(self) -> Callable[[SiteCall], Tensor]:
-        """Runs INT8 attention at converted sites and the model's own elsewhere."""
+        """Returns a handler that runs INT8 attention at converted sites and the model's own elsewhere."""
         return lambda call: self.attention(call) if call.name in self.tables else call.exact()
 
 
 def _beside(call: LayerCall, tables: LayerTables) -> LayerTables:
-    """The tables on the call's device, to which those come for the call that lie in host memory."""
+    """Returns the tables on the call's device; tables in host memory are copied for the call."""
     return tables if tables.weight.device == call.x.device else tables.to(call.x.device)
 
 
 @dataclass(frozen=True)
 class _Caches:
-    """Caches of a layer, see `trtconvert.linear.deltas`; o_hat is None where all samples begin."""
+    """Caches of a layer, see `trtconvert.linear.deltas`; o_hat is None if all samples start."""
 
     last: Tensor
     a_hat: Tensor
@@ -96,12 +96,12 @@ class _Caches:
 
 @dataclass(frozen=True)
 class Int8Layers:
-    """How converted layers compute.
+    """Converted layers.
 
     Attributes:
-        tables: per converted layer.
+        tables: by layer.
         timestep_max: as the op's attribute.
-        delta_scales: [T] of those that quantise deltas. Their caches are kept from call to call, of one trajectory.
+        delta_scales: [T] by layer that quantises deltas. Their caches persist from call to call of one trajectory.
         falls: see `trtconvert.linear.deltas.steps_of`.
     """
 
@@ -112,28 +112,28 @@ class Int8Layers:
     _caches: dict[str, _Caches] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Int8Layers:
-        """The same layers with tables on a device, and empty caches."""
+        """Returns the same layers with tables on a device, and empty caches."""
         return replace(self, tables={name: of.to(device) for name, of in self.tables.items()})
 
     def in_plan(self, decisions: Mapping[str, Decision]) -> Int8Layers:
-        """The layers that a plan converts, of these, with its modes and empty caches."""
+        """Returns those of the layers that a plan converts, with the plan's modes and empty caches."""
         converted = {name: decision for name, decision in decisions.items() if decision.in_int8}
         tables = {name: self.tables[name].with_modes(decision.modes) for name, decision in converted.items()}
         scales = {name: self.delta_scales[name] for name, decision in converted.items() if decision.delta}
         return replace(self, tables=tables, delta_scales=scales)
 
     def reset_cache(self) -> None:
-        """All samples begin anew in the next call."""
+        """Clears the caches: the next call starts all samples."""
         self._caches.clear()
 
     def output(self, call: LayerCall, tables: LayerTables | None = None) -> Tensor:
-        """The call's output as its op defines it, with the layer's own tables or others, which quantise no deltas."""
+        """Computes a call as its op defines it, with the layer's own tables, or with other tables, which quantise no deltas."""
         if tables is None and call.name in self.delta_scales:
             return self._output_of_delta(call)
         tables = _beside(call, tables or self.tables[call.name])
         if call.kind == "linear":
             return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
-        # Whole numbers up to 127 are exact in TF32, and so are their products: only the sums are rounded, as in FP32.
+        # TF32 holds whole numbers up to 127 and their products exactly: only sums are rounded, as in FP32.
         with torch.backends.cudnn.flags(allow_tf32=True):
             return linear.conv(
                 call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
@@ -143,8 +143,8 @@ class Int8Layers:
         tables, x = _beside(call, self.tables[call.name]), call.x
         before, dtype = self._caches.get(call.name), deltas.cache_dtype(x.dtype)
         if before is None or before.a_hat.shape != x.shape or before.a_hat.dtype != dtype:
-            forgotten = torch.full_like(call.timestep, -math.inf, dtype=torch.float32)
-            before = _Caches(forgotten, torch.zeros_like(x, dtype=dtype), None)
+            never = torch.full_like(call.timestep, -math.inf, dtype=torch.float32)
+            before = _Caches(never, torch.zeros_like(x, dtype=dtype), None)
         reset, last = deltas.steps_of(call.timestep, before.last, self.falls)
         first, later = (table.to(x.device)[:, None] for table in (tables.x_scale, self.delta_scales[call.name]))
         scale = deltas.scales_of(reset, call.timestep, first, later, self.timestep_max)
@@ -157,5 +157,5 @@ class Int8Layers:
         return o_hat.to(x.dtype)
 
     def handler(self) -> LayerHandler:
-        """Runs INT8 layers where they are converted and the model's own elsewhere."""
+        """Returns a handler that runs converted layers in INT8 and the model's own elsewhere."""
         return lambda call: self.output(call) if call.name in self.tables else call.exact()

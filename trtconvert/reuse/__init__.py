@@ -1,1 +1,1 @@
-"""Steps of a trajectory that need not be computed: what a schedule is made of, and how it is made."""
+"""Schedules of computed and extrapolated denoising steps, and the measured trajectories that they are chosen by."""

@@ -1,9 +1,9 @@
-"""Which steps of a trajectory are computed, and which are extrapolated.
+"""Schedules: which steps of a trajectory are computed, and which are extrapolated.
 
-For each number of computed steps a dynamic programme takes the schedule of least modelled error. Its state is the last computed
-step and the length of the gap behind it, since an extrapolation depends on the last two computed steps. Errors within a gap add
-up as vectors, those of different gaps as squares. How far an extrapolation goes, and how much the next computed step corrects,
-are least squares over the calibrated samples.
+For each number of computed steps a dynamic programme finds the schedule of least modelled error. Its state is the last computed
+step and the length of the gap before that step, as an extrapolation depends on the last two computed steps. Errors in one gap add
+up as vectors, errors of different gaps as squares. Least squares over the calibrated samples determine how far an extrapolation
+goes, and how much the next computed step corrects.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from trtconvert.noise_input import NoiseInput
 from trtconvert.reuse.trajectories import Trajectories
 
 RESPONSE = 0.35
-"""Share of a gap's error that stays after the correction, beside what the correction misses: the denoiser has answered the moved
-sample by then."""
+"""Share of a gap's error that remains after the correction, besides the correction's own error: by then the denoiser has
+responded to the shifted sample."""
 
 LONGEST = 8
-"""Steps from one computed step to the next, at most."""
+"""Largest number of steps from one computed step to the next."""
 
 Objective = Literal["mean", "worst"]
-"""Of the samples' squared errors, what a schedule makes small."""
+"""The aggregate of the samples' squared errors that a schedule minimises."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Schedule:
     """A choice of steps.
 
     Attributes:
-        computed: of each step, whether its prediction is computed; the first one is.
+        computed: for each step, true if its prediction is computed; the first step is.
         error: modelled mean squared error of the final samples.
-        ahead: of each step, how far beyond the last computed prediction its own is taken to lie, in units of the way to that one
-            from the computed one before; empty for lines in the timestep.
-        corrections: of each step, the factor of its correction, see `trtconvert.reuse.trajectories`; empty for none.
+        ahead: for each step, the extrapolation's factor: how far its prediction lies beyond the last computed prediction, in
+            units of the difference of the last two computed predictions; empty: linear in the timestep.
+        corrections: for each step, the factor of its correction, see `trtconvert.reuse.trajectories`; empty: no corrections.
     """
 
     computed: tuple[bool, ...]
@@ -52,28 +52,28 @@ class Schedule:
 
     @property
     def count(self) -> int:
-        """Steps that are computed."""
+        """Number of computed steps."""
         return sum(self.computed)
 
     def before(self, step: int) -> list[int]:
-        """The last two computed steps before one, or as many as there are."""
+        """Returns the last two computed steps before a step, or as many as there are."""
         return [index for index in range(step) if self.computed[index]][-2:]
 
     def correction(self, step: int) -> float:
-        """The factor of a step's correction; 0 for none."""
+        """Returns the factor of a step's correction; 0: no correction."""
         return self.corrections[step] if self.corrections else 0.0
 
 
 def all_computed(steps: int) -> Schedule:
-    """The schedule that leaves nothing out."""
+    """Returns the schedule that computes all steps."""
     return Schedule((True,) * steps, 0.0)
 
 
 def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective) -> dict[int, Schedule]:
-    """For each number of computed steps the best schedule, as far as there is one whose gaps are no longer than `LONGEST`.
+    """Returns the best schedule for each number of computed steps for which the gaps need not exceed `LONGEST`.
 
     Args:
-        timesteps: [M] of all steps, in the order of denoising, no two equal. Steps outside of what was calibrated are computed.
+        timesteps: [M] of all steps, in the order of denoising, all different. Steps outside of the calibrated range are computed.
     """
     timesteps = timesteps.double()
     steps = len(timesteps)
@@ -91,7 +91,7 @@ def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective)
         if (least := float(at_end.min())) < math.inf:
             computed = _walked_back(int(at_end.argmin()), ways, steps)
             schedules[count] = gaps.schedule(computed, least)
-        # Of the state (step, length of its gap) the next computed step, by that length.
+        # The next computed step, from the state (step, length of the gap), by that length.
         before = torch.full_like(best, math.inf)
         for length in range(1, LONGEST + 1):
             before[length:, length - 1] = best[:-length, length - 1] if length < steps else math.inf
@@ -101,10 +101,8 @@ def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective)
 
 
 def _walked_back(state: int, ways: list[Tensor], steps: int) -> tuple[bool, ...]:
-    """
-    Args:
-        state: the last one, as an index of [steps, LONGEST]; ways: for each count, from a state to the length of the gap before.
-    """
+    """Follows the dynamic programme back from the last state, an index of [steps, LONGEST], to the computed steps; ways: for each
+    count, maps a state to the length of the gap before."""
     step, length = divmod(state, LONGEST)
     computed = [False] * steps
     computed[step] = True
@@ -116,30 +114,30 @@ def _walked_back(state: int, ways: list[Tensor], steps: int) -> tuple[bool, ...]
 
 
 def least_computed(found: Trajectories, timesteps: Tensor, objective: Objective, limit: float) -> Schedule:
-    """The schedule with the fewest computed steps whose modelled error is within a limit."""
+    """Returns the schedule with the fewest computed steps whose modelled error is within a limit."""
     schedules = best_schedules(found, timesteps, objective)
     fitting = [schedule for schedule in schedules.values() if schedule.error <= limit]
     return min(fitting, key=lambda schedule: schedule.count, default=all_computed(len(timesteps)))
 
 
 def stated(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...]) -> Schedule:
-    """A schedule of steps that somebody states, with what fits them. Its error is that of the mean sample."""
+    """Returns a schedule of given computed steps, with fitted extrapolations and corrections. Its error is the samples' mean."""
     timesteps = timesteps.double()
     schedule = _gaps(found, timesteps, "mean").schedule(computed, 0.0)
     return replace(schedule, error=float(error_of(found, timesteps, schedule).mean()))
 
 
 def error_of(found: Trajectories, timesteps: Tensor, schedule: Schedule) -> Tensor:
-    """[S] modelled squared error of each sample under a schedule, all its errors added up as vectors."""
+    """[S] modelled squared error of each sample under a schedule, with all errors added as vectors."""
     timesteps = timesteps.double()
     weights, gain = found.weights(timesteps), found.gain_at(timesteps)
     products = _products(found, timesteps)
     steps = len(timesteps)
-    # Rows: what the corrections leave, and what was there before them.
+    # Rows: errors after the corrections, and errors before them.
     left, answered, gap = torch.zeros(3, steps, dtype=torch.float64)
     last: list[int] = []
     for step, now in enumerate(schedule.computed):
-        # A gap is weighed by its first step that is left out, and so is its correction.
+        # The weight of a gap, and of its correction, is the weight of its first skipped step.
         weight = gain[last[-1] + 1 if last else step] * weights[step]
         if not now:
             gap = gap + weight * _of_extrapolation(timesteps, schedule, last, step)
@@ -153,11 +151,11 @@ def error_of(found: Trajectories, timesteps: Tensor, schedule: Schedule) -> Tens
 
 
 def extrapolation(timesteps: Sequence[float], schedule: Schedule, last: Sequence[int], step: int) -> float:
-    """How far beyond the last computed prediction another one lies, in units of the way to it from the one before.
+    """Returns the factor of an extrapolation beyond the last computed prediction, in units of the last two's difference.
 
     Args:
-        last: the last two computed steps; one where there are no more, whose prediction is repeated. Where they are not those of
-            the schedule, the line in the timestep is taken.
+        last: the last two computed steps; a single step is repeated. If they are not the schedule's, the extrapolation is linear
+            in the timestep.
     """
     if len(last) < 2:
         return 0.0
@@ -168,7 +166,7 @@ def extrapolation(timesteps: Sequence[float], schedule: Schedule, last: Sequence
 
 
 def _of_extrapolation(timesteps: Tensor, schedule: Schedule, last: list[int], step: int) -> Tensor:
-    """[M] the error of an extrapolated prediction, as a sum of computed ones."""
+    """[M] error of an extrapolated prediction, as a sum of computed predictions."""
     error = torch.zeros(len(timesteps), dtype=torch.float64)
     beyond = extrapolation(timesteps.tolist(), schedule, last, step)
     error[step] += 1
@@ -178,21 +176,23 @@ def _of_extrapolation(timesteps: Tensor, schedule: Schedule, last: list[int], st
 
 
 def _products(found: Trajectories, timesteps: Tensor) -> Tensor:
-    """[S, M, M] products of the predictions at other timesteps."""
+    """[S, M, M] products of the predictions at other timesteps than the calibrated ones."""
     through = found.interpolation(timesteps)
     return through @ found.products @ through.T
 
 
 @dataclass(frozen=True)
 class _Gaps:
-    """All gaps that a schedule may have: by their computed step, the way to it from the computed one before, and their length.
+    """All possible gaps of a schedule, by computed step, distance from the computed step before it, and length of the gap.
 
-    Both are counted in steps from 1. The first step has none before: whatever the way, its prediction is repeated.
+    Distance and length are in steps from 1. The first step has no computed step before it: for any distance its prediction is
+    repeated.
 
     Attributes:
         cost: [M, LONGEST, LONGEST] modelled squared error.
-        ahead: likewise, of the computed step behind the gap, see `Schedule`; of steps in the gap those of shorter ones.
-        corrections: likewise, at that step.
+        ahead: the same shape, factor for the computed step after the gap, see `Schedule`; steps in the gap take those of shorter
+            gaps.
+        corrections: the same shape, factor at the computed step after the gap.
     """
 
     cost: Tensor
@@ -200,7 +200,7 @@ class _Gaps:
     corrections: Tensor
 
     def schedule(self, computed: tuple[bool, ...], error: float) -> Schedule:
-        """Of computed steps. Gaps that are longer than `LONGEST` are extrapolated in lines, without a correction."""
+        """Returns the schedule of computed steps. A gap longer than `LONGEST` makes it linear, without corrections."""
         if all(computed):
             return all_computed(len(computed))
         ahead, corrections = [0.0] * len(computed), [0.0] * len(computed)
@@ -218,24 +218,22 @@ class _Gaps:
 
 
 def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps:
-    """What every gap costs, and what fits it."""
+    """Computes the cost of every gap, and its fitted factors."""
     steps = len(timesteps)
     known = found.covers(timesteps)
     inside = timesteps.clamp(*found.timesteps.aminmax())
     gain = found.gain_at(inside)
-    # Padded, so that every window of steps that a gap's error depends on is whole.
+    # Padded, so that every window of steps that a gap's error depends on is complete.
     window = 2 * LONGEST + 1
     products = pad(_products(found, inside), (LONGEST, LONGEST + 1) * 2)
-    windows = torch.stack(
-        [products[:, at : at + window, at : at + window] for at in range(steps)]
-    )  # of each step [S, w, w]
+    windows = torch.stack([products[:, at : at + window, at : at + window] for at in range(steps)])  # [M, S, w, w]
     weights, fits = pad(found.weights(inside), (0, LONGEST + 1)), pad(known.double(), (0, LONGEST + 1))
-    weight_of_gap = torch.cat([gain[1:], gain[-1:]]).square()  # by the first step that is left out
+    weight_of_gap = torch.cat([gain[1:], gain[-1:]]).square()  # the weight of the first skipped step
     gaps = _Gaps(*torch.zeros(3, steps, LONGEST, LONGEST, dtype=torch.float64))
     index = torch.arange(steps)
 
     def product(x: Tensor, y: Tensor) -> Tensor:
-        """[M, S] of each sample, ⟨x, y⟩ of sums of predictions in each window."""
+        """[M, S] ⟨x, y⟩ of each sample, for sums of predictions in each window."""
         return torch.einsum("ti,tsij,tj->ts", x, windows, y)
 
     for distance in range(1, LONGEST + 1):
@@ -265,7 +263,7 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
 
 
 def _line(timesteps: Tensor, distance: int, length: int) -> Tensor:
-    """[M] how far beyond each computed step others lie, by their timesteps."""
+    """[M] factor of each computed step's extrapolation that is linear in the timestep."""
     index = torch.arange(len(timesteps))
     before, behind = (index - distance).clamp_min(0), (index + length).clamp_max(len(index) - 1)
     beyond = (timesteps[behind] - timesteps) / (timesteps - timesteps[before])
@@ -273,7 +271,7 @@ def _line(timesteps: Tensor, distance: int, length: int) -> Tensor:
 
 
 def _sum(steps: int, factors: Mapping[int, Tensor | float]) -> Tensor:
-    """[M, w] a sum of predictions, by their places in the window of each step, which is at 0."""
+    """[M, w] a sum of predictions, by their offsets in the window of each step."""
     found = torch.zeros(steps, 2 * LONGEST + 1, dtype=torch.float64)
     for place, factor in factors.items():
         found[:, LONGEST + place] += factor
@@ -281,8 +279,8 @@ def _sum(steps: int, factors: Mapping[int, Tensor | float]) -> Tensor:
 
 
 def _impossible(known: Tensor) -> Tensor:
-    """[M, LONGEST, LONGEST] gaps that are none: a gap ends with the trajectory, and extrapolations to and from what was not
-    calibrated are not known."""
+    """[M, LONGEST, LONGEST] true for impossible gaps: beyond the end of the trajectory, or with extrapolations from or to steps
+    outside of the calibrated range."""
     steps, index = len(known), torch.arange(len(known))
     found = (index[:, None] + torch.arange(1, LONGEST + 1) > steps)[:, None].repeat(1, LONGEST, 1)
     unknown = pad(~known, (LONGEST, LONGEST), value=False)
@@ -295,11 +293,11 @@ def _impossible(known: Tensor) -> Tensor:
 
 
 class Scheduler(Protocol):
-    """What decides which steps a denoiser leaves out.
+    """Decides which steps a denoiser skips.
 
     Attributes:
-        timestep_input, timestep_place: the timestep among the denoiser's inputs.
-        noise_input: what that one holds, where it is no timestep.
+        timestep_input, timestep_place: name and position of the denoiser's timestep input.
+        noise_input: maps the timestep input to places; None if it holds DDPM timesteps.
     """
 
     @property
@@ -312,22 +310,18 @@ class Scheduler(Protocol):
     def noise_input(self) -> NoiseInput | None: ...
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
-        """The steps of one trajectory.
-
-        Args:
-            timesteps: of all its calls, in their order; places, where the denoiser is told the noise otherwise.
-        """
+        """Returns the schedule of one trajectory from all its timesteps in order; places if there is a `noise_input`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Reuse:
-    """A `Scheduler` of any trajectory of a model.
+    """A `Scheduler` for any trajectory of a model.
 
     Attributes:
-        found: what was measured of its trajectories.
-        objective: of the schedules.
-        limit: on the modelled error of a schedule.
+        found: the model's measured trajectories.
+        objective: objective of the schedules.
+        limit: limit on the modelled error of a schedule.
         timestep_input, timestep_place, noise_input: see `Scheduler`.
     """
 
@@ -339,12 +333,12 @@ class Reuse:
     noise_input: NoiseInput | None = None
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
-        """See `Scheduler`. Where timesteps do not go one way, all are computed."""
+        """See `Scheduler`. If timesteps are not monotonic, all steps are computed."""
         return _scheduled(self, tuple(map(float, timesteps)))
 
 
 def reuse_of(denoiser: Any) -> Scheduler | None:
-    """Which steps a denoiser leaves out; None for one that computes all."""
+    """Returns the scheduler of a denoiser; None if the denoiser computes all steps."""
     return getattr(denoiser, "reuse", None)
 
 

@@ -1,18 +1,18 @@
-"""What is known of a model's trajectories: enough to price every way of leaving steps out, of any sampler and number of steps.
+"""Measured trajectories of a model: the data that prices every schedule, of any sampler and number of steps.
 
-At a step that is left out, the prediction is extrapolated from the last two that were computed, at t_a and t_b,
+The prediction of a skipped step is extrapolated from the last two computed predictions, at t_a and t_b,
 
     p̂(t) = p(t_b) + α · (p(t_b) − p(t_a)),
 
-where α, fitted to the calibrated trajectories, is near (t − t_b) / (t_b − t_a). The next computed prediction, at t_n, shows how
-far the extrapolation was off. The denoiser gives p(t_n) + κ · (p(t_n) − p̂(t_n)) there: κ is fitted so that the step takes back
-what the gap has moved the sample by. All of this is linear in predictions. So are predictions between calibrated timesteps, by
-cubic interpolation. The squared norm of any sum of such errors is therefore a quadratic form of ⟨p(t_i), p(t_j)⟩. These
-numbers, one small matrix for each sample, are all that is kept.
+where α, fitted to the calibrated trajectories, is near (t − t_b) / (t_b − t_a). The next computed prediction, at t_n, shows the
+error of the extrapolation. There the denoiser returns p(t_n) + κ · (p(t_n) − p̂(t_n)): κ is fitted so that the step undoes the
+gap's shift of the sample. All of this is linear in predictions, and so are predictions between calibrated timesteps, by cubic
+interpolation. The squared norm of any sum of such errors is therefore a quadratic form of ⟨p(t_i), p(t_j)⟩: one small matrix for
+each sample is stored, and no prediction.
 
-A unit of error in the prediction moves the sample by Δσ times a factor of the noise level, and what is computed later answers
-the move. For data of unit variance that are Gaussian the answer is known, and its product over the steps gives a weight. How much
-the model at hand differs from that is measured, by noise level: `gain`.
+A unit of error in the prediction shifts the sample by Δσ times a factor of the noise level, and later predictions respond to the
+shift. For Gaussian data of unit variance the response is known, and its product over the steps gives a weight. The model's
+deviation from that is measured by noise level: `gain`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ import torch
 from torch import Tensor
 
 KNOTS = 4
-"""Calibrated timesteps that an interpolation is made of."""
+"""Calibrated timesteps of one interpolation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectories:
-    """S trajectories of N steps, all of them computed.
+    """S trajectories of N steps, all computed.
 
     Attributes:
-        timesteps: [N] FP64, as the denoiser is given them, or their places where these are no timesteps (see
-            `trtconvert.noise_input`), in the order of denoising.
-        products: [S, N, N] FP64, ⟨p(t_i), p(t_j)⟩ by element of the prediction.
+        timesteps: [N] FP64, the denoiser's timesteps, or their places (see `trtconvert.noise_input`), in the order of denoising.
+        products: [S, N, N] FP64, ⟨p(t_i), p(t_j)⟩ per element of the prediction.
         sigmas: [N] FP64 noise-to-signal ratios.
-        gain: [N] FP64, what an error in the prediction moves the sample by, beside what Gaussian data say.
-        predicts_noise: whether predictions are the noise, whose errors weigh √(1 + σ²) of those of a velocity.
-        fitted: whether extrapolations go as far as fits the products; by the timestep alone in bundles of before.
-        correction: share of the correction of a gap that is made; 0 for none, as in bundles of before.
+        gain: [N] FP64, shift of the sample by an error in the prediction, relative to Gaussian data.
+        predicts_noise: true if predictions are the noise, whose errors weigh √(1 + σ²) times those of a velocity.
+        fitted: true if extrapolations are fitted to the products; false in older bundles: linear in the timestep.
+        correction: share of a gap's correction that is applied; 0, as in older bundles: no correction.
     """
 
     timesteps: Tensor
@@ -51,16 +50,13 @@ class Trajectories:
     correction: float = 0.0
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, for `of_tensors`."""
+        """Returns the attributes as tensors by name, for `of_tensors`."""
         return {field.name: torch.as_tensor(getattr(self, field.name)).contiguous() for field in fields(self)}
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Self:
-        """What `tensors` gave, of a file's. Bundles of before have none of those with a default.
-
-        Raises:
-            ValueError: they are other tensors.
-        """
+        """Makes trajectories from the tensors of a file; ValueError if they do not fit. Older bundles lack the attributes with a
+        default."""
         known = {field.name: field.default for field in fields(cls)}
         needed = {name for name, default in known.items() if default is MISSING}
         if not needed <= tensors.keys() <= known.keys():
@@ -70,9 +66,9 @@ class Trajectories:
         for name, shape in shapes.items():
             x = tensors[name]
             if x.shape != shape or 0 in shape or x.dtype != torch.float64 or not x.isfinite().all():
-                raise ValueError(f"{name} that are no finite numbers in FP64 of the shape {list(shape)}")
+                raise ValueError(f"{name} other than finite FP64 numbers of the shape {list(shape)}")
         if tensors["timesteps"].unique().numel() != steps:
-            raise ValueError("timesteps of which two are equal")
+            raise ValueError("timesteps that are not all different")
         scalars = {name: tensors[name] for name in tensors.keys() - shapes.keys()}
         for name, x in scalars.items():
             if x.numel() != 1 or (x.dtype == torch.bool) != (name != "correction") or not 0 <= float(x) <= 1:
@@ -80,17 +76,14 @@ class Trajectories:
         return cls(**tensors | {name: x.item() for name, x in scalars.items()})  # type: ignore[arg-type]
 
     def covers(self, timesteps: Tensor) -> Tensor:
-        """[M] whether each timestep lies among the calibrated ones."""
+        """[M] true for timesteps within the calibrated range."""
         low, high = self.timesteps.aminmax()
         room = 1e-6 * (high - low)
         return (timesteps >= low - room) & (timesteps <= high + room)
 
     def interpolation(self, timesteps: Tensor) -> Tensor:
-        """[M, N] FP64: what the predictions at other timesteps are made of, by cubic Lagrange polynomials.
-
-        Args:
-            timesteps: [M], which `covers` has.
-        """
+        """[M, N] FP64 weights of the calibrated predictions in those at timesteps [M] within the calibrated range, by cubic
+        Lagrange polynomials."""
         count = min(KNOTS, len(self.timesteps))
         order = self.timesteps.argsort()
         grid = self.timesteps[order]
@@ -104,22 +97,19 @@ class Trajectories:
         return torch.zeros(len(timesteps), len(grid), dtype=torch.float64).scatter_(1, order[near], weights)
 
     def weights(self, timesteps: Tensor) -> Tensor:
-        """[M] FP64: what a unit of error in the prediction of each step moves the final sample by, for Gaussian data.
-
-        Args:
-            timesteps: [M] of a trajectory, in the order of denoising, which ends without noise.
-        """
+        """[M] FP64 shift of the final sample by a unit of error in each step's prediction, for Gaussian data; timesteps: [M] in
+        the order of denoising, which ends without noise."""
         through = self.interpolation(timesteps)
-        # Noise levels span decades; their logarithms are as smooth as predictions.
+        # Logarithms of noise levels are smooth enough to interpolate; the levels span decades.
         sigma = (through @ self.sigmas.clamp_min(1e-6).log()).exp()
         target = torch.cat([sigma[1:], sigma.new_zeros(1)])
         part = (target - sigma) / sigma
         signal = (1 + sigma**2).rsqrt()
-        kept = 1 + part * (1 - signal**2)  # of a move, after the step
+        kept = 1 + part * (1 - signal**2)  # share of a shift that remains after the step
         later = torch.cat([kept.flip(0).cumprod(0).flip(0)[1:], kept.new_ones(1)])
         moved = part * sigma * (1 if self.predicts_noise else signal)
         return moved * later
 
     def gain_at(self, timesteps: Tensor) -> Tensor:
-        """[M] FP64: of the calibrated timestep next to each."""
+        """[M] FP64 gain of the nearest calibrated timestep."""
         return self.gain[(timesteps[:, None] - self.timesteps).abs().argmin(1)]

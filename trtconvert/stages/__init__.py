@@ -1,15 +1,16 @@
-"""The stages of a build, one a module. Each makes a folder in the cache from what the stages before it left, filed under the hash
-of what it reads and of the code that it imports.
+"""The stages of a build, one module each. A stage writes a folder in the cache from the outputs of earlier stages; its key is the
+hash of what it reads and of the code that it imports.
 
-| module | what it has |
+| module | content |
 | --- | --- |
-| `components`, `calibrate`, `search`, `plan`, `steps`, `reference`, `errors`, `export`, `engines`, `verify` | a stage each |
-| `gates` | what becomes of the figures in the end |
-| `build` | a build under way, which stages are given |
-| `results` | what the calibration, the plan and the choice of steps left, for the stages that read it |
+| `components`, `calibrate`, `search`, `plan`, `steps`, `reference`, `errors`, `export`, `engines`, `verify` | one stage each |
+| `component_errors` | the stages that verify the pipeline's other models |
+| `gates` | the check of the measured figures |
+| `build` | the inputs of stages: recipe, model, cache |
+| `results` | outputs of the calibration, the plan and the choice of steps, for later stages |
 | `converted` | the INT8 sites and layers of a plan |
-| `shapes` | sizes and types that engines take |
-| `records` | sites and layers as the manifest has them |
-| `onnx_files` | ONNX models as stages leave them |
-| `common` | names of files, and how a stage runs |
+| `shapes` | sizes and types of engines |
+| `records` | sites and layers in the manifest's form |
+| `onnx_files` | checks and native forms of ONNX models |
+| `common` | names of files, and the runner of a stage |
 """

@@ -1,4 +1,4 @@
-"""A build under way: what it is asked for, and the model that its stages compute with."""
+"""The inputs of stages: the recipe, the model that stages compute with, the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """The model of a recipe, loaded when a stage asks for it, and placed when one computes with it."""
+    """The model of a recipe, loaded and placed on first use."""
 
     def __init__(self, recipe: Recipe, place: Place, report: Reporter) -> None:
         self._recipe, self._place, self._report = recipe, place, report
@@ -31,7 +31,7 @@ class Source:
         self._placed: DiffusionModel | None = None
 
     def model(self) -> DiffusionModel:
-        """On the CPU, in FP32; where a GPU computes, as it is stored, see `trtconvert.models.load`."""
+        """Returns the model on the CPU: in FP32, or as stored if a GPU computes, see `trtconvert.models.load`."""
         if self._model is None:
             from trtconvert import models
 
@@ -41,13 +41,13 @@ class Source:
         return self._model
 
     def placed(self) -> DiffusionModel:
-        """On the device and in the type that the recipe asks for."""
+        """Returns the model on the recipe's device, in the recipe's type."""
         if self._placed is None:
             self._placed = placed(self.model(), self._place, self._report.notice)
         return self._placed
 
     def leave_gpu(self) -> None:
-        """Let go of the copy on the GPU."""
+        """Frees the copy on the GPU."""
         self._placed = None
         if self._place.on_gpu and self._model is not None:
             empty_gpu(self._model)
@@ -55,16 +55,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Build:
-    """What stages are given.
+    """The inputs of stages.
 
     Attributes:
-        recipe: what is asked for.
+        recipe: the recipe to build.
         weights: hash of the model, see `trtconvert.models.identity`.
         place: where the model computes.
-        cache: where stages are kept.
-        report: told how they go.
+        cache: holds the outputs of stages.
+        report: receives progress and notices.
         skip_bad: leave bad calibration samples out.
-        timed: gives the model for the calibration of these parts; its first drawing tells what the build will take.
+        timed: wraps the model for the calibration of these parts; its first drawing gives the forecast of the build's time.
     """
 
     recipe: Recipe
@@ -80,31 +80,27 @@ class Build:
         return Source(self.recipe, self.place, self.report)
 
     def stage(self, name: str, reads: Mapping[str, Any], make: Callable[[Path, Bar], None]) -> Stage:
-        """A stage that may load the model; see `run_stage`."""
+        """Runs a stage that may load the model; see `run_stage`."""
         return run_stage(name, reads, make, self.cache, self.report, self.code)
 
     @cached_property
     def code(self) -> set[str]:
-        """For the keys of stages: what loads the model, and what the user's own functions import of this package."""
+        """Modules for the keys of stages: those that load the model, and those that the user's functions import."""
         recipe = self.recipe
         named = (recipe.model.source, recipe.calibration.data, recipe.plan.features)
         return {__name__}.union(*(names_of_ours(name) for name in named if isinstance(name, str)))
 
     def guidance_reads(self) -> dict[str, str]:
-        """What a stage's key reads of guidance, where the denoiser applies it."""
+        """Returns the part of a stage's key about guidance, if the denoiser applies guidance."""
         return {"guidance": "fused"} if self.recipe.engine.guidance == "fused" else {}
 
     def kernel_reads(self) -> dict[str, str]:
-        """What a stage's key reads of the compiled kernels, where INT8 runs by them in torch."""
+        """Returns the part of a stage's key about the compiled kernels, if INT8 uses the kernels in torch."""
         library = library_path() if self.place.on_gpu else None
         return {"kernels": sha256(library)} if library is not None else {}
 
     def as_exported(self, model: DiffusionModel) -> DiffusionModel:
-        """A model with the inputs and dimensions that it is exported with.
-
-        Raises:
-            UserError: see `fused_form`.
-        """
+        """Returns a model with the inputs and dimensions of its export; raises as `fused_form`."""
         from trtconvert.models.guidance import fused_form
 
         return fused_form(model) if self.recipe.engine.guidance == "fused" else model

@@ -1,4 +1,4 @@
-"""The stage that finds attention sites and layers, and observes their ranges."""
+"""The stage that finds attention sites and layers and observes their ranges."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 def calibrate_stage(build: Build) -> Calibrated:
-    """Find the attention sites and layers and observe their ranges. Leaves the calibration, the sites and the layers."""
+    """Finds the attention sites and layers and observes their ranges. Writes the calibration, the sites and the layers."""
     recipe, weights = build.recipe, build.weights
     reads = calibration_reads(recipe, weights) | build.place.reads()
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import (
             calibrate,
+            load_calibration,
             modulated_groups,
             observations_folder,
             parts_to_convert,
             refuse_without_blocks,
-            taken,
         )
         from trtconvert.calib.dtype_checks import fitting
         from trtconvert.calib.search_space import kernel_cost
 
         source = build.source.placed()
-        # Nobody wants to hear after the calibration what does not serve.
+        # All checks that may fail come before the calibration, which may take hours.
         _refuse_unfit_steps(recipe, source)
         profiles = profiles_of(recipe, build.as_exported(source))
         if recipe.layers.modiff:
@@ -60,12 +60,12 @@ def calibrate_stage(build: Build) -> Calibrated:
         if recipe.sparse_shares:
             refuse_without_blocks(source, parts.sites, covering(profiles), recipe.calibration.bins)
         if recipe.calibration.from_ is not None:
-            made = taken(
+            made = load_calibration(
                 recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
                 modulated_groups(parts.layers, recipe.layers), recipe.sparse_shares,
             )  # fmt: skip
         else:
-            # Observations outlive a build that is killed, and go when the stage is done.
+            # Observations survive an interrupted build, and are removed at the end of the stage.
             work = observations_folder(build.cache, recipe, weights, build.place)
             with one_at_a_time(work):
                 made = calibrate(
@@ -77,15 +77,12 @@ def calibrate_stage(build: Build) -> Calibrated:
         for file, found in ((SITES, (*parts.sites, *parts.left_sites)), (LAYERS, (*parts.layers, *parts.left_layers))):
             (folder / file).write_text(json.dumps([asdict(part) for part in found], indent=1))
 
-    # A calibration that bad samples are missing from is another one than a build without --skip-bad asks for.
+    # A calibration without the bad samples must not serve a build without --skip-bad.
     return Calibrated(build.stage("calibrate", reads | {"skip_bad": build.skip_bad}, make))
 
 
 def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
-    """
-    Raises:
-        UserError: a section asks for steps that the model's sampler does not take, or to leave some out of it.
-    """
+    """Raises a UserError if the model's sampler does not take a section's number of steps, or cannot skip steps."""
     from trtconvert.models.denoiser import refuse_steps, refuse_unfollowed
 
     asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]

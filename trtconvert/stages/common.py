@@ -1,4 +1,4 @@
-"""What all stages share: the names of what they leave, and how a stage runs."""
+"""Shared by all stages: the names of their files, and the runner of a stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL, VERIFY, EXAMPLE = "full.safetensors", "verify.safetensors", "example.safet
 REUSE, REUSE_RECORD, CHOSEN_PLAN = "reuse.safetensors", "reuse.json", "chosen.json"
 
 Engines = list[tuple[EngineRecord, Stage]]
-"""The engines of a component, each with the stage that left it."""
+"""The engines of a component, each with the stage that built it."""
 
 
 def run_stage(
@@ -34,10 +34,10 @@ def run_stage(
     report: Reporter,
     code: Collection[str] = (),
 ) -> Stage:
-    """A stage from the cache, or made, with its progress on a bar.
+    """Returns a stage from the cache, or runs it, with progress on a bar.
 
     Args:
-        make: the module that the function stands in, with all that the module imports, is part of the stage's key.
+        make: writes the stage's folder. Its module, with all that the module imports, is part of the key.
         code: names of further modules, see `Cache.stage`.
     """
     with report.stage(name) as bar:
@@ -52,5 +52,5 @@ def component_of(exported: Stage) -> ComponentRecord:
 
 
 def example_of(name: str) -> str:
-    """The file of a bundle with the call that a component's engine is compared with."""
+    """Returns the name of a bundle's file with the example call of a component's engine."""
     return f"{name}-{EXAMPLE}"

@@ -1,4 +1,4 @@
-"""The stages that compare the pipeline's other models with FP32, as they ship."""
+"""The stages that compare the pipeline's other models, as shipped, with FP32."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def verified_component(build: Build, name: str, exported: Stage, engines: Engines) -> tuple[float, Engines]:
-    """Hold a component to FP32 in torch: its TensorRT engine where there is one, else its exported model on ONNX Runtime.
+    """Compares a component with FP32 in torch: its TensorRT engine if there is one, else its exported model on ONNX Runtime.
 
     Returns:
-        The largest relative L2 error of an output, and the engines with theirs.
+        The largest relative L2 error of an output, and the engines with their errors.
     Raises:
         GateError: the error is above `verify.max_component_error`, or an output is not finite.
     """
@@ -51,11 +51,7 @@ def verified_component(build: Build, name: str, exported: Stage, engines: Engine
 def engine_errors(
     example: ComponentExample, component: ComponentRecord, record: EngineRecord, stage: Stage
 ) -> dict[str, float]:
-    """Relative L2 error of each output of a component's engine.
-
-    Args:
-        record, stage: what the build of the engine said, and where it left the engine.
-    """
+    """Returns the relative L2 error of each output of a component's engine, from the engine's record and stage."""
     from contextlib import closing
 
     from trtconvert.runtime.bundles import engine_component

@@ -1,4 +1,4 @@
-"""The stages that export the pipeline's other models, which a recipe's `components` section names."""
+"""The stages that export the pipeline's other models, listed in a recipe's `components` section."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def component_stages(build: Build) -> dict[str, Stage]:
-    """Export the pipeline's other models that the recipe names, first of all: what is wrong with one is known before calibration.
+    """Exports the pipeline's other models of the recipe. Runs first, so that errors show before the calibration.
 
-    Each stage leaves a model, its signature, and a call in FP32 that its engine is compared with.
+    Each stage writes a model, its signature, and a call in FP32 to compare the engine with.
     """
     recipe = build.recipe
     if not recipe.components:
@@ -38,10 +38,10 @@ def component_stages(build: Build) -> dict[str, Stage]:
 
 
 def component_stage(build: Build, name: str) -> Stage:
-    """Export one of the pipeline's models beside the denoiser."""
+    """Exports one of the pipeline's models beside the denoiser."""
     recipe = build.recipe
     asked: dict[str, Any] = {}
-    for section in ("all", name):  # what the component says itself counts
+    for section in ("all", name):  # the component's own section has precedence
         asked |= recipe.components.get(section, ComponentSection()).model_dump(exclude_none=True)
     limit = recipe.verify.max_component_error
     reads = {"weights": build.weights, "component": name, "asked": asked, "dtype": recipe.model.dtype}
@@ -61,13 +61,13 @@ def component_stage(build: Build, name: str) -> Stage:
         from trtconvert.export.trace import OF_COMPONENTS, trace_component
 
         components = build.source.model().components
-        assert components is not None  # or there were no names
+        assert components is not None  # otherwise `_component_names` raised
         source = components(name)
         dtype = asked.get("dtype") or ("float32" if source.high_precision else recipe.model.dtype)
         if dtype == "float16" and source.overflows:
             raise UserError(
                 f"{name} is not converted to float16",
-                expected="float32: its configuration says force_upcast, since its values leave the range of float16",
+                expected="float32, as its configuration sets force_upcast: its values exceed the range of float16",
                 got="float16",
                 remedy=f"set components.{name}.dtype to float32 in the recipe",
             )
@@ -100,24 +100,21 @@ def component_stage(build: Build, name: str) -> Stage:
 
 
 def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:
-    """
-    Raises:
-        UserError: the model has no other models, or not those that the recipe names.
-    """
+    """Returns the names of the components to convert; UserError if the model lacks one."""
     if model.components is None:
         raise UserError(
             f"{model.name} has no components beside the denoiser",
             expected="a recipe without the section components",
             got=", ".join(recipe.components),
-            remedy="remove it, or convert a pipeline with model.source: diffusers",
+            remedy="remove the section, or convert a pipeline with model.source: diffusers",
         )
     known, named = model.components.names, recipe.components.keys() - {"all"}
     if unknown := sorted(named - set(known)):
         raise UserError(
             f"the pipeline has no {', '.join(unknown)}",
-            expected=", ".join(known) or "no section components: it was saved with its denoiser alone",
+            expected=", ".join(known) or "no section components, as the pipeline was saved with its denoiser only",
             got=", ".join(unknown),
-            remedy="correct components in the recipe, or save the pipeline with it",
+            remedy="correct components in the recipe, or save the pipeline with this model",
         )
     used = model.components.used if "all" in recipe.components else ()
     return [name for name in known if name in named or name in used]

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 def converted_layers(
     recipe: Recipe, model: DiffusionModel, planned: Planned, computed_on: torch.device | None = None
 ) -> dict[str, ConvertedLayer]:
-    """The layers that the plan converts, with their tables.
+    """Returns the layers that the plan converts, with their tables.
 
     Args:
-        computed_on: where the tables are computed, see `layer_tables`.
+        computed_on: device that computes the tables, see `layer_tables`.
     Raises:
-        UserError: none of them quantises deltas, where the recipe asks for it.
+        UserError: the recipe requires layers that quantise deltas, but the plan has none.
     """
-
     from trtconvert.calib.layer_scales import is_modulated, layer_tables
     from trtconvert.linear.deltas import can_be_modulated
     from trtconvert.linear.sites import ConvertedLayer, with_input_groups_among
@@ -47,9 +46,9 @@ def converted_layers(
     }
     if recipe.layers.modiff not in (False, "auto") and not modulated:
         raise UserError(
-            "no layer quantises deltas, as layers.modiff asks",
+            "layers.modiff requires layers that quantise deltas, but the plan has none",
             expected="a plan with layers that are static in all timestep bins",
-            got=f"{len(layers)} INT8 layers, none of them so",
+            got=f"{len(layers)} INT8 layers, none of them static in all bins",
             remedy="set layers.modes to static, raise the budget of the plan section, or set layers.modiff to false",
         )
     return {
@@ -61,7 +60,7 @@ def converted_layers(
 
 
 def int8_in_torch(recipe: Recipe, model: DiffusionModel, planned: Planned) -> tuple[Int8Sites, Int8Layers]:
-    """INT8 sites and layers of a plan on the device of a model."""
+    """Returns INT8 sites and layers of a plan on the model's device."""
     from trtconvert.quant.forward import Int8Layers, Int8Sites
 
     scalings, smooth_k = planned.plan.scalings, recipe.attention.smooth_k

@@ -1,4 +1,4 @@
-"""The stages that build engines, each for one GPU."""
+"""The stages that build engines, one GPU architecture each."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """How engines are built.
+    """Options of engine builds.
 
     Attributes:
-        options: what is asked for.
-        backend: what builds them here.
-        cache: where stages are kept.
-        report: told how they go.
+        options: the recipe's engine section.
+        backend: the backend that builds here.
+        cache: holds the outputs of stages.
+        report: receives progress and notices.
     """
 
     options: EngineSection
@@ -43,34 +43,34 @@ def engine_stages(
     exported: Stage,
     recheck: Callable[[], None] | None = None,
 ) -> Engines:
-    """One serialized engine of a component per target of the chosen backend; none for ONNX Runtime, which builds nothing.
+    """Builds one serialized engine of a component per target of the backend; none for ONNX Runtime, which builds nothing.
 
     Args:
-        exported: a folder with the component's ONNX, and the hash of what decides it.
-        recheck: called when an engine is built, where the folder may change meanwhile. What it raises keeps the engine out of the
+        exported: stage with the component's ONNX.
+        recheck: called after an engine is built, if the folder may change meanwhile. An exception keeps the engine out of the
             cache.
     """
     options, backend, cache, report = build.options, build.backend, build.cache, build.report
-    chosen = options.model_dump(mode="json", exclude={"backend", "targets", "guidance"})  # which the ONNX has inside
+    chosen = options.model_dump(mode="json", exclude={"backend", "targets", "guidance"})  # the ONNX contains guidance
     reads = {"onnx": exported.key, "engine": chosen, "library": backend.detail}
-    if backend.name == "tensorrt":  # what is measured and built depends on the GPU and on the kernels in the plugin
+    if backend.name == "tensorrt":  # engines depend on the GPU and on the kernels in the plugin
         reads |= {"gpu": tensorrt.device_name(), "plugin": sha256(library) if (library := library_path()) else None}
     of_rtx = [target for target in options.targets if computes(target, component.outputs[0].dtype)]
     if backend.name == "tensorrt_rtx" and (left := [target for target in options.targets if target not in of_rtx]):
-        report.notice(f"no engine of {name} for {', '.join(left)}, which computes in float16 alone")
+        report.notice(f"no engine of {name} for {', '.join(left)}, which supports only float16")
     targets = {"tensorrt_rtx": of_rtx, "tensorrt": [tensorrt.device_architecture()], "onnxruntime": []}
     built = []
     for target in targets[backend.name]:
 
         def make(folder: Path, bar: Bar, target: str = str(target)) -> None:
             size, free = _size(exported, component), free_space(folder)
-            if free < size:  # the engine is written after hours, perhaps; how large it is nobody knows before
+            if free < size:  # a warning only: the size of the engine is unknown until it is built
                 report.notice(
-                    f"the ONNX of {name} takes {size / 2**20:.0f} MiB, and {cache.folder} has {free / 2**20:.0f} MiB "
-                    f"free: the engine may not fit. If so, it is lost: free some space, or {cache.instead}",
+                    f"the ONNX of {name} takes {size / 2**20:.0f} MiB, but {cache.folder} has only {free / 2**20:.0f} MiB free: "
+                    f"the engine may not fit and would be lost. Free some space, or {cache.instead}"
                 )
             if backend.name == "tensorrt_rtx":
-                # A component without nodes of ours is what it is.
+                # A component without trtconvert's nodes has no native form.
                 has_native = component.is_denoiser or component.has_int8_layers
                 onnx = exported.folder / (NATIVE if has_native else component.onnx)
                 engine = tensorrt_rtx.build_engine(name, component, onnx, options, target, bar)
@@ -88,5 +88,5 @@ def engine_stages(
 
 
 def _size(exported: Stage, component: ComponentRecord) -> int:
-    """Bytes of a component's ONNX, and of its weights where they lie beside it."""
+    """Returns the bytes of a component's ONNX, including its external weights."""
     return sum(file.stat().st_size for file in exported.folder.glob(f"{component.onnx}*"))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def errors_stage(build: Build, planned: Planned) -> Stage:
-    """Measure the error of each converted site and layer at its own output, on a GPU. Leaves decibels by timestep bin."""
+    """Measures the error of each converted site and layer at its own output, on a GPU. Writes decibels by timestep bin."""
     recipe = build.recipe
     section = recipe.verify
     asked = {"seed": section.seed, "samples": section.samples, "bins": recipe.calibration.bins}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def export_stage(build: Build, planned: Planned) -> Stage:
-    """Trace the denoiser to ONNX, and lower it to native attention beside."""
+    """Traces the denoiser to ONNX, and writes its native form without plugins."""
     recipe = build.recipe
     asked = {"dtype": recipe.model.dtype, "shapes": ranges_read(recipe), "modiff": recipe.layers.modiff}
     reads = planned.reads() | asked | unquantised_reads(recipe) | build.guidance_reads()
@@ -37,16 +37,10 @@ def export_stage(build: Build, planned: Planned) -> Stage:
         dims = covering(profiles)
         options = SiteOptions(source.timestep_max, planned.plan.scalings, recipe.attention.smooth_k)
         dtype = getattr(torch, recipe.model.dtype)
-        # A processor takes minutes to quantise the weights of a large model.
+        # The weights are quantised on the GPU: a CPU takes minutes for a large model.
         layers = converted_layers(recipe, source, planned, torch.device("cuda") if build.place.on_gpu else None)
         exported = trace(
-            source,
-            planned.tables(),
-            options,
-            layers=layers,
-            dims=dims,
-            dtype=dtype,
-            masks=planned.masks(),
+            source, planned.tables(), options, layers=layers, dims=dims, dtype=dtype, masks=planned.masks()
         )
         storage.save(exported, folder / ONNX)
         check_onnx(folder / ONNX, recipe.model.dtype)

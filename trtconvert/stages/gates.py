@@ -1,4 +1,4 @@
-"""What becomes of a build's figures: gates that are missed end the build."""
+"""The gates of a build: figures outside of their limits fail the build."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from trtconvert.stages.results import Planned
 
 
 def check_gates(recipe: Recipe, planned: Planned, verified: Stage, engines: Engines) -> tuple[QualityRecord, Engines]:
-    """The figures of a build, and its engines with theirs.
-
-    Raises:
-        GateError: a gate is missed.
-    """
+    """Returns the figures of a build, and its engines with their errors; GateError if a figure is outside of its limit."""
     quality, plan = QualityRecord.model_validate_json((verified.folder / QUALITY).read_text()), planned.plan
     convs = {layer["name"] for layer in planned.calibrated.layers_as_json() if layer["kind"] == "conv"}
     gates.check_gates(

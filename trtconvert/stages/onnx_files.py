@@ -1,4 +1,4 @@
-"""ONNX models as stages leave them: checked, without plugins too, and with what LoRAs of refittable engines need."""
+"""ONNX models of stages: checks, forms without plugins, and the unquantised weights that LoRAs of refittable engines need."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def check_onnx(path: Path, dtype: str) -> None:
-    """Let ONNX check a model, its types and shapes too; one in BF16 as FP32: operators of its opset lack BF16 where those of
-    TensorRT have it (convolutions, sines)."""
+    """Checks a model with ONNX's checker, including types and shapes. A BF16 model is checked as FP32: in its opset, operators
+    such as convolutions and sines lack BF16, which TensorRT supports."""
     import onnx
 
     from trtconvert.export.float32 import without_bfloat16
@@ -26,7 +26,7 @@ def check_onnx(path: Path, dtype: str) -> None:
 
 
 def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
-    """Write a model of a type for engines that host no plugin: attention in its own type, INT8 layers between Q/DQ."""
+    """Writes a model for engines without plugins: native attention operators, INT8 layers between Q/DQ nodes."""
     import onnx_ir as ir
 
     from trtconvert.export import storage
@@ -44,14 +44,14 @@ def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
 
 
 def unquantised_reads(recipe: Recipe) -> dict[str, Any]:
-    """What an export reads of the engine section, where it matters."""
+    """Returns the part of an export's key about refittable engines."""
     return {"unquantised": True} if recipe.engine.refittable else {}
 
 
 def keep_unquantised(
     module: nn.Module, layers: Mapping[str, ConvertedLayer], onnx_file: Path, prefix: str = ""
 ) -> None:
-    """Keep what INT8 layers are quantised from, for LoRAs and new weights of refittable engines."""
+    """Writes the unquantised weights of INT8 layers, for LoRAs and new weights of refittable engines."""
     from trtconvert.weights.unquantised import save_unquantised
 
     save_unquantised(module, [layer.layer for layer in layers.values()], onnx_file, prefix)

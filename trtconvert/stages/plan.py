@@ -1,4 +1,4 @@
-"""The stage that gives each site, layer and timestep bin its mode."""
+"""The stage that sets the mode of each site, layer and timestep bin."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 def plan_stages(build: Build, calibrated: Calibrated, searched: Stage | None) -> list[Planned]:
-    """Give each site, layer and timestep bin its mode. The stage leaves the plan, and the frontier where it was searched.
+    """Sets the mode of each site, layer and timestep bin. The stage writes the plan, and the frontier of a search.
 
     Returns:
-        One plan; where steps are left out as the budget allows, and the plan was searched, that plan and its rivals, see
-        `Frontier.rivals`.
+        One plan; if the budget decides about steps and the plan was searched, that plan and its rivals, see `Frontier.rivals`.
     """
     names = [build.recipe.plan.point]
     if searched is not None and build.recipe.plan_follows_steps:
@@ -33,10 +32,7 @@ def plan_stages(build: Build, calibrated: Calibrated, searched: Stage | None) ->
 
 
 def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, point: str | None) -> Planned:
-    """
-    Args:
-        point: name of the search's plan; None for the fastest that keeps the budget.
-    """
+    """Runs the plan stage; point: name of the search's plan, None: the fastest within the budget."""
     recipe = build.recipe
     reads: dict[str, Any] = {
         "calibration": calibrated.stage.key,
@@ -56,11 +52,7 @@ def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, po
 
 
 def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
-    """A point of the frontier, which is left in a folder with that point chosen.
-
-    Args:
-        name: as `Frontier.choose` takes it.
-    """
+    """Returns a point of the frontier, named as in `Frontier.choose`, and writes the frontier with this point chosen."""
     frontier = read_frontier(searched.folder / FRONTIER)
     point = frontier.choose(name)
     chosen = frontier.model_copy(update={"chosen": point.name})
@@ -70,7 +62,7 @@ def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
 
 
 def _stated(build: Build, calibrated: Calibrated) -> Plan:
-    """What the recipe says, or the rule that the recipe names."""
+    """Returns the plan of the recipe: its modes, or the rule that it names."""
     from trtconvert.calib.block_plan import stated_blocks
     from trtconvert.calib.fixed_plans import stated_attention
     from trtconvert.calib.layer_plan import stated_layers

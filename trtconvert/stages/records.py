@@ -1,4 +1,4 @@
-"""Sites and layers as the manifest has them."""
+"""Sites and layers in the manifest's form."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 def layer_records(
     recipe: Recipe, planned: Planned, converted: Mapping[str, ConvertedLayer], batch: int
 ) -> list[LayerRecord]:
-    """
-    Args:
-        batch: for which times were taken.
-    """
+    """Makes the records of all layers; batch: batch size of the kernel times."""
     from trtconvert.linear import convs
 
     decisions = planned.plan.layers
@@ -61,10 +58,7 @@ def _layer_record(layer: Layer, modes: list[int], modulated: bool = False) -> La
 
 
 def site_records(planned: Planned, sparse: bool) -> list[SiteRecord]:
-    """
-    Args:
-        sparse: whether the recipe asks for block masks.
-    """
+    """Makes the records of all sites; sparse: true if the recipe asks for block masks."""
     from trtconvert.attention.blocks import obstacle_to_blocks
 
     plan = planned.plan
@@ -75,7 +69,7 @@ def site_records(planned: Planned, sparse: bool) -> list[SiteRecord]:
     def dense(site: Site) -> str:
         if not sparse or site.obstacle or site.name in shares:
             return ""
-        return obstacle_to_blocks(site) or plan.dense.get(site.name, "the plan leaves it so")
+        return obstacle_to_blocks(site) or plan.dense.get(site.name, "the plan keeps it dense")
 
     return [
         SiteRecord(

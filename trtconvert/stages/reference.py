@@ -1,4 +1,4 @@
-"""The stage that draws in full precision what INT8 is compared with."""
+"""The stage that draws the full-precision samples that INT8 is compared with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def reference_stage(build: Build) -> Stage:
-    """Draw in full precision what INT8 is compared with. Leaves the images, and a denoiser call of every timestep bin."""
+    """Draws samples in full precision for comparison with INT8. Writes the images, and a denoiser call of every timestep bin."""
     recipe, place = build.recipe, build.place
     section, bins = recipe.verify, recipe.calibration.bins
     drawn = section.model_dump(mode="json", include={"samples", "steps", "sampler", "seed"})
@@ -35,7 +35,7 @@ def reference_stage(build: Build) -> Stage:
         rows = source.dims[batch][1] if isinstance(batch, str) else batch
         recorder = CallRecorder(source, bins, rows)
         images = verify.draw(source, recorder.around(graphed(source, source.denoiser)), section, bar)
-        # A whole copy in FP32 is more than what is offloaded leaves room for.
+        # Offloading leaves no room for a whole copy in FP32.
         in_float32 = place.on_gpu and place.dtype != "float32" and not place.offload
         calls = recorder.calls(lambda: denoiser_in_float32(build.source.model()) if in_float32 else None)
         calls.save(folder / VERIFY)

@@ -1,4 +1,4 @@
-"""What the calibration, the plan and the choice of steps left, read when a later stage asks for it, and once."""
+"""Outputs of the calibration, the plan and the choice of steps, for later stages; read on first use."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Calibrated:
 
     @cached_property
     def sites(self) -> list[Site]:
-        """All that were found, those that stay as they are among them."""
+        """All sites, including those that are not converted."""
         from trtconvert.attention.sites import Site
 
         return [Site(**site) for site in json.loads((self.stage.folder / SITES).read_text())]
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """All that were found, those that stay as they are among them."""
+        """All layers, including those that are not converted."""
         from trtconvert.linear.sites import layer_from_json
 
         return [layer_from_json(layer) for layer in self.layers_as_json()]
@@ -58,11 +58,12 @@ class Calibrated:
         return [layer for layer in self.layers if not layer.obstacle]
 
     def layers_as_json(self) -> list[dict[str, Any]]:
-        """`layers`, without torch."""
+        """Returns `layers` as JSON values, without torch."""
         return json.loads((self.stage.folder / LAYERS).read_text())
 
     def input_ranges(self, guidance: GuidanceRecord | None) -> dict[str, list[float]]:
-        """Largest magnitudes of the denoiser's inputs, by timestep bin; the calibration saw both halves of guidance together."""
+        """Returns the largest magnitudes of the denoiser's inputs by timestep bin. Inputs of the two halves of guidance share a
+        range, as the calibration observed both together."""
         ranges = {name: x.tolist() for name, x in self.calibration.inputs.items()}
         twins = guidance.negative if guidance is not None else {}
         return ranges | {twin: ranges[name] for name, twin in twins.items() if name in ranges}
@@ -70,7 +71,7 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Planned:
-    """A finished plan stage, and the calibrate stage that it is for."""
+    """A finished plan stage, and the calibrate stage that it belongs to."""
 
     stage: Stage
     calibrated: Calibrated
@@ -80,26 +81,26 @@ class Planned:
         return Plan.of_record(json.loads((self.stage.folder / PLAN).read_text()))
 
     def reads(self) -> dict[str, str]:
-        """What the key of a later stage reads."""
+        """Returns the part of a later stage's key about the plan."""
         return {"calibration": self.calibrated.stage.key, "plan": self.stage.key}
 
     def tables(self) -> dict[str, AttentionTables]:
-        """Tables of the sites in INT8."""
+        """Returns the tables of the sites in INT8."""
         return self.calibrated.calibration.with_modes(self.plan.site_modes)
 
     def masks(self) -> dict[str, Tensor]:
-        """Block masks [T, H, Bq, Bk] of the sites that have one in the plan."""
+        """Returns block masks [T, H, Bq, Bk] of the sites that have one in the plan."""
         shares = self.plan.shares
         return self.calibrated.calibration.masks(shares) if shares else {}
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Which denoising steps are computed, and the plan that was chosen together with them.
+    """The choice of the computed denoising steps, and of the plan.
 
     Attributes:
-        plans: that there were to choose from.
-        stage: that chose; None where the recipe computes all steps.
+        plans: the candidates.
+        stage: the stage that chose; None if the recipe computes all steps.
     """
 
     plans: Sequence[Planned]
@@ -114,17 +115,17 @@ class Steps:
 
     @cached_property
     def record(self) -> ReuseRecord | None:
-        """None where all steps are computed."""
+        """Record of the choice; None if all steps are computed."""
         if self.stage is None or not (self.stage.folder / REUSE_RECORD).is_file():
             return None
         return ReuseRecord.model_validate_json((self.stage.folder / REUSE_RECORD).read_text())
 
     def reads(self) -> dict[str, str]:
-        """What the key of a later stage reads."""
+        """Returns the part of a later stage's key about the steps."""
         return {} if self.stage is None else {"steps": self.stage.key}
 
     def reuse(self, component: ComponentRecord) -> Reuse | None:
-        """What the denoiser leaves steps out by."""
+        """Returns the source of the denoiser's schedules; None if all steps are computed."""
         from trtconvert.runtime.reuse import load_reuse
 
         if self.stage is None or self.record is None:

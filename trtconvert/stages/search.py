@@ -1,4 +1,4 @@
-"""The stage that tries plans, and samples with each."""
+"""The stage that searches plans and samples with each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ if TYPE_CHECKING:
 
 
 def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
-    """Try plans and sample with each. Leaves the frontier; which of them is built is the plan stage's choice.
-
-    What is measured outlives a build that is killed, and serves other budgets.
-
-    Returns:
-        None where the recipe states the plan.
-    """
+    """Searches plans and samples with each; None if the recipe states the plan. Writes the frontier; the plan stage chooses the
+    plan to build. Measurements survive an interrupted build, and serve searches with other budgets."""
     recipe = build.recipe
     if recipe.attention.modes != "auto":
         return None
@@ -35,7 +30,7 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
         "shapes": ranges_read(recipe),
     } | (build.guidance_reads() | build.kernel_reads())
     if recipe.layers.modiff == "auto":
-        shared["dtype"] = recipe.model.dtype  # that of caches
+        shared["dtype"] = recipe.model.dtype  # the type of caches
     of_plan = search_reads(recipe.plan)
     reads = shared | {"plan": of_plan}
 

@@ -1,4 +1,4 @@
-"""The sizes and types that engines take."""
+"""Sizes and types of engines."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ if TYPE_CHECKING:
 
 
 def ranges_read(recipe: Recipe) -> list[dict[str, Any]]:
-    """The shapes that a recipe asks for, as a stage's key reads them."""
+    """Returns the recipe's shapes as part of a stage's key."""
     return [{name: wanted.model_dump() for name, wanted in ranges.items()} for ranges in recipe.engine.ranges()]
 
 
 def profiles_of(recipe: Recipe, model: DiffusionModel) -> list[Dims]:
-    """The model's ranges, narrowed by the recipe's: one mapping per optimisation profile."""
+    """Returns the model's ranges, narrowed by the recipe's: one mapping per optimisation profile."""
     return [narrowed(wanted, model.dims, model.name, model.steps) for wanted in recipe.engine.ranges()]
 
 
 def narrowed(
-    ranges: Mapping[str, Range],
-    available: Mapping[str, tuple[int, int, int]],
-    name: str,
-    steps: Mapping[str, int],
+    ranges: Mapping[str, Range], available: Mapping[str, tuple[int, int, int]], name: str, steps: Mapping[str, int]
 ) -> Dims:
-    """The dimensions of a model of some name, with the ranges of an engine section instead of its own.
+    """Returns a model's dimensions, with the ranges of an engine section instead of the model's.
 
     Args:
-        steps: in which dimensions may vary, where that is not 1.
+        name: of the model, for messages; steps: step sizes of dimensions other than 1.
     Raises:
-        UserError: a range is none of the model's, exceeds the model's own, or lies between its steps.
+        UserError: a dimension is unknown, or its range exceeds the model's, or misses the model's steps.
     """
     dims = dict(available)
     for dim, wanted in ranges.items():
@@ -48,14 +45,14 @@ def narrowed(
         low, _, high = dims[dim]
         if wanted.min < low or wanted.max > high:
             raise UserError(
-                f"the recipe's engine section asks for more of '{dim}' than {name} supports",
+                f"the range of '{dim}' in the recipe's engine section exceeds the range of {name}",
                 expected=f"{low} to {high}",
                 got=f"{wanted.min} to {wanted.max}",
                 remedy="narrow engine.shapes or engine.profiles",
             )
         if any((size - low) % steps.get(dim, 1) for size in (wanted.min, wanted.opt, wanted.max)):
             raise UserError(
-                f"the recipe's engine section asks for sizes of '{dim}' that {name} does not take",
+                f"{name} does not support the sizes of '{dim}' in the recipe's engine section",
                 expected=f"{low} to {high} in steps of {steps[dim]}",
                 got=f"{wanted.min}, {wanted.opt}, {wanted.max}",
                 remedy="correct engine.shapes or engine.profiles",
@@ -65,7 +62,7 @@ def narrowed(
 
 
 def opt_rows(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> int:
-    """Rows of a call at the opt sizes: samples, twice where guidance is inside."""
+    """Returns the rows of a call at the opt sizes: samples, doubled if the denoiser applies guidance."""
     from trtconvert.runtime.signature import shape_of
 
     opt = {name: size for name, (_, size, _) in dims.items()}
@@ -73,9 +70,5 @@ def opt_rows(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) ->
 
 
 def engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) -> str:
-    """The type of an input of the exported denoiser.
-
-    Args:
-        name, dtype: of the input of the model.
-    """
+    """Returns the type of an input of the exported denoiser, from the name and type of the model's input."""
     return recipe.model.dtype if dtype == "float32" and name not in model.always_float32 else dtype

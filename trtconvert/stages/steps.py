@@ -1,4 +1,4 @@
-"""The stage that chooses which denoising steps are computed, and the plan together with them."""
+"""The stage that chooses the computed denoising steps, and with them the plan."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
-    """Choose which denoising steps are computed, and of several plans the fastest one together with its steps.
+    """Chooses the computed denoising steps, and among several plans the fastest one with its steps.
 
-    Leaves the number of that plan, what was measured of trajectories, and the record of the choice; the number alone where no
-    step can be left out.
+    Writes the number of that plan, the measured trajectories, and the record of the choice; only the number if no step can be
+    skipped.
 
     Args:
-        plans: fastest first. Times of plans are those of attention and layers.
+        plans: fastest first, by their times of attention and layers.
     """
     recipe = build.recipe
     section = recipe.steps
@@ -38,7 +38,7 @@ def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
         "plans": [planned.stage.key for planned in plans],
         "steps": section.model_dump(mode="json"),
     }
-    if section.computed == "auto":  # a stated share is kept whatever the budget
+    if section.computed == "auto":  # a stated share does not depend on the budget
         reads["budget"] = search_reads(recipe.plan)
 
     def make(folder: Path, bar: Bar) -> None:
@@ -55,7 +55,7 @@ def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
         share, budget = None if isinstance(section.computed, str) else section.computed, load_budget(recipe.plan)
         best, number, chosen, tried = 0.0, 0, list["Found"](), list[TriedPlan]()
         for index, planned in enumerate(plans):
-            # More steps than these would make the plan slower than the best so far.
+            # With more steps the plan would be slower than the best so far.
             most = math.ceil(steps * planned.plan.speed / best) - 1 if best else None
             if most is not None and most < 1:
                 continue
@@ -90,7 +90,7 @@ def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
     steps = Steps(plans, build.stage("steps", reads, make))
     if steps.record is None:
         build.report.notice(
-            "all denoising steps are computed: with any of them left out the samples miss the budget of the section plan; "
-            "a lower plan.min_psnr, or a number as steps.computed, leaves some out"
+            "all denoising steps are computed: samples with skipped steps miss the budget of the section plan; lower "
+            "plan.min_psnr, or set steps.computed to a number, to skip steps"
         )
     return steps

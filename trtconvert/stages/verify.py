@@ -1,4 +1,4 @@
-"""The stage that measures what the gates need."""
+"""The stage that measures the figures for the gates."""
 
 from __future__ import annotations
 
@@ -47,12 +47,9 @@ def verify_stage(
     errors: Stage | None,
     engines: Engines,
 ) -> Stage:
-    """Measure what the gates need: with the engine where this machine's GPU runs one, else with the exported model on a CPU, or
-    with the kernels in torch on a GPU. Leaves the figures and the sample grid; thresholds are not read.
-
-    Args:
-        errors: of sites and layers, see `errors_stage`, where they were measured on a GPU.
-    """
+    """Measures the figures for the gates: with the engine if this machine's GPU runs one, otherwise with the kernels in torch on
+    a GPU, or, without errors of `errors_stage`, with the exported model on a CPU. Writes the figures and the sample grid; does
+    not read the thresholds."""
     if errors is None:
         return _verify_export(build, planned, steps, exported, reference)
     runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
@@ -110,7 +107,7 @@ def verify_stage(
 
 
 def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage, reference: Stage) -> Stage:
-    """Measure with the exported model on ONNX Runtime."""
+    """Measures with the exported model on ONNX Runtime."""
     recipe = build.recipe
     section = recipe.verify
     reads = {
@@ -189,10 +186,10 @@ def _export_error(
     limit: float,
     layers: Int8Layers,
 ) -> float:
-    """Relative L2 error of an exported model against the torch reference of the same arithmetic.
+    """Returns the relative L2 error of an exported model against the torch reference of the same arithmetic.
 
-    Both compute in the model's type where ONNX Runtime has it. Two ways of rounding to FP16 may fall on different sides of the
-    edges of INT8: an error above the limit is measured again in FP32.
+    Both compute in the model's type if ONNX Runtime supports it. Two roundings to FP16 may fall on different sides of an INT8
+    step: an error above the limit is measured again in FP32.
 
     Args:
         denoiser: the exported model on ONNX Runtime.
@@ -212,7 +209,7 @@ def _export_error(
         return verify.in_steps(in_torch.float(), wide_calls) if wide else verify.in_steps(in_torch, calls)
 
     wide_calls = [{name: x.float() if x.dtype == dtype else x for name, x in call.items()} for call in calls]
-    # ONNX Runtime has no BF16: it computes in FP32, with weights and inputs of BF16.
+    # ONNX Runtime lacks BF16: it computes in FP32, with weights and inputs of BF16.
     error = relative_error(verify.in_steps(denoiser, calls), reference(wide=dtype == torch.bfloat16))
     if dtype == torch.float16 and error > limit:
         with in_float32(onnx) as path:
@@ -224,16 +221,12 @@ def _export_error(
 
 
 _THRESHOLDS = {"min_psnr", "max_lpips", "max_prediction_error"}
-"""Fields that decide nothing that is measured."""
+"""Fields that do not affect measurements."""
 
 
 def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor, **measured: Any) -> None:
-    """Write the figures of a build, and its samples beside those in full precision.
-
-    Args:
-        reference: see `reference_stage`; int8: [N, C, H, W] samples in [0, 1] of the same seeds.
-        measured: further fields of `QualityRecord`.
-    """
+    """Writes the figures of a build, and its samples [N, C, H, W] in [0, 1] beside full precision's; measured: further fields of
+    `QualityRecord`."""
     from safetensors.torch import load_file
 
     from trtconvert.evaluate import verify
@@ -257,7 +250,7 @@ def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor,
 
 
 def _lpips(weights: Path | None, int8: Tensor, full: Tensor) -> dict[str, float]:
-    """`lpips` and `lpips_worst` of samples [N, C, H, W] in [0, 1]; empty without weights."""
+    """Returns `lpips` and `lpips_worst` of samples [N, C, H, W] in [0, 1]; empty without weights."""
     if weights is None:
         return {}
     from trtconvert.evaluate import metrics

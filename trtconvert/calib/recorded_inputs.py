@@ -1,7 +1,7 @@
 """Recorded denoiser inputs: one array per input, samples first, read a batch at a time. Inputs that belong to no sample, such as
-the positions of tokens, are there once, as they are.
+the positions of tokens, are stored once, without a dimension of samples.
 
-.safetensors and .pt are memory-mapped, and so is .npz unless it is compressed. No pickled code is executed.
+.safetensors, .pt and uncompressed .npz are memory-mapped. No pickled code is executed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,16 @@ _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-"""What can be compared and converted. Complex numbers would lose a half without a word."""
+"""Types that can be compared and converted. A conversion of complex numbers would silently drop a half."""
 
 
 class RowReader(Protocol):
-    """An array on disk.
-
-    Attributes:
-        shape: samples first; () of a number that belongs to no sample, which is row 0.
-    """
+    """An array on disk; shape: samples first, () for a number that belongs to no sample, which counts as row 0."""
 
     shape: tuple[int, ...]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Samples [start, stop)."""
+        """Returns samples [start, stop)."""
         ...
 
 
@@ -70,7 +66,7 @@ class _Safetensor:
 
 
 class _ZippedNpy:
-    """Rows of one compressed array of an .npz file: what lies before them is decompressed and dropped."""
+    """Rows of one compressed array of an .npz file; earlier rows are decompressed and dropped."""
 
     def __init__(self, path: Path, member: str) -> None:
         self._path, self._member = path, member
@@ -90,14 +86,14 @@ class _ZippedNpy:
 
 
 def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it is stored by columns, and type; leaves the file at the first element."""
+    """Returns the shape, whether the array is stored by columns, and the type; leaves the file at the first element."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
-        raise ValueError("it holds Python objects, which are not read")
-    if torch.from_numpy(np.empty(0, dtype)).dtype not in _DTYPES:  # which raises for types that torch has not
-        raise ValueError(f"an array of {dtype}, which are no real numbers that can be read")
+        raise ValueError("it holds Python objects, which are not supported")
+    if torch.from_numpy(np.empty(0, dtype)).dtype not in _DTYPES:  # raises for types that torch lacks
+        raise ValueError(f"an array of {dtype}, which is no supported type of real numbers")
     if any(size < 0 for size in shape):
         raise ValueError(f"an array of the shape {list(shape)}")
     return shape, fortran, dtype
@@ -114,20 +110,20 @@ def _npz_member(path: Path, info: zipfile.ZipInfo) -> RowReader:
     with zipfile.ZipFile(path) as archive, archive.open(info) as file:
         shape, fortran, dtype = _npy_header(file)
         header = file.tell()
-    with path.open("rb") as raw:  # the local header says where the member's bytes begin (PKWARE APPNOTE 4.3.7)
+    with path.open("rb") as raw:  # the local header gives the offset of the member's bytes (PKWARE APPNOTE 4.3.7)
         raw.seek(info.header_offset + 26)
         name_length, extra_length = np.frombuffer(raw.read(4), "<u2")
     offset = info.header_offset + 30 + int(name_length) + int(extra_length) + header
     if 0 in shape:
         return _Tensor(torch.from_numpy(np.empty(shape, dtype)))
-    # "c": copy on write, since torch wants to be able to write.
+    # "c": copy on write, as torch requires writable memory.
     mapped = np.memmap(path, dtype, "c", offset, shape, order="F" if fortran else "C")
     return _Tensor(torch.from_numpy(mapped))
 
 
 def _safetensors(path: Path) -> dict[str, Callable[[], RowReader]]:
     header = safetensors_header(path)
-    with safe_open(path, framework="pt"):  # which checks where the tensors lie
+    with safe_open(path, framework="pt"):  # checks the tensors' offsets
         pass
     return {name: partial(_Safetensor, path, name) for name in header if name != "__metadata__"}
 
@@ -135,20 +131,20 @@ def _safetensors(path: Path) -> dict[str, Callable[[], RowReader]]:
 def _pt(path: Path) -> dict[str, Callable[[], RowReader]]:
     loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(loaded, Mapping) or not all(isinstance(x, Tensor) for x in loaded.values()):
-        raise ValueError(f"it holds a {type(loaded).__name__}, a dictionary of tensors is needed")
+        raise ValueError(f"it holds a {type(loaded).__name__} instead of a dictionary of tensors")
     if odd := [name for name in loaded if not isinstance(name, str)]:
-        raise ValueError(f"it holds a tensor under {odd[0]!r}, where names are needed")
+        raise ValueError(f"it holds a tensor under {odd[0]!r}, which is no name")
     return {name: partial(_stored, x) for name, x in loaded.items()}
 
 
 def _stored(tensor: Tensor) -> RowReader:
-    """Rows of a tensor of a .pt file, which keeps tensors of every kind."""
+    """Opens a tensor of a .pt file, which may hold tensors of every kind."""
     kinds = {
-        "on the meta device, without numbers": tensor.is_meta,
+        "on the meta device, without data": tensor.is_meta,
         "quantised": tensor.is_quantized,
         "nested": tensor.is_nested,
         f"in the layout {tensor.layout}": tensor.layout != torch.strided,
-        f"of {tensor.dtype}, which are no real numbers that can be read": tensor.dtype not in _DTYPES,
+        f"of {tensor.dtype}, which is no supported type of real numbers": tensor.dtype not in _DTYPES,
     }
     if found := [kind for kind, is_so in kinds.items() if is_so]:
         raise ValueError(f"a tensor that is {found[0]}; save .dequantize(), .to_dense() or .float() of it")
@@ -156,18 +152,15 @@ def _stored(tensor: Tensor) -> RowReader:
 
 
 _OPEN = {".npz": _npz, ".safetensors": _safetensors, ".pt": _pt}
-"""By suffix: what finds the arrays of a file, each opened when it is asked for."""
+"""By suffix: functions that list the arrays of a file, each with a function that opens it."""
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """
-    Raises:
-        UserError: the block cannot read the file.
-    """
+    """Converts any error of the block to a UserError."""
     try:
         yield
-    # Damaged files raise whatever zlib, the unpickler and others stumble over.
+    # Damaged files raise errors of zlib, the unpickler and others.
     except Exception as error:
         raise UserError(
             f"cannot read the calibration data {path}",
@@ -178,12 +171,12 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def is_shared(model: DiffusionModel, spec: InputSpec) -> bool:
-    """Whether an input serves all samples of a call: it has not the dimension of samples, with which the first input begins."""
+    """True if an input serves all samples of a call: its first dimension is not the dimension of samples."""
     return spec.name != model.timestep_input and spec.shape[:1] != model.inputs[0].shape[:1]
 
 
 def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
-    """The model's inputs in a file, their names, shapes and counts checked. Other arrays in it (`prev_x`, …) are left alone.
+    """Opens the model's inputs in a file, and checks names, shapes and counts. Other arrays (`prev_x`, …) are ignored.
 
     Raises:
         UserError: the file cannot be read, or does not fit the model.
@@ -210,13 +203,8 @@ def open_inputs(model: DiffusionModel, path: Path) -> dict[str, RowReader]:
 def _refuse_shape(
     model: DiffusionModel, path: Path, spec: InputSpec, shape: tuple[int, ...], sizes: dict[str, int]
 ) -> None:
-    """
-    Args:
-        sizes: of the symbolic dimensions that other inputs have; takes up those of this one. Where the first dimension is the
-            samples', a file has as many as it likes.
-    Raises:
-        UserError: the model does not take such an array.
-    """
+    """Raises a UserError if the model does not take the shape. `sizes` receives the sizes of symbolic dimensions, which inputs
+    share; the number of samples is free."""
     fits = len(shape) == len(spec.shape)
     first = 0 if is_shared(model, spec) else 1
     for wanted, size in zip(spec.shape[first:], shape[first:], strict=False):
@@ -232,24 +220,24 @@ def _refuse_shape(
             f"'{spec.name}' in {path} has the wrong shape",
             expected=", ".join(["[" + ", ".join(map(str, spec.shape)) + "]", *expected]),
             got=str(list(shape)),
-            remedy="record the inputs of this model, with the same sizes in all of them",
+            remedy="record the inputs of this model, with equal sizes in all arrays",
         )
 
 
 def whole(x: Tensor) -> Tensor:
-    """Which elements are whole numbers."""
+    """True for elements that are whole numbers."""
     return x == x.round() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
 
 
 def read_inputs(
     model: DiffusionModel, path: Path, inputs: Mapping[str, RowReader], samples: range
 ) -> tuple[dict[str, Tensor], list[UserError]]:
-    """A batch of the model's inputs, in their types.
+    """Reads a batch of the model's inputs, in the model's types.
 
     Returns:
-        The inputs without damaged samples, and what is wrong with those.
+        The inputs without damaged samples, and the errors of the damaged ones.
     Raises:
-        UserError: an input of all samples is damaged, or the file is.
+        UserError: an input that all samples share is damaged, or the file is.
     """
     shared = {spec.name for spec in model.inputs if is_shared(model, spec)}
     with _readable(path):
@@ -264,7 +252,7 @@ def read_inputs(
     errors = []
     for spec in model.inputs:
         name = spec.name
-        # Fractions and NaN are gone from what became integers; what is too large for FP32 is Inf only there.
+        # Integers are checked before the conversion, which hides fractions and NaN; FP32 after it, as large numbers become Inf.
         x = read[name] if spec.dtype == "int64" else batch[name]
         usable = whole(x) & x.isfinite() if spec.dtype == "int64" else x.isfinite()
         if name in shared:
@@ -292,7 +280,7 @@ def _refuse_damaged(path: Path, name: str, x: Tensor, usable: Tensor) -> None:
     if not usable.all():
         raise UserError(
             f"'{name}' in {path} is damaged",
-            expected="finite numbers, whole ones where the denoiser takes integers",
-            got=f"{int((~usable).sum())} of {x.numel()} are not",
+            expected="finite numbers, and whole numbers for integer inputs",
+            got=f"{int((~usable).sum())} of {x.numel()} are damaged",
             remedy="record the inputs again",
         )
