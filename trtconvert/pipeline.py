@@ -131,7 +131,8 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
 
         return with_forecast(recipe, place, report, model, parts)
 
-    asked = Build(recipe, weights, place, cache, report, skip_bad, timed)
+    native = backend.name == "tensorrt_rtx" or not place.on_gpu
+    asked = Build(recipe, weights, place, cache, report, skip_bad, native, timed)
     with whole_folder(output, "give another folder with -o", keep_users_files) as folder, report.live():
         made = _run_stages(asked, backend, output)
         with report.stage("bundle"):

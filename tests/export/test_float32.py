@@ -55,6 +55,24 @@ def test_nothing_of_it_is_of_16_bits(file, dtype):
     assert not path.exists() and of_type in types_of(onnx.load(file))
 
 
+def test_integers_beside_a_small_model_in_float32_are_copied(model, dtype, tmp_path, monkeypatch):
+    def computed(file):
+        session = InferenceSession(file)
+        return session.run(None, {x.name: model.example()[x.name].numpy() for x in session.get_inputs()})[0]
+
+    inside, beside = tmp_path / "inside.onnx", tmp_path / "beside.onnx"
+    storage.save(model.graph(dtype), inside)
+    with monkeypatch.context() as limited:
+        limited.setattr(storage, "INLINE_LIMIT", 1)
+        limited.setattr(storage, "SMALL", 0)
+        storage.save(model.graph(dtype), beside)
+    with in_float32(inside) as path:
+        expected = computed(path)
+    with in_float32(beside) as path:
+        storage.weights_file(beside).unlink()
+        assert (computed(path) == expected).all()
+
+
 def test_it_computes_with_weights_of_16_bits(file, model, dtype):
     inputs = model.example()
     with in_float32(file) as path:

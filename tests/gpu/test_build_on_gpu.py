@@ -11,6 +11,7 @@ from support import REPOSITORY
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.cli import main
+from trtconvert.stages.common import NATIVE
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("tensorrt_bindings", reason="needs TensorRT")
@@ -46,6 +47,7 @@ def test_the_engine_draws_the_samples_that_are_verified(built):
     assert manifest.quality.error is None
     assert manifest.quality.psnr > 33
     assert "float16" in manifest.quality.computed
+    assert not list((built / "cache").glob(f"*/{NATIVE}"))
 
 
 def test_the_engine_is_held_to_full_precision_in_every_bin(built):

@@ -163,7 +163,8 @@ def calibrate(
     with_elements = section.statistic != "batch-max"
     if data.count is not None:
         of_coverage = len(batches_of(_covered(section).samples, section.batch)) if ranks.rank == 0 else 0
-        bar.total(data.count * (2 if with_elements else 1) + of_coverage)
+        of_scales = 1 if layers and ranks.rank == 0 else 0
+        bar.total(data.count * (2 if with_elements else 1) + of_coverage + of_scales)
 
     observer = RangeObserver([site.name for site in sites], model.timestep_max, section.bins)
     layer_observer = LayerObserver(
@@ -199,7 +200,7 @@ def calibrate(
         tables = scales(shards, section.percentile, section.bins, statistic=section.statistic, histograms=histograms)
         seen, inputs = _coverage(with_progress(model, bar), section, tables, bar)
         provenance = _provenance(model, section, weights, shards)
-        of_inputs = _layer_scales(model, layers, of_layers, section, shards)
+        of_inputs = _layer_scales(model, layers, of_layers, section, shards, bar)
         blocks = {
             site.name: SiteBlocks.of(shards.blocks(site.name), shares, block_counts(site), section.bins)
             for site in sparse
@@ -296,6 +297,7 @@ def _layer_scales(
     section: LayersSection,
     calibration: CalibrationSection,
     shards: Shards,
+    bar: Steps,
 ) -> dict[str, LayerScales]:
     """Returns the scales of the layers' inputs, by input group. Tied weights are not equalised, as each use has other factors."""
     tensors, modulated = model_tensors(model.denoiser), modulated_groups(layers, section)
@@ -303,8 +305,9 @@ def _layer_scales(
     users: dict[TensorRef, set[str]] = {}
     for layer in layers:
         users.setdefault(layer.weight, set()).add(layer.input_group)
-    return {
-        input_group: choose_scales(
+    scales, groups = dict[str, LayerScales](), by_input_group(layers)
+    for input_group, of_group in groups.items():
+        scales[input_group] = choose_scales(
             of_group,
             shards.layer(input_group).to(device),
             tensors,
@@ -315,8 +318,10 @@ def _layer_scales(
             equalise=section.equalise and all(len(users[layer.weight]) == 1 for layer in of_group),
             deltas=_deltas(shards, input_group).to(device) if input_group in modulated else None,
         )
-        for input_group, of_group in by_input_group(layers).items()
-    }
+        bar.within(len(scales) / len(groups))
+    if groups:
+        bar.step()
+    return scales
 
 
 def _deltas(shards: Shards, input_group: str) -> LayerRows:

@@ -29,19 +29,23 @@ _PAGE = 4096
 def save(model: ir.Model, path: Path) -> None:
     """Writes a model. Weights over `INLINE_LIMIT` go to the file `weights_file(path)`.
 
-    External weights of a model from the same folder stay in their file.
+    External weights of a model from the same folder stay in their file. Those from other folders are copied.
     """
-    weights = _weights(model)
-    if _bytes(_in_memory(weights)) > INLINE_LIMIT:
-        try:
+    weights, folder = _weights(model), path.parent.resolve()
+    elsewhere = [(value, tensor) for value, tensor in weights if _lies_outside(tensor, folder)]
+    beside = _bytes(_in_memory(weights)) + _bytes(elsewhere) > INLINE_LIMIT
+    try:
+        if beside:
             for value, tensor in weights:
                 value.const_value = _row_by_row(tensor)
             ir.save(model, path, external_data=weights_file(path).name, size_threshold_bytes=SMALL)
-        finally:
-            for value, tensor in weights:
-                value.const_value = tensor
-    else:
-        ir.save(model, path)
+        else:
+            for value, tensor in elsewhere:
+                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+            ir.save(model, path)
+    finally:
+        for value, tensor in weights:
+            value.const_value = tensor
 
 
 def load(path: Path) -> ir.Model:
@@ -129,6 +133,10 @@ def _weights(model: ir.Model) -> _Weights:
 
 def _in_memory(weights: _Weights) -> _Weights:
     return [(value, tensor) for value, tensor in weights if not isinstance(tensor, ir.ExternalTensor)]
+
+
+def _lies_outside(tensor: ir.TensorProtocol, folder: Path) -> bool:
+    return isinstance(tensor, ir.ExternalTensor) and Path(tensor.path).resolve().parent != folder
 
 
 def _bytes(weights: _Weights) -> int:

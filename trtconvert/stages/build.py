@@ -64,6 +64,7 @@ class Build:
         cache: holds the outputs of stages.
         report: receives progress and notices.
         skip_bad: leave bad calibration samples out.
+        native: also write each exported model for engines without plugins. TensorRT-RTX and the verification on a CPU read it.
         timed: wraps the model for the calibration of these parts; its first drawing gives the forecast of the build's time.
     """
 
@@ -73,6 +74,7 @@ class Build:
     cache: Cache
     report: Reporter
     skip_bad: bool = False
+    native: bool = True
     timed: Callable[[DiffusionModel, Parts], DiffusionModel] = lambda model, _: model
 
     @cached_property

@@ -47,7 +47,7 @@ def component_stage(build: Build, name: str) -> Stage:
     reads = {"weights": build.weights, "component": name, "asked": asked, "dtype": recipe.model.dtype}
     in_int8 = asked.get("layers") == "int8"
     if in_int8:
-        reads |= unquantised_reads(recipe) | {"limit": limit}
+        reads |= unquantised_reads(recipe) | {"limit": limit, "native": build.native}
         reads["layers"] = recipe.layers.model_dump(
             mode="json", include={"kinds", "min_rows", "few_rows", "equalise", "offsets", "scales"}
         )
@@ -76,10 +76,10 @@ def component_stage(build: Build, name: str) -> Stage:
         exported = trace_component(source, getattr(torch, dtype), found.converted if found else None)
         storage.save(exported, onnx_file)
         check_onnx(onnx_file, dtype)
-        if found:
+        if found and build.native:
             save_native(onnx_file, folder / NATIVE, dtype)
-            if recipe.engine.refittable:
-                keep_unquantised(source.module, found.converted, onnx_file, OF_COMPONENTS)
+        if found and recipe.engine.refittable:
+            keep_unquantised(source.module, found.converted, onnx_file, OF_COMPONENTS)
         component = ComponentRecord(
             onnx=onnx_file.name,
             inputs=[

@@ -23,6 +23,7 @@ def export_stage(build: Build, planned: Planned) -> Stage:
     """Traces the denoiser to ONNX, and writes its native form without plugins."""
     recipe = build.recipe
     asked = {"dtype": recipe.model.dtype, "shapes": ranges_read(recipe), "modiff": recipe.layers.modiff}
+    asked["native"] = build.native
     reads = planned.reads() | asked | unquantised_reads(recipe) | build.guidance_reads()
 
     def make(folder: Path, bar: Bar) -> None:
@@ -44,7 +45,8 @@ def export_stage(build: Build, planned: Planned) -> Stage:
         )
         storage.save(exported, folder / ONNX)
         check_onnx(folder / ONNX, recipe.model.dtype)
-        save_native(folder / ONNX, folder / NATIVE, recipe.model.dtype)
+        if build.native:
+            save_native(folder / ONNX, folder / NATIVE, recipe.model.dtype)
         if recipe.engine.refittable and layers:
             keep_unquantised(source.denoiser, layers, folder / ONNX)
         component = ComponentRecord(
