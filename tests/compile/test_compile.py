@@ -382,7 +382,10 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
         pytest.param(
             "engine.shapes=" + "[" * 3000, ["not valid YAML", "too deep within each other", "[[[…"], id="deep"
         ),
-        ("engine.shapes={batch: [1, 2, 5]}", ["more of 'batch' than denoiser supports", "expected: 1 to 4"]),
+        (
+            "engine.shapes={batch: [1, 2, 5]}",
+            ["the range of 'batch'", "exceeds the range of denoiser", "expected: 1 to 4"],
+        ),
         ("engine.shapes={frames: 2}", ["the dimension 'frames', which denoiser does not have", "expected: batch"]),
     ],
 )

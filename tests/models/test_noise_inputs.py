@@ -139,7 +139,7 @@ def test_a_consistency_model_has_one_sampler():
         ),
         (lambda: Parametrisation(DDPM, "epsilon", sigma_data=0.5), "with a range of σ"),
         (lambda: Parametrisation(RANGE, "raw", "c_noise", sigma_data=0.0), "a positive number"),
-        (lambda: SigmaRange(2.0, 1.0), "no such range"),
+        (lambda: SigmaRange(2.0, 1.0), "range of σ is not valid"),
         (lambda: NoiseInput(0.0, 80.0, logarithmic=True), "above 0"),
         (lambda: NoiseInput(1.0, math.inf), "finite"),
         (lambda: sample(knows, initial_noise([0], SHAPE), WAYS["sigma"], prediction="epsilon"), "given twice"),
@@ -260,7 +260,7 @@ def test_names_contradict_what_is_not_said(folder, tmp_path):
     [
         ({"noise_input": "sigmas"}, "did you mean 'sigma'"),
         ({"noise_input": "sigma", "schedule": "flow"}, "fraction is the input from 0 to 1"),
-        ({"noise_input": "sigma", "sigma_min": 90}, "no such range"),
+        ({"noise_input": "sigma", "sigma_min": 90}, "range of σ is not valid"),
         ({"noise_input": "sigma", "timesteps": 100}, "none, with the schedule edm"),
         ({"noise_input": "timestep", "prediction": "sample", "sigma_max": 10}, "none, with the schedule scaled_linear"),
         ({"noise_input": "sigma", "sampling": "multistep"}, "one of ode, consistency"),
