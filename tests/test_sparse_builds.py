@@ -123,7 +123,7 @@ def test_dense_is_another_calibration_plan_and_model(tmp_path):
 def test_a_gate_that_is_missed_names_the_masks(tmp_path):
     recipe = sparse_recipe(tmp_path, 0.5, verify={"min_psnr": 10, "min_site_sqnr": 60})
     outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
-    assert outcome.exit_code == 1 and "a smaller attention.sparse" in outcome.output
+    assert outcome.exit_code == 1 and "make attention.sparse (auto: plan.sparse_candidates) smaller" in outcome.output
 
 
 @pytest.mark.soak

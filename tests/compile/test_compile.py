@@ -155,7 +155,7 @@ def test_without_a_gpu_the_command_says_what_is_missing(bundle):
         run("compile", bundle),
         "TensorRT cannot be used here",
         "no NVIDIA GPU",
-        "run `trtconvert compile BUNDLE` on the machine that it is for",
+        "run `trtconvert compile BUNDLE` on a machine with a GPU",
     )
 
 

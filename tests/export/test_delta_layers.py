@@ -184,6 +184,6 @@ def test_layers_of_several_shapes_keep_caches_by_sample(how):
 
 def test_sizes_that_vary_are_refused():
     model = replace(delta_model().model, dims={"batch": (1, 2, 4), "height": (4, 4, 8), "width": (4, 4, 4)})
-    with pytest.raises(UserError, match=r"(?s)one size of everything but the batch.*height 4\.\.8.*height: 4"):
+    with pytest.raises(UserError, match=r"(?s)fixed sizes of all dimensions but the batch.*height 4\.\.8.*height: 4"):
         require_fixed_sizes(model, model.dims)
     assert require_fixed_sizes(model, {"batch": (1, 2, 4), "height": (4, 4, 4)}) is None

@@ -64,7 +64,7 @@ def test_a_gate_on_predictions_can_be_missed_and_costs_no_new_stage(built):
         built, engine={"backend": "tensorrt"}, plan={"samples": 4, "steps": 10, "sensitivity": "probes"}, verify=strict
     )
     assert outcome.exit_code == 1
-    assert "error of the prediction" in outcome.output and "16-bit type makes" in outcome.output
+    assert "error of the prediction" in outcome.output and "16-bit type alone gives" in outcome.output
     assert (built / "bundle.missed/samples.png").is_file()
 
 

@@ -222,7 +222,7 @@ def test_an_engine_with_tokens_in_two_tensors_computes_the_same(trt, monkeypatch
     for apart in (True, False):
         model = tiny_models.traced_joint("slices", text_first, torch.float16)
         if not apart:
-            monkeypatch.setattr("trtconvert.export.lowering.packing.take_in_parts", lambda *_: False)
+            monkeypatch.setattr("trtconvert.export.lowering.packing.fuse_in_parts", lambda *_: False)
         lower_to_plugin(model)
         (node,) = attention_nodes(model).values()
         assert node.attributes.get_int("parts", 1) == len(node.outputs) == (2 if apart else 1)

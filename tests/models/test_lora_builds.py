@@ -61,7 +61,7 @@ def test_builds_follow_the_files_and_scales(tmp_path, monkeypatch):
     loaded = runtime.load(tmp_path / "bundle")
     monkeypatch.chdir(tmp_path / "cache")
     assert full_precision(loaded, None) is None
-    with pytest.raises(UserError, match=r"(?s)LoRA of the model.*no b\.safetensors.*run this where it is"):
+    with pytest.raises(UserError, match=r"(?s)LoRA of the model.*no b\.safetensors.*in the folder of the LoRA"):
         full_precision(loaded, tmp_path / "a.safetensors")
     monkeypatch.chdir(tmp_path)
     source = full_precision(loaded, None)

@@ -197,9 +197,9 @@ def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> Diffus
     if missing:
         raise UserError(
             "a LoRA of the model that the bundle was made from is not here",
-            expected="the files of the recipe's LoRAs, relative to the current folder: bundles do not hold them",
+            expected="the files of the recipe's LoRAs in the current folder: bundles hold their names only",
             got=f"no {missing[0]}",
-            remedy="run the command in the folder of the recipe, or leave --weights out",
+            remedy="run the command in the folder of the LoRA, or leave --weights out",
         )
     section = section.model_copy(update={"weights": weights})
     got, code = identity(section, loras), bundle.manifest.code
