@@ -13,6 +13,7 @@ from trtconvert.bars import NoBar
 from trtconvert.bundle import QualityRecord
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.errors import GateError
+from trtconvert.evaluate import verify
 from trtconvert.evaluate.gates import check_gates, error_limit
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import draw, output_sqnr, psnr
@@ -200,6 +201,14 @@ def test_the_error_of_a_layer_is_that_of_the_layer_alone(digits, layers):
     _, alone = sqnr(digits, layers=Int8Layers({name: layers.tables[name]}, layers.timestep_max))
     assert alone[name] == together[name]
     assert all(30 < db < 50 for row in together.values() for db in row)
+
+
+def test_large_outputs_are_summed_in_parts(digits, layers, monkeypatch):
+    _, whole = sqnr(digits, layers=layers)
+    monkeypatch.setattr(verify, "_MOST_NUMBERS", 16 * 1000)  # a batch of 16 samples, whose outputs have more numbers
+    _, in_parts = sqnr(digits, layers=layers)
+    for name, row in whole.items():
+        assert in_parts[name] == pytest.approx(row, abs=1e-6)
 
 
 def test_a_layer_with_bad_scales_stands_out_where_they_are_used(digits, layers):

@@ -30,6 +30,9 @@ from trtconvert.runtime.trajectory import begin
 BATCH = 16
 """Samples drawn at once. Samples do not depend on it."""
 
+_MOST_NUMBERS = 2**25
+"""Numbers that are summed at once, in FP64."""
+
 
 def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar: Steps) -> Tensor:
     """Draws the samples of the recipe's verify section, [samples, C, H, W] in [0, 1]. Each batch is a step of the bar."""
@@ -102,10 +105,13 @@ class _Noise:
         Args:
             index: [B] bins; got, exact: [B, …].
         """
-        index = index.to(exact.device)
-        for sums, x in ((self._noise, got.double() - exact.double()), (self._signal, exact.double())):
+        index, width = index.to(exact.device), max(1, _MOST_NUMBERS // len(exact))
+        for sums in (self._noise, self._signal):
             sums[name] = sums[name].to(exact.device)  # copies only once
-            sums[name].index_add_(0, index, x.square().flatten(1).sum(1))
+        for part, of_exact in zip(got.flatten(1).split(width, 1), exact.flatten(1).split(width, 1), strict=True):
+            wide = of_exact.double()
+            self._signal[name].index_add_(0, index, wide.square().sum(1))
+            self._noise[name].index_add_(0, index, (part.double() - wide).square_().sum(1))
 
     def decibels(self) -> Sqnr:
         return {
