@@ -2,13 +2,14 @@
 
     python bench/build.py
     python bench/build.py --models sd15 sdxl … [--work FOLDER] [--backend tensorrt|onnxruntime] [--json FILE]
-                          [--engine FIELD=VALUE …] [--alone]
+                          [--engine FIELD=VALUE …] [--alone] [--exact]
 
 With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
 the seconds of every stage, the most memory of the host and of the GPU, and what was found. `--engine attention=plugin
 layers=plugin` has one engine of the denoiser built, where `auto` builds and times several. `--alone` leaves text encoders out,
-and converts the denoiser alone. Gates are set so wide that random weights pass them: their figures are printed, not asserted. A
-pipeline that lies in the folder is taken, and so are the stages in its cache: a build that did not end goes on.
+and converts the denoiser alone. `--exact` also builds the denoiser without INT8 and without plugins, for `bench/whole.py`. Gates
+are set so wide that random weights pass them: their figures are printed, not asserted. A pipeline that lies in the folder is
+taken, and so are the stages in its cache: a build that did not end goes on.
 
 Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
 Markdown table with the date and the machine; nothing is asserted.
@@ -69,6 +70,17 @@ RECIPE: dict[str, Any] = {
 }
 """What every model is built with."""
 
+EXACT: dict[str, Any] = {
+    "attention": {"modes": "fp16"},
+    "layers": {"modes": "off"},
+    "components": {},
+    "calibration": {"samples": 1, "batch": 1, "steps": 10, "bins": 10},
+    "verify": {"samples": 1, "steps": 10, "min_psnr": 0, "min_site_sqnr": -20, "max_prediction_error": None},
+}
+"""Sections of a model that TensorRT computes in its own type by itself. No sample matters."""
+
+EXACT_ENGINE = {"attention": "native", "layers": "native", "channels_last": False}
+
 OF_MODEL: dict[str, dict[str, Any]] = {
     "flux": {"calibration": {"samples": 8, "batch": 1, "steps": 10, "bins": 10}, "plan": {"samples": 2, "steps": 10}},
     "wan": {
@@ -100,8 +112,8 @@ def watched_gpu() -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def build_model(name: str, work: Path, engine: dict[str, str], alone: bool) -> dict[str, Any]:
-    """Build one pipeline: its stages' seconds, memory, and what the manifest says."""
+def build_model(name: str, work: Path, engine: dict[str, Any], alone: bool, exact: bool = False) -> dict[str, Any]:
+    """Builds one pipeline; returns the seconds of its stages, its memory, and figures of the manifest."""
     from published import PUBLISHED
 
     folder = work / ("alone" if alone else "pipelines") / name
@@ -115,9 +127,13 @@ def build_model(name: str, work: Path, engine: dict[str, str], alone: bool) -> d
     recipe["engine"] = engine
     if alone:
         recipe["components"] = {}
-    file = work / f"{name}.yaml"
+    title = f"{name}-exact" if exact else name
+    if exact:
+        recipe |= EXACT
+        recipe["engine"] = engine | EXACT_ENGINE
+    file = work / f"{title}.yaml"
     file.write_text(json.dumps(recipe))  # JSON is YAML
-    command = [sys.executable, "-m", "trtconvert.cli", "--debug", "build", str(file), "-o", str(work / "out" / name)]
+    command = [sys.executable, "-m", "trtconvert.cli", "--debug", "build", str(file), "-o", str(work / "out" / title)]
     started = time.perf_counter()
     # A pipe that nobody empties would stop the program at its end.
     with watched_gpu() as seen, tempfile.TemporaryFile("w+") as output:
@@ -134,7 +150,7 @@ def build_model(name: str, work: Path, engine: dict[str, str], alone: bool) -> d
         _, status, usage = os.wait4(process.pid, 0)
         output.seek(0)
         result = json.loads(output.read()) if status == 0 else {}
-    row: dict[str, Any] = {"model": name, "status": status, "seconds": round(time.perf_counter() - started, 1)}
+    row: dict[str, Any] = {"model": title, "status": status, "seconds": round(time.perf_counter() - started, 1)}
     row |= {"host_gib": round(usage.ru_maxrss / 2**20, 1), "gpu_gib": round(seen["gpu_gib"], 1)}
     if status == 0:
         quality = result["manifest"]["quality"]
@@ -179,6 +195,7 @@ def main() -> None:
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--engine", nargs="+", default=[], metavar="FIELD=VALUE", help="of the recipe's engine section")
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.models:
@@ -188,10 +205,11 @@ def main() -> None:
     rows = []
     for name in given.models:
         engine = {"backend": given.backend} | dict(field.split("=", 1) for field in given.engine)
-        rows.append(build_model(name, given.work, engine, given.alone))
-        print(json.dumps(rows[-1]), flush=True)
-        if given.json:
-            given.json.write_text(json.dumps({"date": str(datetime.date.today()), "models": rows}, indent=1))
+        for exact in [False, True] if given.exact else [False]:
+            rows.append(build_model(name, given.work, engine, given.alone, exact))
+            print(json.dumps(rows[-1]), flush=True)
+            if given.json:
+                given.json.write_text(json.dumps({"date": str(datetime.date.today()), "models": rows}, indent=1))
     print_models(rows)
 
 

@@ -1,14 +1,16 @@
-"""Figures of a bundle of a whole model on this GPU: the step and the image, beside diffusers plain, compiled and with FP8.
+"""Measures a bundle of a whole model on this GPU, step and image, beside TensorRT in 16 bits and diffusers.
 
-    python bench/whole.py BUNDLE WEIGHTS [--peers plain compiled fp8] [--calls 15] [--steps 28] [--json FILE]
+    python bench/whole.py BUNDLE WEIGHTS [--exact BUNDLE] [--peers plain compiled fp8] [--calls 15] [--steps 28] [--json FILE]
 
-The bundle is one that `trtconvert build` left of the pipeline in the folder WEIGHTS; its TensorRT engine computes. Peers are the
-diffusers model of those weights, in the recipe's type: `plain`, `compiled` (torch.compile of the model's repeated blocks, or of
-the model where diffusers names none) and `fp8` (compiled, and torchao's FP8: weights and activations by row).
+`trtconvert build` made the bundle from the pipeline in the folder WEIGHTS; its TensorRT engine computes. `--exact` names a bundle
+of the same model without INT8 and without plugins (`bench/build.py --exact` makes one): TensorRT's own engine in the model's
+type. Peers are the diffusers model of the weights, in the recipe's type: `plain`, `compiled` (torch.compile of the model's
+repeated blocks, or of the model if diffusers names none) and `fp8` (compiled, with torchao's FP8 by row in weights and
+activations).
 
-A step is one call of the denoiser with the inputs of a recorded call, on fresh noise. Calls of the peer and of the engine take
-turns; the medians are printed. An image is the recipe's sampler with the whole pipeline, encoders and VAE too, of one sample: the
-first one, then the median of three.
+A step is one call of the denoiser with the inputs of a recorded call and fresh noise. Calls of the peer and of the engine
+alternate; the medians are printed. An image is one sample of the recipe's sampler with the whole pipeline, including encoders and
+VAE: the first image, then the median of three further images.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("weights", type=Path)
+    parser.add_argument("--exact", type=Path, metavar="BUNDLE")
     parser.add_argument(
         "--peers", nargs="*", default=["plain", "compiled", "fp8"], choices=["plain", "compiled", "fp8"]
     )
@@ -129,6 +132,20 @@ def main() -> None:
     with torch.no_grad():
         first, further = image_times(on_gpu, engine, given.steps)
         tell("trtconvert", first_image_s=first, image_s=further)
+
+        def compare(name: str, peer: Callable[..., Tensor]) -> None:
+            """Tells the peer's step beside the engine's, and the peer's images."""
+            times = step_times({"trtconvert": engine, name: peer}, recorded, noised, given.calls)
+            ours, theirs = (statistics.median(times[of]) for of in ("trtconvert", name))
+            first, further = image_times(on_gpu, peer, given.steps)
+            tell(
+                name, step_ms=theirs, trtconvert_step_ms=ours, ratio=theirs / ours, first_image_s=first, image_s=further
+            )
+
+        if given.exact is not None:
+            exact = runtime.load(given.exact, backend="tensorrt")
+            compare("tensorrt", AnyBatch(exact["denoiser"]))
+            exact.close()
         module: Any = network(on_gpu.denoiser)
         for peer in given.peers:
             if peer == "fp8":
@@ -140,12 +157,7 @@ def main() -> None:
             on_gpu.denoiser(**recorded[0])
             torch.cuda.synchronize()
             tell(peer, first_call_s=time.perf_counter() - began)
-            times = step_times({"trtconvert": engine, peer: on_gpu.denoiser}, recorded, noised, given.calls)
-            ours, theirs = (statistics.median(times[name]) for name in ("trtconvert", peer))
-            first, further = image_times(on_gpu, on_gpu.denoiser, given.steps)
-            tell(
-                peer, step_ms=theirs, trtconvert_step_ms=ours, ratio=theirs / ours, first_image_s=first, image_s=further
-            )
+            compare(peer, on_gpu.denoiser)
 
 
 if __name__ == "__main__":
