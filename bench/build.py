@@ -155,7 +155,8 @@ def build_model(name: str, work: Path, engine: dict[str, Any], alone: bool, exac
     if status == 0:
         quality = result["manifest"]["quality"]
         engines = [e for c in result["manifest"]["components"].values() for e in c["engines"]]
-        row |= {"stages": result["seconds"], "reused": result["reused"], "psnr": quality["psnr"]}
+        row |= {"stages": result["seconds"], "bytes": result["bytes"], "gpu_bytes": result["gpu_bytes"]}
+        row |= {"reused": result["reused"], "psnr": quality["psnr"]}
         row |= {"type_error": quality["type_error"], "prediction_error": [e["prediction_error"] for e in engines][:1]}
     return row
 

@@ -75,8 +75,34 @@ def test_a_build_tells_its_stages_and_leaves_its_result(built):
     assert result["manifest"] == json.loads((folder / "bundle" / bundles.MANIFEST).read_text())
     for kind in ("started", "finished"):
         assert [event.stage for event in events if event.event == kind] == list(result["seconds"])
+    export = {path.name: path for path in (folder / "cache").iterdir() if path.name.startswith("export-")}
+    (files,) = export.values()
+    assert result["bytes"]["export"] == sum(file.stat().st_size for file in files.iterdir()) > 0
+    assert [event.bytes for event in events if event.event == "finished"] == list(result["bytes"].values())
     counted = [event for event in events if event.event == "progress"]
     assert counted and all(event.remaining_s is not None for event in counted if event.done)
+
+
+def test_the_gpu_memory_of_each_stage_is_told(monkeypatch):
+    class Cuda:
+        """The part of torch.cuda that is asked."""
+
+        peak = 50
+
+        def reset_peak_memory_stats(self):
+            self.peak = 0
+
+        def max_memory_allocated(self):
+            return self.peak
+
+    cuda, told = Cuda(), []
+    monkeypatch.setattr(progress, "_cuda_in_use", lambda: cuda)
+    report = Reporter(Console(quiet=True), events=told.append)
+    for name, peak in {"search": 7, "export": 3}.items():
+        with report.stage(name):
+            cuda.peak += peak
+    assert report.gpu_bytes == {"search": 7, "export": 3}
+    assert [event.gpu_bytes for event in told if event.event == "finished"] == [7, 3]
 
 
 def test_what_the_cache_had_is_told(built):

@@ -281,7 +281,8 @@ def build(
 
 def _times(report: Reporter) -> dict[str, Any]:
     seconds = {name: round(seconds, 3) for name, seconds in report.seconds.items()}
-    return {"seconds": seconds, "reused": sorted(report.reused)}
+    sizes = {"bytes": report.bytes, "gpu_bytes": report.gpu_bytes}
+    return {"seconds": seconds, "reused": sorted(report.reused), **sizes}
 
 
 def _recipe(path: Path, report: Reporter) -> Recipe:

@@ -67,6 +67,10 @@ class StageFinished(BaseModel):
     stage: str
     elapsed_s: float
     reused: bool = Field(description="True if the cache had the stage's result.")
+    bytes: int = Field(0, description="Size of the stage's files in the cache.")
+    gpu_bytes: int | None = Field(
+        None, description="Largest GPU memory that PyTorch allocated in the stage; null if PyTorch used no GPU."
+    )
 
 
 class Notice(BaseModel):
@@ -173,7 +177,7 @@ def write_result(stream: TextIO, values: Mapping[str, Any]) -> None:
 
 
 class Reporter:
-    """Shows a bar per stage and keeps the stages' times.
+    """Shows a bar per stage and keeps the stages' times and sizes.
 
     Args:
         console: the console of bars and lines.
@@ -184,6 +188,8 @@ class Reporter:
     Attributes:
         seconds: time of each stage, in order.
         reused: stages whose result came from the cache.
+        bytes: size of each stage's files.
+        gpu_bytes: largest GPU memory that PyTorch allocated in each stage; only stages since PyTorch uses a GPU.
     """
 
     def __init__(
@@ -196,6 +202,8 @@ class Reporter:
         self._stopped, self._events = stopped, events
         self.seconds: dict[str, float] = {}
         self.reused: set[str] = set()
+        self.bytes: dict[str, int] = {}
+        self.gpu_bytes: dict[str, int] = {}
         self._lines = False
         self._bars = Progress(
             SpinnerColumn(),
@@ -226,6 +234,8 @@ class Reporter:
             KeyboardInterrupt: the user asked to stop.
         """
         started = time.perf_counter()
+        if (cuda := _cuda_in_use()) is not None:
+            cuda.reset_peak_memory_stats()
         task = self._bars.add_task(name, total=None, detail="", left=None)
         bar = Bar(self._bars, task, self._events)
         self._stop_if_asked()
@@ -236,8 +246,19 @@ class Reporter:
         self.seconds[name] = time.perf_counter() - started
         if bar.reused:
             self.reused.add(name)
+        self.bytes[name] = bar.bytes
+        if (cuda := _cuda_in_use()) is not None:
+            self.gpu_bytes[name] = cuda.max_memory_allocated()
         self._bars.update(task, total=1, completed=1, detail="from the cache" if bar.reused else "")
-        self._tell(StageFinished(stage=name, elapsed_s=round(self.seconds[name], 3), reused=bar.reused))
+        self._tell(
+            StageFinished(
+                stage=name,
+                elapsed_s=round(self.seconds[name], 3),
+                reused=bar.reused,
+                bytes=bar.bytes,
+                gpu_bytes=self.gpu_bytes.get(name),
+            )
+        )
 
     def notice(self, text: str) -> None:
         """Print a message above the bars."""
@@ -251,6 +272,12 @@ class Reporter:
     def _stop_if_asked(self) -> None:
         if self._stopped():
             raise KeyboardInterrupt
+
+
+def _cuda_in_use() -> Any | None:
+    """Return torch.cuda if this process uses a GPU through PyTorch. Does not import torch."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 @contextmanager
@@ -292,6 +319,7 @@ class Bar:
 
     Attributes:
         reused: True if the stage's result came from the cache.
+        bytes: size of the stage's files.
     """
 
     def __init__(self, bars: Progress, task: TaskID, events: Callable[[BaseModel], None] | None = None) -> None:
@@ -300,6 +328,7 @@ class Bar:
         self._total: float | None = None
         self._expected = self._done = self._within = self._skipped = self._moved = 0.0
         self.reused = False
+        self.bytes = 0
         bars.update(task, left=self.left)
 
     def total(self, steps: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -50,8 +51,21 @@ def print_build(outcome: Outcome, report: Reporter) -> None:
     for stage, seconds in report.seconds.items():
         _row(table, f"time, {stage}", "from the cache" if stage in report.reused else f"{seconds:.1f} s")
     _row(table, "time, all", f"{sum(report.seconds.values()):.1f} s")
+    _row(table, "memory", _memory(report))
+    written = sum(size for stage, size in report.bytes.items() if stage not in report.reused)
+    bundle = sum(file.size for file in outcome.manifest.files.values())
+    _row(table, "disk", f"the bundle {_size(bundle)}; new in the cache {_size(written)}")
     report.console.print(table)
     say(report.console, f"look at {outcome.folder / 'samples.png'}: the same seeds in full precision and in INT8")
+
+
+def _memory(report: Reporter) -> str:
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    text = f"{_size(host)} of the host at most"
+    if report.gpu_bytes:
+        stage = max(report.gpu_bytes, key=report.gpu_bytes.__getitem__)
+        text += f"; {_size(report.gpu_bytes[stage])} of the GPU at most by PyTorch, in the stage {stage}"
+    return text
 
 
 def _by_bin(errors: Sequence[float | None]) -> str:

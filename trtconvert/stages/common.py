@@ -44,6 +44,7 @@ def run_stage(
         modules = {make.__module__, *code}
         stage = cache.stage(name.replace(" ", "-"), modules, reads, lambda folder: make(folder, bar))
         bar.reused = stage.reused
+        bar.bytes = sum(file.stat().st_size for file in stage.folder.iterdir())
     return stage
 
 
