@@ -582,6 +582,35 @@ def kandinsky6() -> Any:
     return pipeline(diffusers.Kandinsky6TI2VAPipeline, **kandinsky_parts(diffusers.Kandinsky6Transformer3DModel))
 
 
+def qwen3_vl() -> Any:
+    text = {
+        "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0},
+    }
+    images = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": WIDTH, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=images)
+    return randomised(transformers.Qwen3VLModel(config))
+
+
+@convertible("a prompt", SIZE | {"tokens": None, "call": {"max_sequence_length": 8}})
+def krea2() -> Any:
+    """Reads two layers of its text encoder. The index of the pipeline has their numbers as a list."""
+    transformer = model(
+        diffusers.Krea2Transformer2DModel, **HEADS, in_channels=16, num_layers=1, num_key_value_heads=1,
+        intermediate_size=64, timestep_embed_dim=32, text_hidden_dim=WIDTH, num_text_layers=2,
+        text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=64, num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1, axes_dims_rope=(8, 12, 12),
+    )
+    return pipeline(
+        diffusers.Krea2Pipeline, transformer=transformer, vae=qwen_vae(), text_encoder=qwen3_vl(),
+        tokenizer=clip_tokenizer(), text_encoder_select_layers=(1, 2),
+    )
+
+
 @convertible("a prompt and an image, through a ControlNet", SIZE, images=("control_image",))
 def z_image_control_net() -> Any:
     """The ControlNet computes additions to layers from the image and the prompt."""
