@@ -46,14 +46,12 @@ class Convertible:
         of: subject of a sample, for people.
         options: of `diffusers_model`.
         images: arguments of the pipeline's call that are images.
-        exclude: patterns of attention whose results the pipeline's calls do not use.
     """
 
     make: Callable[[], Any]
     of: str
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
 
 
 CONVERTIBLE: dict[str, Convertible] = {}
@@ -63,12 +61,12 @@ Make = Callable[[], Any]
 
 
 def convertible(
-    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
+    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = ()
 ) -> Callable[[Make], Make]:
     """Adds a function that makes a pipeline to the table, see `Convertible`."""
 
     def added(make: Make) -> Make:
-        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images, exclude)
+        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images)
         return CONVERTIBLE[make.__name__].make
 
     return added
@@ -555,6 +553,16 @@ def anyflow() -> Any:
     return with_parts_of_wan(diffusers.AnyFlowPipeline, transformer, diffusers.FlowMapEulerDiscreteScheduler())
 
 
+@seeded
+def anyflow_far() -> Any:
+    """Draws one chunk of frames after another."""
+    transformer = model(
+        diffusers.AnyFlowFARTransformer3DModel, **HEADS, text_dim=WIDTH, freq_dim=32, ffn_dim=32, num_layers=2,
+        rope_max_seq_len=32, chunk_partition=(1, 2), full_chunk_limit=1,
+    )
+    return with_parts_of_wan(diffusers.AnyFlowFARPipeline, transformer, diffusers.FlowMapEulerDiscreteScheduler())
+
+
 @convertible("a prompt, a video", WAN)
 def motif_video() -> Any:
     transformer = model(
@@ -575,10 +583,26 @@ def nucleus_moe() -> Any:
     return pipeline(diffusers.NucleusMoEImagePipeline, transformer=transformer, vae=qwen_vae())
 
 
-@convertible(
-    "a prompt, a video without sound", SIZE | {"frames": 5, "call": {"sample_audio": False}}, exclude=("*audio*",)
-)
+@convertible("a prompt, a video and its sound", SIZE | {"frames": 5})
 def kandinsky6() -> Any:
+    from diffusers.models.autoencoders.autoencoder_mmaudio import MMAudioVAE
+    from diffusers.models.autoencoders.mmaudio_vocoder import MMAudioVocoder
+
+    sound = model(
+        MMAudioVAE, mel_bins=8, latent_channels=20, hidden_channels=8, channel_multipliers=(1, 2), layers_per_block=1,
+        sample_rate=800, n_fft=64, hop_length=16,
+    )
+    vocoder = model(
+        MMAudioVocoder, num_mels=8, upsample_initial_channel=16, upsample_rates=(4, 4), upsample_kernel_sizes=(8, 8),
+        resblock_kernel_sizes=(3,), resblock_dilation_sizes=((1, 3, 5),),
+    )
+    parts = kandinsky_parts(diffusers.Kandinsky6Transformer3DModel)
+    return pipeline(diffusers.Kandinsky6TI2VAPipeline, **parts, audio_vae=sound, vocoder=vocoder)
+
+
+@convertible("a prompt, a video without sound", SIZE | {"frames": 5, "call": {"sample_audio": False}})
+def kandinsky6_without_sound() -> Any:
+    """Computes attention of the sound's text, whose result it does not use."""
     return pipeline(diffusers.Kandinsky6TI2VAPipeline, **kandinsky_parts(diffusers.Kandinsky6Transformer3DModel))
 
 
@@ -696,8 +720,18 @@ REFUSED = {
     "flux2_klein_kv": Refused(
         flux2_klein_kv,
         "with an image, its first step returns keys and values for the others; without one it converts",
-        ("returns 'kv_cache' beside its prediction", "got: Flux2KVCache", "that makes the model return kv_cache"),
+        (
+            "returns 'kv_cache' beside its prediction",
+            "got: 'kv_cache', a Flux2KVCache",
+            "remove image from model.images",
+        ),
         SIZE,
         images=("image",),
+    ),
+    "anyflow_far": Refused(
+        anyflow_far,
+        "its model returns a cache of keys and values for the next chunk's calls; without the cache its call fails",
+        ("returns 'kv_cache' beside its prediction", "got: 'kv_cache', a dict", "keep the pipeline's own transformer"),
+        WAN,
     ),
 }

@@ -19,8 +19,8 @@ from trtconvert.models.identity import identity
 from trtconvert.models.loading import load_pipeline
 from trtconvert.pipeline import copied_images
 from trtconvert.recipe import load_recipe
-from trtconvert.runtime.pipeline import make_pipeline
 from trtconvert.runtime.libraries import library_class
+from trtconvert.runtime.pipeline import make_pipeline
 from trtconvert.weights.weight_files import stored_weights
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")

@@ -47,7 +47,7 @@ def save(folder: Path, name: str, **sections: Any) -> Path:
             "options": {"tokens": 8, "prompts": ["a cat", "a dog"]} | tiny.options,
             "images": {image: str(picture(folder / f"{image}.png", 0)) for image in tiny.images},
         },
-        "attention": {"modes": ["precision", "balanced"], "exclude": list(tiny.exclude)},
+        "attention": {"modes": ["precision", "balanced"]},
         **SMALL_BUILD,
     } | sections
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

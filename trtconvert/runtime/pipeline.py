@@ -120,10 +120,10 @@ def component_entries(kind: Any, index: Mapping[str, Any]) -> dict[str, tuple[st
         UserError: the entry of a component is no pair of texts, and not [null, null].
     """
     entries: dict[str, tuple[str, str] | None] = {}
-    for name in component_names(kind):
-        if name not in index:
+    components = component_names(kind)
+    for name, entry in index.items():
+        if name not in components:
             continue
-        entry = index[name]
         if isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry):
             entries[name] = (entry[0], entry[1])
         elif entry == [None, None]:
