@@ -558,7 +558,7 @@ def anyflow_far() -> Any:
     """Draws one chunk of frames after another."""
     transformer = model(
         diffusers.AnyFlowFARTransformer3DModel, **HEADS, text_dim=WIDTH, freq_dim=32, ffn_dim=32, num_layers=2,
-        rope_max_seq_len=32, chunk_partition=(1, 2), full_chunk_limit=1,
+        rope_max_seq_len=32, chunk_partition=(1, 2), full_chunk_limit=2,
     )
     return with_parts_of_wan(diffusers.AnyFlowFARPipeline, transformer, diffusers.FlowMapEulerDiscreteScheduler())
 
@@ -606,9 +606,9 @@ def kandinsky6_without_sound() -> Any:
     return pipeline(diffusers.Kandinsky6TI2VAPipeline, **kandinsky_parts(diffusers.Kandinsky6Transformer3DModel))
 
 
-def qwen3_vl() -> Any:
+def qwen3_vl(layers: int = 2) -> Any:
     text = {
-        "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2,
+        "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": layers,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
         "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0},
     }
@@ -618,6 +618,34 @@ def qwen3_vl() -> Any:
     }
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=images)
     return randomised(transformers.Qwen3VLModel(config))
+
+
+IDEOGRAM_4 = SIZE | TWO_PROMPTS | {
+    # The default schedule of the guidance has 48 steps.
+    "call": {"max_sequence_length": 8, "guidance_scale": 4.0, "guidance_schedule": None},
+}
+
+
+@convertible("a prompt", IDEOGRAM_4)
+def ideogram4() -> Any:
+    """Has a second network for the guidance, which computes the image's tokens alone."""
+    networks = {
+        name: model(
+            diffusers.Ideogram4Transformer2DModel, **HEADS, in_channels=16, num_layers=1, intermediate_size=64,
+            adaln_dim=32, llm_features_dim=13 * WIDTH, mrope_section=(6, 5, 5),
+        )
+        for name in ("transformer", "unconditional_transformer")
+    }
+    tokenizer = clip_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
+    return pipeline(
+        diffusers.Ideogram4Pipeline, **networks, vae=flux2_vae(), text_encoder=qwen3_vl(layers=36), tokenizer=tokenizer,
+    )
+
+
+@convertible("a prompt, with the second network", IDEOGRAM_4 | {"denoiser": "unconditional_transformer"})
+def ideogram4_unconditional() -> Any:
+    return ideogram4()
 
 
 @convertible("a prompt", SIZE | {"tokens": None, "call": {"max_sequence_length": 8}})
