@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ with a remedy.
 - PSNR of sound compares amplitudes at full scale.
 - In mixtures of experts that route tokens by their values (HiDream), each expert computes all tokens: twice the work for 2 of 4.
 - The engine of a model with a ControlNet takes the ControlNet's outputs; the ControlNet stays in the pipeline.
+- A bundle holds one denoiser. Ideogram 4 has two networks: build one bundle for `transformer`, and another for
+  `denoiser: unconditional_transformer`. The default `guidance_schedule` has an entry for each of 48 steps, so that other numbers
+  of steps need `call: {guidance_scale: NUMBER, guidance_schedule: null}`.
+- If the prediction does not depend on the result of some attention or layer, as on the sound's text in Kandinsky 6 without sound,
+  a build leaves this attention or layer out of INT8, and tells the reason.
 - HunyuanVideo 1.5 needs `batch: 1`: the VAE of diffusers decodes one video at a time.
 
 ## Sizes
@@ -74,10 +80,10 @@ _AFTER = """\
 | Cosmos3OmniPipeline | its samples are a list in a packed sequence with the prompt, without a timestep for each sample |
 | QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, shapes depend on a mask's values |
 
-The last two were tried without saving, with stand-ins for their tokenizers. Ideogram4Pipeline, whose second network would be
-`denoiser: unconditional_transformer`, and GlmImagePipeline with its own tokens are not tested, because diffusers needs large
-models of transformers for their prompts. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6 is
-tested without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a stand-in.
+The last two were tried without saving, with stand-ins for their tokenizers. GlmImagePipeline with its own tokens is not tested,
+because diffusers needs large models of transformers for its prompts. GLM-Image's transformer converts without an image, with
+given tokens. Kandinsky 6 is tested without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a
+stand-in.
 """
 
 
@@ -97,8 +103,8 @@ def _row(pipe: Any, of: str, options: Any) -> str:
     # The sizes are those of tiny models; other options are needed by the pipeline.
     others = {name: value for name, value in options.items() if name not in ("height", "width", "frames")}
     call = others.pop("call", {})
-    told = [f"`{name}: {value}`" for name, value in others.items()]
-    told += [f"`call: {{{name}: {str(value).lower()}}}`" for name, value in call.items() if name not in _OF_TESTS]
+    told = [f"`{name}: {json.dumps(value)}`" for name, value in others.items()]
+    told += [f"`call: {{{name}: {json.dumps(value)}}}`" for name, value in call.items() if name not in _OF_TESTS]
     return f"| {type(pipe).__name__} | {type(denoiser).__name__} | {of} | {', '.join(told)} |"
 
 

@@ -270,6 +270,24 @@ def test_prompts_of_any_length_are_masked_where_mochi_leaves_out_what_pads_them(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("name", ["hidream", "krea2", "ideogram4"])
+def test_without_int8_a_bundle_predicts_as_the_model_does(tmp_path, name):
+    """Only roundings of FP32 remain. A token that is sent to other experts makes a larger error."""
+    recipe = save(tmp_path, name, attention={"modes": "fp16"}, verify=SMALL_BUILD["verify"] | {"max_error": 1e-4})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    sampler = models.load(load_recipe(recipe).model).sample
+    pipe = load_pipeline(tmp_path / "pipeline")
+    caller = PipelineCaller(pipe, "transformer", 8, ("a fox",), sampler.caller.arguments)
+    original = pipe.transformer
+    with runtime.load(tmp_path / "bundle") as bundle, torch.no_grad():
+        pipe.transformer = bundle.as_diffusers()
+        errors = errors_beside(pipe.transformer, original)
+        assert caller([101, 102], 4, sampler.sizes).isfinite().all()
+    assert len(errors) >= 4 and max(errors) <= 1e-4
+
+
+@pytest.mark.soak
 def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
     outcome = run("build", save(tmp_path, "dit", components={"all": {}}), "-o", tmp_path / "bundle")
     assert outcome.exit_code == 0, outcome.output
