@@ -56,7 +56,7 @@ with a remedy.
   `denoiser: unconditional_transformer`. The default `guidance_schedule` has an entry for each of 48 steps, so that other numbers
   of steps need `call: {guidance_scale: NUMBER, guidance_schedule: null}`.
 - If the prediction does not depend on the result of some attention or layer, as on the sound's text in Kandinsky 6 without sound,
-  a build leaves this attention or layer out of INT8, and tells the reason.
+  a build leaves this attention or layer out of INT8. Its record in the manifest has the reason.
 - HunyuanVideo 1.5 needs `batch: 1`: the VAE of diffusers decodes one video at a time.
 
 ## Sizes
