@@ -28,6 +28,7 @@ LAYERS: tuple[set[str], ...] = (
         "bars",
         "bundle",
         "cache",
+        "data_flow",
         "documents",
         "early",
         "entry_point",

@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.attention.sites import Handler, attention_hooks, filled_up, find_sites, select_sites
+from trtconvert.data_flow import DataFlow
 from trtconvert.errors import UserError
 from trtconvert.interception import InterceptedDenoiser
+from trtconvert.linear.sites import LayerFinder, layer_hooks
 
 
 class Attention(nn.Module):
@@ -55,6 +57,40 @@ def test_sites_are_named_by_module_and_call():
     sites = find_sites(Model(Attention(), Attention(calls=2)), INPUTS, "timestep")
     assert [site.name for site in sites] == ["blocks.0", "blocks.1", "blocks.1#2"]
     assert [(s.heads, s.head_dim, s.query_tokens, s.scale) for s in sites] == [(2, 32, 6, 32**-0.5)] * 3
+
+
+class Branches(nn.Module):
+    """Computes attention whose results are used after operators in place, by a view, by their shape alone, and not at all."""
+
+    def __init__(self):
+        super().__init__()
+        names = ("written", "viewed", "measured", "left", "read_by_left")
+        self.of = nn.ModuleDict({name: Attention() for name in names})
+        self.linear = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("used", "left")})
+
+    def forward(self, x, timestep):
+        kept = torch.zeros_like(x)
+        kept[:, 2:] += self.of["written"](x)[:, 2:]
+        result = self.linear["used"](x) + kept.flatten().view_as(x)
+        result[:, :1].copy_(self.of["viewed"](x).transpose(0, 1)[:1].transpose(0, 1))
+        self.linear["left"](self.of["left"](x + self.of["read_by_left"](x)))
+        return result * timestep.view(-1, 1, 1) * self.of["measured"](x).shape[1]
+
+
+def test_what_the_prediction_does_not_depend_on_is_left():
+    model, flow = Branches(), DataFlow()
+    finder = LayerFinder(model, flow=flow)
+    for _ in range(2):  # a second forward names the same calls
+        sites = find_sites(model, INPUTS, "timestep", layer_hooks(finder), flow)
+    chosen, left = select_sites(sites, ["*"], [])
+    assert [site.name for site in chosen] == ["of.written", "of.viewed"]
+    assert {site.name: site.obstacle for site in left} == {
+        f"of.{name}": "the prediction does not depend on its result" for name in ("left", "read_by_left", "measured")
+    }
+    assert {layer.name: bool(layer.obstacle) for layer in finder.layers()} == {
+        "linear.used": False,
+        "linear.left": True,
+    }
 
 
 def test_names_do_not_drift_over_forwards():

@@ -20,11 +20,13 @@ from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
+from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export import storage
 from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.export.torch_export import exported_to_onnx
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
 
@@ -356,3 +358,30 @@ def test_large_weights_lie_beside_the_graph_and_are_shared_by_its_lowerings(digi
     feeds = {name: x.numpy() for name, x in digits.example(7, {"batch": 2, "height": 8, "width": 8}).items()}
     (result,) = onnxruntime.InferenceSession(path).run(None, feeds)
     np.testing.assert_array_equal(result, run(traced[1], feeds).numpy())
+
+
+class TurnsInFloat64(nn.Module):
+    """Multiplies positions by frequencies of another type, as the rotations of HiDream do; `as_list` gives operands as a list."""
+
+    def __init__(self, as_list: bool):
+        super().__init__()
+        self.as_list = as_list
+
+    def forward(self, *inputs):
+        operands = (*inputs, torch.arange(1, 5, dtype=torch.float64) / 4)
+        turns = torch.einsum("...n,d->...nd", *([operands] if self.as_list else operands))
+        return turns.cos().float()
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_products_of_several_types_are_exported_in_their_common_type(as_list):
+    x = torch.linspace(0, 700, 6).view(2, 3)
+    module, spec = TurnsInFloat64(as_list), InputSpec("x", "float32", ("batch", 3))
+    model = exported_to_onnx(
+        module, {"x": x}, [spec], ["y"], {"batch": (1, 2, 4)}, title="turns", prefix="", remedy="none"
+    )
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"x": x.numpy()})
+    assert np.abs(got - module(x).numpy()).max() <= 1e-6

@@ -46,14 +46,12 @@ class Convertible:
         of: subject of a sample, for people.
         options: of `diffusers_model`.
         images: arguments of the pipeline's call that are images.
-        exclude: patterns of attention whose results the pipeline's calls do not use.
     """
 
     make: Callable[[], Any]
     of: str
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
 
 
 CONVERTIBLE: dict[str, Convertible] = {}
@@ -63,12 +61,12 @@ Make = Callable[[], Any]
 
 
 def convertible(
-    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
+    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = ()
 ) -> Callable[[Make], Make]:
     """Adds a function that makes a pipeline to the table, see `Convertible`."""
 
     def added(make: Make) -> Make:
-        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images, exclude)
+        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images)
         return CONVERTIBLE[make.__name__].make
 
     return added
@@ -555,6 +553,16 @@ def anyflow() -> Any:
     return with_parts_of_wan(diffusers.AnyFlowPipeline, transformer, diffusers.FlowMapEulerDiscreteScheduler())
 
 
+@seeded
+def anyflow_far() -> Any:
+    """Draws one chunk of frames after another."""
+    transformer = model(
+        diffusers.AnyFlowFARTransformer3DModel, **HEADS, text_dim=WIDTH, freq_dim=32, ffn_dim=32, num_layers=2,
+        rope_max_seq_len=32, chunk_partition=(1, 2), full_chunk_limit=2,
+    )
+    return with_parts_of_wan(diffusers.AnyFlowFARPipeline, transformer, diffusers.FlowMapEulerDiscreteScheduler())
+
+
 @convertible("a prompt, a video", WAN)
 def motif_video() -> Any:
     transformer = model(
@@ -575,11 +583,84 @@ def nucleus_moe() -> Any:
     return pipeline(diffusers.NucleusMoEImagePipeline, transformer=transformer, vae=qwen_vae())
 
 
-@convertible(
-    "a prompt, a video without sound", SIZE | {"frames": 5, "call": {"sample_audio": False}}, exclude=("*audio*",)
-)
+@convertible("a prompt, a video and its sound", SIZE | {"frames": 5})
 def kandinsky6() -> Any:
+    from diffusers.models.autoencoders.autoencoder_mmaudio import MMAudioVAE
+    from diffusers.models.autoencoders.mmaudio_vocoder import MMAudioVocoder
+
+    sound = model(
+        MMAudioVAE, mel_bins=8, latent_channels=20, hidden_channels=8, channel_multipliers=(1, 2), layers_per_block=1,
+        sample_rate=800, n_fft=64, hop_length=16,
+    )
+    vocoder = model(
+        MMAudioVocoder, num_mels=8, upsample_initial_channel=16, upsample_rates=(4, 4), upsample_kernel_sizes=(8, 8),
+        resblock_kernel_sizes=(3,), resblock_dilation_sizes=((1, 3, 5),),
+    )
+    parts = kandinsky_parts(diffusers.Kandinsky6Transformer3DModel)
+    return pipeline(diffusers.Kandinsky6TI2VAPipeline, **parts, audio_vae=sound, vocoder=vocoder)
+
+
+@convertible("a prompt, a video without sound", SIZE | {"frames": 5, "call": {"sample_audio": False}})
+def kandinsky6_without_sound() -> Any:
+    """Computes attention of the sound's text, whose result it does not use."""
     return pipeline(diffusers.Kandinsky6TI2VAPipeline, **kandinsky_parts(diffusers.Kandinsky6Transformer3DModel))
+
+
+def qwen3_vl(layers: int = 2) -> Any:
+    text = {
+        "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": layers,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0},
+    }
+    images = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": WIDTH, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=images)
+    return randomised(transformers.Qwen3VLModel(config))
+
+
+IDEOGRAM_4 = SIZE | TWO_PROMPTS | {
+    # The default schedule of the guidance has 48 steps.
+    "call": {"max_sequence_length": 8, "guidance_scale": 4.0, "guidance_schedule": None},
+}
+
+
+@convertible("a prompt", IDEOGRAM_4)
+def ideogram4() -> Any:
+    """Has a second network for the guidance, which computes the image's tokens alone."""
+    networks = {
+        name: model(
+            diffusers.Ideogram4Transformer2DModel, **HEADS, in_channels=16, num_layers=1, intermediate_size=64,
+            adaln_dim=32, llm_features_dim=13 * WIDTH, mrope_section=(6, 5, 5),
+        )
+        for name in ("transformer", "unconditional_transformer")
+    }
+    tokenizer = clip_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
+    return pipeline(
+        diffusers.Ideogram4Pipeline, **networks, vae=flux2_vae(), text_encoder=qwen3_vl(layers=36), tokenizer=tokenizer,
+    )
+
+
+@convertible("a prompt, with the second network", IDEOGRAM_4 | {"denoiser": "unconditional_transformer"})
+def ideogram4_unconditional() -> Any:
+    return ideogram4()
+
+
+@convertible("a prompt", SIZE | {"tokens": None, "call": {"max_sequence_length": 8}})
+def krea2() -> Any:
+    """Reads two layers of its text encoder. The index of the pipeline has their numbers as a list."""
+    transformer = model(
+        diffusers.Krea2Transformer2DModel, **HEADS, in_channels=16, num_layers=1, num_key_value_heads=1,
+        intermediate_size=64, timestep_embed_dim=32, text_hidden_dim=WIDTH, num_text_layers=2,
+        text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=64, num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1, axes_dims_rope=(8, 12, 12),
+    )
+    return pipeline(
+        diffusers.Krea2Pipeline, transformer=transformer, vae=qwen_vae(), text_encoder=qwen3_vl(),
+        tokenizer=clip_tokenizer(), text_encoder_select_layers=(1, 2),
+    )
 
 
 @convertible("a prompt and an image, through a ControlNet", SIZE, images=("control_image",))
@@ -667,8 +748,18 @@ REFUSED = {
     "flux2_klein_kv": Refused(
         flux2_klein_kv,
         "with an image, its first step returns keys and values for the others; without one it converts",
-        ("returns 'kv_cache' beside its prediction", "got: Flux2KVCache", "that makes the model return kv_cache"),
+        (
+            "returns 'kv_cache' beside its prediction",
+            "got: 'kv_cache', a Flux2KVCache",
+            "remove image from model.images",
+        ),
         SIZE,
         images=("image",),
+    ),
+    "anyflow_far": Refused(
+        anyflow_far,
+        "its model returns a cache of keys and values for the next chunk's calls; without the cache its call fails",
+        ("returns 'kv_cache' beside its prediction", "got: 'kv_cache', a dict", "keep the pipeline's own transformer"),
+        WAN,
     ),
 }

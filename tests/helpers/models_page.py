@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ with a remedy.
 - PSNR of sound compares amplitudes at full scale.
 - In mixtures of experts that route tokens by their values (HiDream), each expert computes all tokens: twice the work for 2 of 4.
 - The engine of a model with a ControlNet takes the ControlNet's outputs; the ControlNet stays in the pipeline.
+- A bundle holds one denoiser. Ideogram 4 has two networks: build one bundle for `transformer`, and another for
+  `denoiser: unconditional_transformer`. The default `guidance_schedule` has an entry for each of 48 steps, so that other numbers
+  of steps need `call: {guidance_scale: NUMBER, guidance_schedule: null}`.
+- If the prediction does not depend on the result of some attention or layer, as on the sound's text in Kandinsky 6 without sound,
+  a build leaves this attention or layer out of INT8. Its record in the manifest has the reason.
 - HunyuanVideo 1.5 needs `batch: 1`: the VAE of diffusers decodes one video at a time.
 
 ## Sizes
@@ -71,14 +76,14 @@ These pipelines are refused before the calibration:
 _OF_TESTS = ("base_num_frames", "max_area", "max_sequence_length", "decode_timestep", "intermediate_timesteps")
 """Arguments that are needed for the sizes of tiny models alone."""
 
-_AFTER = """| AnyFlowFARPipeline | its model returns a cache of keys and values for the next chunk's calls |
+_AFTER = """\
 | Cosmos3OmniPipeline | its samples are a list in a packed sequence with the prompt, without a timestep for each sample |
 | QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, shapes depend on a mask's values |
 
-The last three were tried without saving, with stand-ins for their tokenizers. Ideogram4Pipeline, whose second network would be
-`denoiser: unconditional_transformer`, and GlmImagePipeline with its own tokens are not tested, because diffusers needs large
-models of transformers for their prompts. GLM-Image's transformer converts without an image, with given tokens. Kandinsky 6 is
-tested without sound and without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a stand-in.
+The last two were tried without saving, with stand-ins for their tokenizers. GlmImagePipeline with its own tokens is not tested,
+because diffusers needs large models of transformers for its prompts. GLM-Image's transformer converts without an image, with
+given tokens. Kandinsky 6 is tested without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a
+stand-in.
 """
 
 
@@ -88,19 +93,18 @@ def page() -> str:
     for make, options in PIPELINES.values():
         of = "a prompt, a video" if "frames" in options else "a prompt"
         rows.append(_row(make(), of, options))
-    rows += [_row(tiny.make(), tiny.of, tiny.options, tiny.exclude) for tiny in CONVERTIBLE.values()]
+    rows += [_row(tiny.make(), tiny.of, tiny.options) for tiny in CONVERTIBLE.values()]
     refused = [f"| {type(tiny.make()).__name__} | {tiny.why} |" for tiny in REFUSED.values()]
     return _HEAD + "\n".join(sorted(rows)) + "\n" + _BETWEEN + "\n".join(sorted(refused)) + "\n" + _AFTER
 
 
-def _row(pipe: Any, of: str, options: Any, exclude: Sequence[str] = ()) -> str:
+def _row(pipe: Any, of: str, options: Any) -> str:
     denoiser = getattr(pipe, "transformer", None) or pipe.unet
     # The sizes are those of tiny models; other options are needed by the pipeline.
     others = {name: value for name, value in options.items() if name not in ("height", "width", "frames")}
     call = others.pop("call", {})
-    told = [f"`{name}: {value}`" for name, value in others.items()]
-    told += [f"`call: {{{name}: {str(value).lower()}}}`" for name, value in call.items() if name not in _OF_TESTS]
-    told += [f"`attention: {{exclude: ['{pattern}']}}`" for pattern in exclude]
+    told = [f"`{name}: {json.dumps(value)}`" for name, value in others.items()]
+    told += [f"`call: {{{name}: {json.dumps(value)}}}`" for name, value in call.items() if name not in _OF_TESTS]
     return f"| {type(pipe).__name__} | {type(denoiser).__name__} | {of} | {', '.join(told)} |"
 
 

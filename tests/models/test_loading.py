@@ -20,6 +20,7 @@ from trtconvert.models.loading import load_pipeline
 from trtconvert.pipeline import copied_images
 from trtconvert.recipe import load_recipe
 from trtconvert.runtime.libraries import library_class
+from trtconvert.runtime.pipeline import make_pipeline
 from trtconvert.weights.weight_files import stored_weights
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -313,8 +314,43 @@ def test_a_pipeline_follows_two_images_through_two_control_nets(tmp_path):
         load_pipeline(tmp_path / "pipeline")
 
 
-def test_a_list_of_two_numbers_in_an_index_is_a_setting(folder):
-    """A small Krea 2 has a list of the text encoder's layers that it reads."""
+@pytest.mark.parametrize(
+    "setting", [[1, 2], [2], [], ["early", "late"], ["diffusers", "AutoencoderKL"], [[1], [2]], None]
+)
+def test_a_list_in_an_index_may_be_a_setting(tmp_path, setting):
+    """A Krea 2 has a list of the text encoder's layers that it reads; a small one has two."""
+    tiny_pipelines.pipeline(diffusers.Krea2Pipeline).save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    settings = {"text_encoder_select_layers": setting, "of_another_version": setting}
+    (tmp_path / "model_index.json").write_text(json.dumps(index | settings))
+    for pipe in (load_pipeline(tmp_path), make_pipeline(tmp_path, {})):
+        if setting is not None:  # the pipeline replaces null by its default
+            assert pipe.text_encoder_select_layers == tuple(setting)
+        assert pipe.text_encoder is None and pipe.scheduler is not None
+
+
+@pytest.mark.parametrize(
+    ("entry", "got"),
+    [
+        ([1, 2], r"\[1, 2\]"),
+        (["diffusers", None], "None"),
+        ([["diffusers"], ["AutoencoderKL"]], "AutoencoderKL"),
+        ("AutoencoderKL", "AutoencoderKL"),
+        (["diffusers"], "diffusers"),
+    ],
+)
+def test_an_entry_of_a_component_that_names_no_class_is_refused(folder, entry, got):
     index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | {"text_encoder_select_layers": [1, 2]}))
-    assert load_pipeline(folder).unet is not None
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": entry}))
+    for read in (load_pipeline, lambda folder: make_pipeline(folder, {})):
+        with pytest.raises(
+            UserError, match=rf"(?s)entry 'vae' of model_index.json.*got: .*{got}.*remedy: save the pipe"
+        ):
+            read(folder)
+
+
+def test_two_texts_that_are_no_library_and_class_are_refused(folder):
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": ["early", "late"]}))
+    with pytest.raises(UserError, match=r"(?s)cannot be loaded.*early.*remedy: save the pipeline again"):
+        load_pipeline(folder)

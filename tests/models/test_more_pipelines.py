@@ -21,6 +21,8 @@ from tolerances import INT8_CALL
 
 from trtconvert import models, runtime
 from trtconvert.cache import Cache
+from trtconvert.calib.calibrate import parts_to_convert
+from trtconvert.data_flow import UNUSED
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.exportable import make_exportable
@@ -28,7 +30,7 @@ from trtconvert.models.loading import load_pipeline
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
-from trtconvert.recipe import load_recipe
+from trtconvert.recipe import AttentionSection, LayersSection, load_recipe
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -47,7 +49,7 @@ def save(folder: Path, name: str, **sections: Any) -> Path:
             "options": {"tokens": 8, "prompts": ["a cat", "a dog"]} | tiny.options,
             "images": {image: str(picture(folder / f"{image}.png", 0)) for image in tiny.images},
         },
-        "attention": {"modes": ["precision", "balanced"], "exclude": list(tiny.exclude)},
+        "attention": {"modes": ["precision", "balanced"]},
         **SMALL_BUILD,
     } | sections
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
@@ -270,6 +272,24 @@ def test_prompts_of_any_length_are_masked_where_mochi_leaves_out_what_pads_them(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("name", ["hidream", "krea2", "ideogram4"])
+def test_without_int8_a_bundle_predicts_as_the_model_does(tmp_path, name):
+    """Only roundings of FP32 remain. A token that is sent to other experts makes a larger error."""
+    recipe = save(tmp_path, name, attention={"modes": "fp16"}, verify=SMALL_BUILD["verify"] | {"max_error": 1e-4})
+    outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+    sampler = models.load(load_recipe(recipe).model).sample
+    pipe = load_pipeline(tmp_path / "pipeline")
+    caller = PipelineCaller(pipe, "transformer", 8, ("a fox",), sampler.caller.arguments)
+    original = pipe.transformer
+    with runtime.load(tmp_path / "bundle") as bundle, torch.no_grad():
+        pipe.transformer = bundle.as_diffusers()
+        errors = errors_beside(pipe.transformer, original)
+        assert caller([101, 102], 4, sampler.sizes).isfinite().all()
+    assert len(errors) >= 4 and max(errors) <= 1e-4
+
+
+@pytest.mark.soak
 def test_the_command_line_converts_and_draws_classes(tmp_path, monkeypatch):
     outcome = run("build", save(tmp_path, "dit", components={"all": {}}), "-o", tmp_path / "bundle")
     assert outcome.exit_code == 0, outcome.output
@@ -293,6 +313,17 @@ def test_a_bundle_of_marigold_looks_at_images_by_itself(tmp_path):
         pipe.set_progress_bar_config(disable=True)
         drawn = pipe(torch.rand(1, 3, 32, 32), num_inference_steps=2, output_type="pt")[0]
     assert drawn.shape == (1, 1, 32, 32) and drawn.std() > 0.01
+
+
+@pytest.mark.parametrize(("name", "left"), [("kandinsky6", set()), ("kandinsky6_without_sound", {"attn"})])
+def test_attention_of_a_sound_that_is_not_drawn_is_left_before_the_calibration(tmp_path, name, left):
+    parts = parts_to_convert(model_of(tmp_path, name), AttentionSection(), LayersSection(modes="dynamic"))
+    text = "transformer.audio_text_transformer_blocks.0"
+    unused = {site.name for site in parts.left_sites if site.obstacle == UNUSED}
+    assert unused == {f"{text}.{part}" for part in left}
+    of_layers = {layer.name for layer in parts.left_layers if layer.obstacle == UNUSED}
+    assert (f"{text}.attn.to_query" in of_layers) == bool(left)
+    assert all("audio" in layer for layer in of_layers)
 
 
 def test_the_page_of_models_is_what_the_tests_convert():

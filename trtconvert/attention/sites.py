@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from trtconvert.data_flow import ATTENTION, UNUSED, DataFlow
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
 from trtconvert.unfused import Softmax, UnfusedAttention, left_softmax, unfused_attention
@@ -198,7 +199,11 @@ def obstacle_to(q: Tensor, k: Tensor, v: Tensor, folds: int) -> str:
 
 
 def find_sites(
-    denoiser: nn.Module, inputs: Mapping[str, Tensor], timestep_input: str, also: Hooks | None = None
+    denoiser: nn.Module,
+    inputs: Mapping[str, Tensor],
+    timestep_input: str,
+    also: Hooks | None = None,
+    flow: DataFlow | None = None,
 ) -> list[Site]:
     """Finds all attention sites of one forward, in the order of their calls.
 
@@ -209,6 +214,7 @@ def find_sites(
         inputs: example inputs by name.
         timestep_input: name of the timestep input.
         also: hooks of other functions, for the first forward.
+        flow: follows the first forward.
     Raises:
         UserError: a site has unequal numbers of keys and values.
     """
@@ -216,8 +222,14 @@ def find_sites(
     seen: dict[str, Tensor] = {}
     softmaxes: dict[str, Softmax] = {}
     left: list[Softmax] = []
+    flow = flow or DataFlow()
 
     def handler(call: SiteCall) -> Tensor:
+        output = computed(call)
+        flow.name((ATTENTION, call.name), output)
+        return output
+
+    def computed(call: SiteCall) -> Tensor:
         found[call.name] = _site_of(call)
         if (call.folds > 1 or call.split) and not call.obstacle:
             seen[call.name] = _signature(call)
@@ -240,7 +252,11 @@ def find_sites(
 
     with torch.no_grad():
         hooks = {**attention_hooks(handler), **_note_left(left), **(also or {})}
-        InterceptedDenoiser(denoiser, inputs, timestep_input, hooks)(*inputs.values())
+        watched = InterceptedDenoiser(denoiser, inputs, timestep_input, hooks, around=lambda _: flow)
+        flow.end(watched(*inputs.values()))
+        for name, site in found.items():
+            if (ATTENTION, name) in flow.unused:
+                found[name] = replace(site, obstacle=site.obstacle or UNUSED)
         for name, softmax in softmaxes.items():
             found[name] = replace(found[name], obstacle=found[name].obstacle or softmax.obstacle)
         if seen and samples_of(inputs, timestep_input) > 1:

@@ -36,6 +36,7 @@ from trtconvert.calib.identity import Kind, calibration_reads, data_identity, da
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
 from trtconvert.calib.layer_scales import LayerScales, by_input_group, choose_scales, is_modulated, modiff_patterns
 from trtconvert.calib.shards import Shards
+from trtconvert.data_flow import DataFlow
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
 from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
@@ -68,8 +69,9 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     Raises:
         UserError: the model fails on its own example inputs; see also `find_sites`, `select_sites` and `select_layers`.
     """
-    finder = LayerFinder(model.denoiser, moving=model.onload is not None)
-    found = _found_sites(model, {} if layers.off else layer_hooks(finder))
+    flow = DataFlow()
+    finder = LayerFinder(model.denoiser, moving=model.onload is not None, flow=flow)
+    found = _found_sites(model, {} if layers.off else layer_hooks(finder), flow)
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
         return Parts(chosen, left, [], [])
@@ -90,16 +92,16 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     return Parts(chosen, left, converted, others)
 
 
-def _found_sites(model: DiffusionModel, also: Hooks) -> list[Site]:
-    """Finds the model's attention sites; `also` observes other functions in the same forward. Raises a UserError if the model
-    fails on its own example inputs."""
+def _found_sites(model: DiffusionModel, also: Hooks, flow: DataFlow) -> list[Site]:
+    """Finds the model's attention sites; `also` and `flow` observe the same forward. Raises a UserError if the model fails on
+    its own example inputs."""
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     device = model.device
 
     def find() -> list[Site]:
         inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
         try:
-            return find_sites(model.denoiser, inputs, model.timestep_input, also)
+            return find_sites(model.denoiser, inputs, model.timestep_input, also, flow)
         except TrtconvertError:
             raise
         except Exception as error:  # the model may raise anything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 import warnings
@@ -134,6 +135,7 @@ class _AsExportersTakeIt(TorchFunctionMode):
     - `repeat_interleave` loses `output_size`, which torch 2.11 makes a constant.
     - `.data` becomes `detach()`: writes to `.data`, as in CogVideoX, are not traced.
     - `copy_` expands its source explicitly.
+    - `einsum` converts operands of several types to their common type, which ONNX's Einsum needs.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -148,6 +150,10 @@ class _AsExportersTakeIt(TorchFunctionMode):
             return args[0].detach()
         if func is Tensor.copy_ and len(args) > 1:
             return func(args[0], args[1].expand_as(args[0]), *args[2:], **named)
+        if func is torch.einsum and len(args) > 1 and isinstance(args[0], str):
+            operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+            common = functools.reduce(torch.promote_types, (x.dtype for x in operands))
+            return func(args[0], *(x.to(common) for x in operands))
         if func in (torch.repeat_interleave, Tensor.repeat_interleave):
             repeats = named.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, (int, torch.SymInt)):

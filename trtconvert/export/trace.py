@@ -86,7 +86,8 @@ def trace(
             "the exported model does not hold the attention that was calibrated",
             expected=", ".join(sorted(tables)),
             got=", ".join(sorted(nodes)) or "no attention node",
-            remedy="exclude the sites whose calls depend on the shape of the input, or whose results are not used",
+            remedy="exclude the missing sites, whose calls may depend on the shape of the input, by attention.exclude in the "
+            f"recipe: {', '.join(sorted(tables.keys() - nodes.keys())) or 'none is missing'}",
         )
     _require_layers(exported, layers)
     fold_transposes(exported)

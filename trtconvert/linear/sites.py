@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trtconvert.data_flow import LAYER, UNUSED, DataFlow
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hook, Hooks
 from trtconvert.linear.reference import LayerTables
@@ -251,12 +252,13 @@ class LayerFinder:
     Args:
         model: only products with its parameters and buffers are layers.
         moving: whether weights move in memory during the forward, as with offloading.
+        flow: follows the forward.
     """
 
-    def __init__(self, model: nn.Module, moving: bool = False) -> None:
+    def __init__(self, model: nn.Module, moving: bool = False, flow: DataFlow | None = None) -> None:
         self.found: dict[str, Layer] = {}
         self._input_groups = WeakIdKeyDictionary()
-        self._model, self._moving = model, moving
+        self._model, self._moving, self._flow = model, moving, flow
         self._storages = self._found_storages()
         self._calls: dict[tuple[Any, ...], str] = {}
         self._normed = WeakIdKeyDictionary()
@@ -274,6 +276,8 @@ class LayerFinder:
             self._storages = self._found_storages()
         weight = self._reference(call.weight)
         if weight is not None and call.x.dim() > 0:
+            if self._flow is not None:
+                self._flow.name((LAYER, call.name), output)
             read = self._input_group(call)
             batch = len(call.timestep)
             places = output.numel() // max(1, output.shape[call.channel_axis])
@@ -336,7 +340,11 @@ class LayerFinder:
         return None
 
     def layers(self) -> list[Layer]:
-        return list(self.found.values())
+        unused = () if self._flow is None else self._flow.unused
+        return [
+            replace(layer, obstacle=layer.obstacle or UNUSED) if (LAYER, name) in unused else layer
+            for name, layer in self.found.items()
+        ]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

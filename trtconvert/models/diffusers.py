@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     flat = FlatDenoiser(model, record, timestep).eval().requires_grad_(False)
     batch = inputs.example[first].shape[0]
     named = {**inputs.example, timestep: torch.zeros(batch)}
-    shape, flat.record = _output(flat, inputs, named)
+    shape, flat.record = _output(flat, inputs, named, caller.images)
     specs = inputs.specs
     specs[timestep] = InputSpec(timestep, "float32", inputs.shapes[first][:1])
     steps = _steps(flat, inputs.dims, specs, named, shape)
@@ -306,9 +306,13 @@ def _schedule(pipe: Any) -> _Schedule:
 
 
 def _output(
-    flat: FlatDenoiser, inputs: Observed, named: Mapping[str, Tensor]
+    flat: FlatDenoiser, inputs: Observed, named: Mapping[str, Tensor], images: Collection[str]
 ) -> tuple[tuple[int | str, ...], DiffusersRecord]:
-    """Returns the output's symbolic shape, and the record with the class of the result. Nothing is computed."""
+    """Returns the output's symbolic shape, and the record with the class of the result. Nothing is computed.
+
+    Args:
+        images: arguments of the pipeline's call that are images.
+    """
     first = next(name for name in named if name != flat.timestep_input)
     output = shapes_of(
         lambda tensors: flat.call(tensors, return_dict=True),
@@ -317,7 +321,7 @@ def _output(
         f"keep the pipeline's own {flat.record.component}, or convert it through a function of your own, model.source: "
         "package.module:function, whose operations do not depend on the inputs' values, as with prompts padded to one length",
     )
-    _refuse_further_results(flat.record, output)
+    _refuse_further_results(flat.record, output, images)
     sizes, symbolic = named[first].shape, inputs.shapes[first]
     name = f"{type(output).__module__}:{type(output).__qualname__}"
     fields = {field: x for field, x in output.items() if isinstance(x, Tensor)} if isinstance(output, Mapping) else {}
@@ -338,17 +342,21 @@ def _output(
     return named_shape, flat.record.model_copy(update={"output": name})
 
 
-def _refuse_further_results(record: DiffusersRecord, output: Any) -> None:
+def _refuse_further_results(record: DiffusersRecord, output: Any, images: Collection[str]) -> None:
     fields = output.items() if isinstance(output, Mapping) else ()
     further = {name: type(x).__name__ for name, x in fields if not isinstance(x, (Tensor, list, tuple))}
     if further:
         name, kind = next(iter(further.items()))
         raise UserError(
             f"{record.model} returns '{name}' beside its prediction, which {record.pipeline} passes to its next calls",
-            expected="predictions, which are tensors: an engine computes the same in every step",
-            got=kind,
-            remedy=f"call the pipeline without the image, or the setting in model.options.call, that makes the model return "
-            f"{name}; or keep the pipeline's own {record.component}",
+            expected="predictions, which are tensors: an engine keeps nothing from one call for the next",
+            got=f"'{name}', a {kind}",
+            remedy=(
+                f"remove {' and '.join(images)} from model.images, if the pipeline draws without; or keep"
+                if images
+                else "keep"
+            )
+            + f" the pipeline's own {record.component}, and do not convert this pipeline",
         )
 
 

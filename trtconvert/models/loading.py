@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, di
 from trtconvert.models.model_weights import FAILURES, Weights, load_model, model_of, not_loaded
 from trtconvert.models.saved import DENOISERS, INDEX, contents_of, pipeline_folder, refuse_unfit_config
 from trtconvert.runtime.libraries import current_name
+from trtconvert.runtime.pipeline import component_entries, component_names
 from trtconvert.weights.weight_files import (
     READABLE,
     stored_weights,
@@ -72,15 +73,17 @@ def load_pipeline(
         try:
             index = json.loads((folder / INDEX).read_text())
             pipeline = getattr(diffusers, index["_class_name"])
-            parameters = inspect.signature(pipeline.__init__).parameters
-            # `save_pretrained` does not save None, and `from_pretrained` must get it.
+            entries = component_entries(pipeline, index)
+            # `from_pretrained` must get None for components that were saved as None.
             given: dict[str, Any] = {
                 name: None
-                for name in parameters
-                if name.startswith(_TEXT_COMPONENTS) and index.get(name, [None, None])[0] is None
+                for name in component_names(pipeline)
+                if entries.get(name) is None and (name in entries or name.startswith(_TEXT_COMPONENTS))
             }
-            given |= _without_filters(folder, index, pipeline)
-            given |= _load_models(folder, {name: entry for name, entry in index.items() if name not in given}, asked)
+            parts = {name: entry for name, entry in entries.items() if entry is not None}
+            given |= _without_filters(folder, parts, pipeline)
+            given |= _load_models(folder, {name: entry for name, entry in parts.items() if name not in given}, asked)
+            parameters = inspect.signature(pipeline.__init__).parameters
             if given.get("safety_checker", index) is None and "requires_safety_checker" in parameters:
                 given["requires_safety_checker"] = False
             loaded = pipeline.from_pretrained(folder, local_files_only=True, **given)
@@ -97,7 +100,7 @@ def load_pipeline(
                 ) from error
             raise not_loaded(f"the pipeline in {folder}", error) from error
     for name, part in loaded.components.items():
-        if isinstance(part, nn.Module) and part.dtype != torch.float32 and name != _denoiser_name(index, asked):
+        if isinstance(part, nn.Module) and part.dtype != torch.float32 and name != _denoiser_name(parts, asked):
             part.to(torch.float32)
     return loaded
 
@@ -180,10 +183,10 @@ def _without_progress() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def _without_filters(folder: Path, index: Mapping[str, Any], pipeline: Any) -> dict[str, None]:
+def _without_filters(folder: Path, parts: Collection[str], pipeline: Any) -> dict[str, None]:
     """Returns None for each safety component that the folder lacks, and for the safety checker."""
     optional = [name for name in _FILTERS if name in pipeline._optional_components]
-    named = [name for name, entry in index.items() if _is_part(entry) and not (folder / name).is_dir()]
+    named = [name for name in parts if not (folder / name).is_dir()]
     if lost := [name for name in named if name not in optional]:
         raise UserError(
             f"the pipeline in {folder} is not whole",
@@ -194,15 +197,13 @@ def _without_filters(folder: Path, index: Mapping[str, Any], pipeline: Any) -> d
     return dict.fromkeys(named + [name for name in optional if name == "safety_checker"])  # its verdict is not used
 
 
-def _is_part(entry: Any) -> bool:
-    """Whether an entry of an index is a library and a class. Settings of a pipeline may be lists too, such as the layers that
-    Krea 2 reads."""
-    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(name, str) for name in entry)
+def _load_models(folder: Path, parts: Mapping[str, tuple[str, str]], asked: Weights) -> dict[str, Any]:
+    """Loads the models of a pipeline, each with exactly its weights. Returns them by name.
 
-
-def _load_models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict[str, Any]:
-    """Loads the models of a pipeline, each with exactly its weights. Returns them by name."""
-    kinds = {name: _class_in_index(entry) for name, entry in index.items() if _is_part(entry)}
+    Args:
+        parts: library and class of each component, by name.
+    """
+    kinds = {name: _class_in_index(entry) for name, entry in parts.items()}
     kinds = {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
     models: dict[str, Any] = {}
     if asked.place.is_file():
@@ -212,19 +213,21 @@ def _load_models(folder: Path, index: Mapping[str, Any], asked: Weights) -> dict
         for name, state in states.items():
             models[name] = model_of(kinds[name], folder / name, state, f"{name} in {asked.place}", asked.ignore)
     rest = {name: _parts(kind, folder / name) for name, kind in kinds.items() if name not in models}
-    places = [path for parts in rest.values() for _, path in parts]
+    places = [path for of_part in rest.values() for _, path in of_part]
     _refuse_unknown_variant(folder, asked.variant, places)
     stored = {path: stored_weights(path, asked.variant) for path in places}
-    for name, parts in rest.items():
-        as_stored = name == _denoiser_name(index, asked)
-        loaded = [load_model(kind, path, stored[path], f"{name} in {folder}", asked, as_stored) for kind, path in parts]
-        models[name] = kinds[name](loaded) if parts[0][0] is not kinds[name] else loaded[0]
+    for name, of_part in rest.items():
+        as_stored = name == _denoiser_name(parts, asked)
+        loaded = [
+            load_model(kind, path, stored[path], f"{name} in {folder}", asked, as_stored) for kind, path in of_part
+        ]
+        models[name] = kinds[name](loaded) if of_part[0][0] is not kinds[name] else loaded[0]
     return models
 
 
-def _denoiser_name(index: Mapping[str, Any], asked: Weights) -> str | None:
+def _denoiser_name(parts: Collection[str], asked: Weights) -> str | None:
     """Returns the name of the model that is converted; None for none, which the caller refuses later."""
-    return next((name for name in ([asked.denoiser] if asked.denoiser else DENOISERS) if name in index), None)
+    return next((name for name in ([asked.denoiser] if asked.denoiser else DENOISERS) if name in parts), None)
 
 
 def _refuse_unknown_variant(folder: Path, variant: str | None, places: Iterable[Path]) -> None:
@@ -238,7 +241,7 @@ def _refuse_unknown_variant(folder: Path, variant: str | None, places: Iterable[
         )
 
 
-def _class_in_index(entry: Sequence[str]) -> Any:
+def _class_in_index(entry: tuple[str, str]) -> Any:
     import diffusers.pipelines
 
     module, name = entry

@@ -64,6 +64,10 @@ def refuse_missing_package(kind: str, error: BaseException) -> None:
         ) from error
 
 
+_LONG = 80
+"""Characters of a default that messages do not print."""
+
+
 @dataclass
 class PipelineCaller:
     """Calls a pipeline.
@@ -279,14 +283,14 @@ class PipelineCaller:
         defaults = {
             name: parameter.default
             for name, parameter in self.signature.items()
-            if name not in SET_ELSEWHERE and parameter.default not in (None, parameter.empty)
+            if name not in SET_ELSEWHERE and parameter.default is not parameter.empty
         }
         named = [name for name in defaults if "_" in name and name.replace("_", " ") in said]
-        if named and not self.arguments.keys() & set(named):
-            return "; ".join(
-                f"set {name} in model.options.call (the default is {defaults[name]}), to null for none"
-                for name in named
-            )
+        given = [name for name in named if self.arguments.get(name) is not None]
+        if unset := [
+            name for name in named if name not in self.arguments and (defaults[name] is not None or not given)
+        ]:
+            return "; ".join(f"set {name} in model.options.call{_about_default(defaults[name])}" for name in unset)
         return (
             "correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
             "pipeline itself; --debug shows where it failed"
@@ -483,3 +487,11 @@ def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[
             delattr(model, method)
         else:
             setattr(model, method, before)
+
+
+def _about_default(default: Any) -> str:
+    """Returns what a message adds about an argument's default."""
+    if default is None:
+        return ""
+    told = f" (the default is {default})" if len(str(default)) < _LONG else " (the default does not fit)"
+    return told if isinstance(default, int) else f"{told}, to null for none"

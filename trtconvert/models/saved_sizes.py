@@ -40,7 +40,11 @@ def parts_of(folder: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     named = index.items() if isinstance(index, dict) else ()
-    return {name: str(of[1]) for name, of in named if isinstance(of, list) and len(of) == 2 and of[1]}
+    return {
+        name: of[1]
+        for name, of in named
+        if isinstance(of, list) and len(of) == 2 and all(isinstance(x, str) for x in of) and (folder / name).is_dir()
+    }
 
 
 def denoiser_config(folder: Path) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from trtconvert.documents import read_json
 from trtconvert.errors import BackendUnavailable, UserError, did_you_mean, first_line
@@ -52,17 +52,17 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
             got=", ".join(unknown),
             remedy=did_you_mean(unknown[0], names, "leave it out"),
         )
+    components = component_entries(kind, index)
     given: dict[str, Any] = {}
     missing: list[str] = []
     for name in parameters:
-        entry = index.get(name)
         if name in parts:
             given[name] = parts[name]
-        elif not _is_part(entry):  # a setting, or a parameter newer than the saved pipeline
-            given |= {name: entry} if name in index else {}
-        elif (folder / name).is_dir():
-            given[name] = _loaded(folder / name, entry)
-        elif None in entry or name in _CHANGES_NO_IMAGE:
+        elif name not in components:  # a setting, or a parameter newer than the saved pipeline
+            given |= {name: index[name]} if name in index else {}
+        elif components[name] is not None and (folder / name).is_dir():
+            given[name] = _loaded(folder / name, components[name])
+        elif components[name] is None or name in _CHANGES_NO_IMAGE:
             given[name] = None
         else:
             missing.append(name)
@@ -95,12 +95,50 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _is_part(entry: Any) -> TypeGuard[list[Any]]:
-    """Return whether an entry of an index is a part: its library and class, or None twice for an absent part."""
-    return isinstance(entry, list) and len(entry) == 2 and all(x is None or isinstance(x, str) for x in entry)
+def component_names(kind: Any) -> list[str]:
+    """Return the names of a pipeline class's components.
+
+    As in diffusers, parameters of the constructor that have a default are settings, except optional components.
+    """
+    return [
+        name
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        if name != "self"
+        and (parameter.default is parameter.empty or name in getattr(kind, "_optional_components", ()))
+    ]
 
 
-def _loaded(folder: Path, entry: list[str]) -> Any:
+def component_entries(kind: Any, index: Mapping[str, Any]) -> dict[str, tuple[str, str] | None]:
+    """Return the library and class of each component in an index; None for a component that was saved as None.
+
+    Settings may be lists of two as well, such as the layers of its text encoder that Krea 2 reads.
+
+    Args:
+        kind: class of the pipeline.
+        index: content of the file `INDEX`.
+    Raises:
+        UserError: the entry of a component is no pair of texts, and not [null, null].
+    """
+    entries: dict[str, tuple[str, str] | None] = {}
+    components = component_names(kind)
+    for name, entry in index.items():
+        if name not in components:
+            continue
+        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry):
+            entries[name] = (entry[0], entry[1])
+        elif entry == [None, None]:
+            entries[name] = None
+        else:
+            raise UserError(
+                f"the entry '{name}' of {INDEX} is no component of {kind.__name__}",
+                expected=f'"{name}": [LIBRARY, CLASS] as two texts, or [null, null] for none',
+                got=f"{entry!r}",
+                remedy=f"save the pipeline again, or correct the entry '{name}'",
+            )
+    return entries
+
+
+def _loaded(folder: Path, entry: tuple[str, str]) -> Any:
     """Load a tokenizer, scheduler or processor without downloads."""
     kind = library_class(*entry)
     try:
