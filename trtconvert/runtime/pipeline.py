@@ -60,9 +60,9 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
             given[name] = parts[name]
         elif name not in components:  # a setting, or a parameter newer than the saved pipeline
             given |= {name: index[name]} if name in index else {}
-        elif components[name] is not None and (folder / name).is_dir():
-            given[name] = _loaded(folder / name, components[name])
-        elif components[name] is None or name in _CHANGES_NO_IMAGE:
+        elif (entry := components[name]) is not None and (folder / name).is_dir():
+            given[name] = _loaded(folder / name, entry)
+        elif entry is None or name in _CHANGES_NO_IMAGE:
             given[name] = None
         else:
             missing.append(name)
