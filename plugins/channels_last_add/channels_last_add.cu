@@ -1,4 +1,4 @@
-// The sum of two images whose channels lie last: the kernel and its C API. Nothing here throws.
+// The sum of two images with channels last: the kernel and its C API. Nothing here throws.
 #include "trtconvert/channels_last_add.h"
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace trtconvert::channels_last_add {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kAtOnce = 4;  // vectors of a thread whose loads are under way together
-constexpr int kBlocksPerMultiprocessor = 4;  // as many as have room there
+constexpr int kAtOnce = 4;  // vectors of a thread that are loaded together
+constexpr int kBlocksPerMultiprocessor = 4;  // as many as fit
 
-// The outputs may be the inputs, so that nothing is read through the cache of what does not change.
+// The outputs may be the inputs, so nothing is read through the read-only cache.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) add_kernel(const uint4* x, const uint4* y, uint4* sum, int64_t vectors) {
   const int64_t step = int64_t{gridDim.x} * kThreads;

@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t pack4(uint32_t a, uint32_t b, uint32_t c, ui
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Over as many neighbouring lanes as share a row, a power of 2; in each of them.
+// Sum over neighbouring lanes that share a row, a power of 2; every lane gets the sum.
 template <int kLanes>
 __device__ __forceinline__ float lane_sum(float x) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// Thread block clusters (Hopper and later): numbers that their thread blocks give each other in shared memory.
+// Thread block clusters (Hopper and later): thread blocks exchange numbers through shared memory.
 //
-// Kernels that need them are compiled for older GPUs too, and never launched there.
+// Kernels with clusters are compiled for older GPUs too, and never launched there.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,10 +9,10 @@
 
 namespace trtconvert {
 
-// What a thread block gets from all thread blocks of its cluster, itself among them: first every thread `open`s it, with how many
-// bytes will come. Then `wait_for_others` has to be behind them all before anyone `send`s, and `wait` before anything is read that
-// was sent. A barrier of the whole cluster in place of the last one would have to wait for all that is written to memory as well.
-// Nobody may end before everything has come that is sent to it. Alone a thread block writes to itself, and waits for its threads.
+// Receives numbers from all thread blocks of the cluster, including this one. First every thread calls `open` with the number of
+// expected bytes. All threads must be past `wait_for_others` before any thread calls `send`, and past `wait` before any thread
+// reads. A cluster barrier in place of `wait` would also wait for all writes to memory. No thread block may end before all its
+// bytes have arrived. A lone thread block writes to itself, and waits for its threads.
 class ClusterMail {
  public:
   __device__ __forceinline__ ClusterMail(uint64_t* barrier, int blocks)
@@ -27,7 +27,7 @@ class ClusterMail {
     }
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    // Bytes may come before: the barrier stays closed until this one arrival.
+    // Bytes may arrive earlier: the barrier stays closed until this one arrival.
     if (threadIdx.x == 0)
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_), "r"(bytes) : "memory");
 #endif
@@ -40,7 +40,7 @@ class ClusterMail {
 #endif
   }
 
-  // `target` is where it goes in the other thread block's shared memory, as an address of this one's.
+  // `target` is the destination in the other thread block's shared memory, as an address of this thread block.
   __device__ __forceinline__ void send(float2* target, int block, float2 value) const {
 #if __CUDA_ARCH__ >= 900
     if (is_alone_) {

@@ -1,4 +1,4 @@
-// Copies from global to shared memory that a thread does not wait for (cp.async, sm_80 and later).
+// Asynchronous copies from global to shared memory (cp.async, sm_80 and later).
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ __device__ __forceinline__ void copy_async(uint32_t s_target, const void* g_sour
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s_target), "l"(g_source) : "memory");
 }
 
-// The same, or zeros where there is nothing to copy.
+// The same, or zeros if there is nothing to copy.
 __device__ __forceinline__ void copy_async(uint32_t s_target, const void* g_source, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source), "r"(exists ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until no more than so many groups of this thread's copies, the last ones, are under way. It may read what is there then.
+// Waits until at most the last `kPending` groups of this thread's copies are in flight. The thread may then read the others.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,4 +1,4 @@
-// What a choice of kernels needs to know of the current device.
+// Properties of the current device for the choice of kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ struct Device {
     return error;
   }
 
-  // Whether the device runs what was compiled for sm_90a, and the library has it.
+  // True if the device runs code for sm_90a, and the library has it.
   bool runs_sm90() const {
 #ifdef TRTCONVERT_SM90
     return major == 9 && minor == 0;
@@ -29,15 +29,15 @@ struct Device {
 #endif
   }
 
-  // Whether kernels may start early (early_launch.cuh).
+  // True if kernels may start early (early_launch.cuh).
   bool starts_early() const { return runs_hopper_code(); }
 
-  // Whether thread blocks of a cluster may read each other's shared memory.
+  // True if thread blocks of a cluster may read each other's shared memory.
   bool has_clusters() const { return runs_hopper_code(); }
 
  private:
-  // Whether the device has what came with Hopper, and runs what was compiled for its generation: code for an older one has nothing
-  // of it, whatever a driver makes of it.
+  // True if the device has Hopper's features and runs code for its own generation: code for an older generation has none of the
+  // features, whatever a driver compiles from it.
   bool runs_hopper_code() const {
     if (major < 9) return false;
     for (const char* arch = TRTCONVERT_ARCHITECTURES; arch; arch = std::strchr(arch, ',')) {

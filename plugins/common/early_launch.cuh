@@ -1,8 +1,8 @@
 // Kernels that start before the one in front of them ends (programmatic dependent launch, Hopper and later).
 //
-// In a network a kernel's first microseconds go to being launched, to instructions that are not in any cache, and to tables that
-// come from DRAM, one after another. Launched early it has that behind it when its inputs are there. But its thread blocks take room
-// from those of the kernel in front, which many of them slow down by more than that.
+// In a network, the first microseconds of a kernel go to the launch, to instructions outside of every cache, and to tables in DRAM,
+// one after another. An early launch hides this time behind the previous kernel. But the waiting thread blocks take room from the
+// previous kernel, which slows down many kernels by more than the gain.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,23 +11,24 @@
 
 namespace trtconvert {
 
-// Until here the kernel may run beside the one before it in the stream: nothing may be written, and nothing read that another
-// kernel writes. Not by `__ldg` behind it either, which the compiler may put in front. Launched in the ordinary way it does not wait.
+// Before this call the kernel may run beside the previous kernel of the stream: it must not write, nor read data that another kernel
+// writes. Behind the call it must not read such data by `__ldg` either, because the compiler may move the load in front. After an
+// ordinary launch the call does not wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// From here on, in every thread block or behind its end, a kernel that starts early may: its thread blocks take the room that is left.
+// From here on, in every thread block or behind its end, a kernel that starts early may start: its thread blocks take free room.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Launches a kernel that has wait_for_previous_kernel() in it: early, where the device and the compiled code can; in clusters of so many
-// thread blocks.
+// Launches a kernel that calls wait_for_previous_kernel(): early if the device and the compiled code allow it; in clusters of the given
+// number of thread blocks.
 template <typename... Expected, typename... Actual>
 cudaError_t launch_clusters(void (*kernel)(Expected...), int cluster, dim3 grid, int threads, size_t shared_bytes, cudaStream_t stream,
                             bool early, Actual&&... arguments) {

@@ -1,4 +1,4 @@
-// The mode of a call, and what its samples have of the table.
+// The mode of a call, and its samples' entries of the table.
 #pragma once
 
 #include <climits>
@@ -11,7 +11,7 @@ namespace trtconvert {
 
 constexpr float kLeastScale = 0x1p-100f;  // of a row of zeros, part of the numerics
 
-// `usable` is false where the table has another mode than mode_set says: the mode is then the first of the set, and no row is usable.
+// `usable` is false if the table has a mode outside of mode_set: the mode is then the first of the set, and no row is usable.
 struct CallMode {
   int mode;
   bool usable;
@@ -21,7 +21,7 @@ __device__ __forceinline__ int sample_bin(const TrtConvertModeTable& table, int 
   return table.timestep ? timestep_bin(table.timestep[sample], table.timestep_max, table.num_bins) : 0;
 }
 
-// Called by whole warps, each of which gets it.
+// Must be called by whole warps; every lane gets the mode.
 __device__ __forceinline__ CallMode call_mode(const TrtConvertModeTable& table) {
   const int first = __ffs(table.mode_set) - 1;
   if (table.mode_set == TRTCONVERT_MODE_BIT(first) && !table.modes) return {first, true};

@@ -1,4 +1,4 @@
-// What the C APIs of INT8 layers check of a table of modes.
+// Checks of a table of modes for the C APIs of INT8 layers.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ inline TrtConvertStatus check_mode_set(int32_t mode_set, Report& report) {
   return report.invalid_int("mode_set", "a sum of 2 (weights only), 4 (dynamic) and 8 (static)", mode_set);
 }
 
-// Samples with as many rows each.
+// Samples with equal numbers of rows.
 inline TrtConvertStatus check_samples(int32_t batch, int64_t rows, Report& report) {
   if (batch < 1 || batch > kMostSamples) return report.invalid_int("batch", "1..65536", batch);
   if (rows % batch == 0) return TRTCONVERT_OK;
@@ -27,7 +27,7 @@ inline TrtConvertStatus check_samples(int32_t batch, int64_t rows, Report& repor
                      static_cast<long long>(rows));
 }
 
-// What needs no memory.
+// Checks that need no memory.
 inline TrtConvertStatus check_table(const TrtConvertModeTable& t, int64_t rows, Report& report) {
   if (check_mode_set(t.mode_set, report)) return report.status;
   if (t.num_bins < 1 || t.num_bins > kMostBins) return report.invalid_int("num_bins", "1..65536", t.num_bins);

@@ -1,4 +1,4 @@
-// Matrix instructions of sm_80 and later, and how their operands come from shared memory.
+// Matrix instructions of sm_80 and later, and loads of their operands from shared memory.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -10,7 +10,7 @@ namespace trtconvert {
 
 constexpr float kRoundMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer (ties to even) in the low bits
 
-__device__ __forceinline__ float nan_max(float a, float b) {  // fmaxf would drop a NaN: it must reach its row's scale
+__device__ __forceinline__ float nan_max(float a, float b) {  // fmaxf would drop a NaN, which must reach its row's scale
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
@@ -24,7 +24,7 @@ __device__ __forceinline__ float row_max(float x) {
   return x;
 }
 
-// 0, or NaN of a magnitude that is NaN or infinite: what it is added to marks the row that this is the largest of.
+// 0, or NaN if the magnitude is NaN or infinite. The sum with a scale marks the row of this largest magnitude.
 __device__ __forceinline__ float broken_mark(float magnitude) { return magnitude - magnitude; }
 
 // rne(x * factor + addend) in the low byte, clamped to +-127 where the scale does not come from the data itself.
@@ -35,9 +35,9 @@ __device__ __forceinline__ uint32_t quantise(float x, float factor, float addend
   return __float_as_uint(rounded);
 }
 
-// rne(x / scale) likewise, where the quotient is that of FP32: rounded to it first, so that results are those of any implementation. With
-// `inverse` the scale's reciprocal, rounded once, one step of Newton's makes the product the quotient (Markstein 1990); a division
-// for each element would take longer than to read and write it.
+// rne(x / scale) likewise, with the FP32 quotient, so that results equal those of any implementation. `inverse` is the scale's
+// reciprocal, rounded once; one Newton step makes the product the quotient (Markstein 1990). A division for each element would take
+// longer than its load and store.
 template <bool kClamp>
 __device__ __forceinline__ uint32_t quantise_quotient(float x, float scale, float inverse) {
   const float nearly = x * inverse;

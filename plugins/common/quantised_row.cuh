@@ -1,4 +1,4 @@
-// What kernels that write quantised rows (layer_modes.h) do alike, in vectors of eight channels.
+// Shared code of kernels that write quantised rows (layer_modes.h), in vectors of eight channels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +13,7 @@ struct QuantisedRows {
   void* payload;  // rows, INT8 or 16-bit
   float* scale;   // [rows]
 
-  // The vector of this number, counted over all rows.
+  // The vector with this number among the vectors of all rows.
   __device__ __forceinline__ void store_int8(int64_t vector, uint2 bytes) const { static_cast<uint2*>(payload)[vector] = bytes; }
   __device__ __forceinline__ void store_16bit(int64_t vector, uint4 words) const { static_cast<uint4*>(payload)[vector] = words; }
 };
@@ -34,7 +34,7 @@ __device__ __forceinline__ void round(const float (&channels)[kVector], Vector<T
   for (int c = 0; c < kVector / 2; ++c) vector.pairs[c] = Pair<T>::round(channels[2 * c], channels[2 * c + 1]);
 }
 
-// (x - offset) * factor of a vector's channels, each where it is given.
+// (x - offset) * factor of a vector's channels; either may be absent.
 __device__ __forceinline__ void equalise(float (&x)[kVector], const float4* factor, const float4* offset, int vector) {
   if (offset) {
     const float4 low = offset[2 * vector], high = offset[2 * vector + 1];
@@ -60,17 +60,17 @@ struct RowScale {
   }
 };
 
-// Of a row in an INT8 mode, from its largest magnitude.
+// Scale of a row in an INT8 mode, from its largest magnitude.
 __device__ __forceinline__ RowScale row_scale(const CallMode& call, const Sample& sample, float amax) {
   const bool dynamic = call.mode == TRTCONVERT_DYNAMIC;
   const float scale = dynamic ? fmaxf(amax / 127.f, kLeastScale) : sample.x_scale;
   return {scale, 1.f / scale, !dynamic, sample.usable && isfinite(amax)};
 }
 
-// Of a row that stays in 16 bits.
+// Scale of a row that stays in 16 bits.
 __device__ __forceinline__ float unquantised_scale(bool usable) { return __int_as_float(usable ? 0xbf800000 : 0xffc00000); }
 
-// Maximum over the threads that share a row: some lanes of a warp, or a whole thread block; in each of them.
+// Maximum over the threads that share a row: some lanes of a warp, or a whole thread block; every thread gets the maximum.
 template <int kLanes>
 __device__ __forceinline__ float group_max(float x) {
   x = row_max<(kLanes < 32 ? kLanes : 32)>(x);

@@ -1,4 +1,4 @@
-// What every C API of the library does with a failure: a status, and a text for the caller.
+// Failures in the C APIs of the library: a status, and a text for the caller.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,8 +15,8 @@ namespace trtconvert {
 
 // Collects the first failure: a status and its text.
 //
-// The CUDA runtime keeps an error until somebody asks for the last one. The next launch asks, so that a failure that is reported would
-// fail a later call as well: an invalidated capture the call after the capture.
+// The CUDA runtime keeps an error until the last error is read. Otherwise the next launch would read a reported failure and fail too,
+// for example the call after an invalidated capture.
 struct Report {
   char* message;
   size_t size;
@@ -64,7 +64,7 @@ struct Report {
     return TRTCONVERT_OK;
   }
 
-  // Tensors that are read and written 16 bytes at once.
+  // Checks tensors that are accessed 16 bytes at once.
   struct Tensor {
     const char* name;
     const void* pointer;
@@ -81,7 +81,7 @@ struct Report {
     return fail(TRTCONVERT_CUDA_ERROR, "no usable CUDA device: %s", cudaGetErrorString(error));
   }
 
-  // Whether the caller's struct is the one that this library was built with.
+  // True if the caller's struct is the one that this library was built with.
   template <typename Params>
   TrtConvertStatus check_caller(const Params& params, uint32_t version, const char* header) {
     if (params.struct_size == sizeof(Params) && params.version == version) return TRTCONVERT_OK;

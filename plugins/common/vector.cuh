@@ -1,4 +1,4 @@
-// Eight neighbouring channels of 16 bits, as kernels read and write them: 16 bytes at once, computed with in FP32.
+// Eight neighbouring channels of 16 bits: loaded and stored as 16 bytes, computed in FP32.
 #pragma once
 
 #include <cuda_bf16.h>

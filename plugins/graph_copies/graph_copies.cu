@@ -45,13 +45,13 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   copy<char>(to, from, c.bytes);
 }
 
-// The runtime remembers an error until it is read, and would tell it to the next launch of this library.
+// The runtime keeps an error until it is read, and would report it at the next launch of this library.
 int finished(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
 
-// The first use of the library loads its kernels, which a thread that captures may only do in this mode.
+// The first use of the library loads its kernels; a capturing thread may load only in this mode.
 class MayLoadKernels {
  public:
   MayLoadKernels() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -69,8 +69,8 @@ bool usable(const TrtConvertCopyNode* node) {
   return std::all_of(node->copies, node->copies + node->count, [](const auto& c) { return c.buffer || !c.bytes; });
 }
 
-// Blocks for each copy: as many as the largest has work for, but no more than keep the device busy. A copy alone among many
-// still gets every multiprocessor.
+// Blocks for each copy: enough for the largest copy, but no more than keep the device busy. A copy that is alone among many empty
+// ones still gets every multiprocessor.
 cudaError_t choose_blocks(TrtConvertCopyNode& node) {
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -106,7 +106,7 @@ cudaError_t aim(cudaGraphExec_t exec, TrtConvertCopyNode& node, const uint64_t* 
   }
   if (valid && !moved) return cudaSuccess;
   const cudaError_t error = valid && node.node ? set_params(exec, node) : cudaErrorInvalidValue;
-  if (error != cudaSuccess)  // what the node copies now is unknown
+  if (error != cudaSuccess)  // the node's addresses are unknown now
     for (int i = 0; i < node.count; ++i) node.copies[i].outer = nullptr;
   return error;
 }
@@ -137,7 +137,7 @@ int trtconvert_record_copies(void* stream, TrtConvertCopyNode* node) {
   error = cudaLaunchKernel(reinterpret_cast<void*>(copy_kernel), grid, dim3(kThreads), arguments, 0, captured);
   if (error != cudaSuccess) return finished(error);
 
-  // What the stream's next work would wait for is the kernel alone.
+  // The stream's next work waits for the kernel only.
   const cudaGraphNode_t* last = nullptr;
   size_t count = 0;
 #if CUDART_VERSION >= 13000

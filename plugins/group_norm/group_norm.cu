@@ -1,8 +1,8 @@
-// Group norms of images whose channels lie last: the kernel and its C API. Nothing here throws.
+// Group norms of images with channels last: the kernel and its C API. Nothing here throws.
 //
-// A cluster of thread blocks has a slab of an image: some groups, all pixels. Each thread block has some of the pixels, and keeps
-// them in shared memory from the sums to the results, so that memory is read once. All thread blocks fit on the device together at
-// a U-Net's sizes. What a cluster has to exchange are the mean and the squares of each of its groups, by distributed shared memory.
+// A cluster of thread blocks computes a slab of an image: some groups, all pixels. Each thread block has some of the pixels, and
+// keeps them in shared memory from the sums to the results, so memory is read once. At a U-Net's sizes all thread blocks fit on the
+// device together. Clusters exchange the mean and the squares of each group by distributed shared memory.
 #include "trtconvert/group_norm.h"
 
 #include <algorithm>
@@ -23,17 +23,17 @@ namespace trtconvert::group_norm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostThreads = 512;  // where a slab has more vectors than kThreads
-constexpr int kMostBlocks = 8;     // of a cluster: as many as every device with clusters takes
-constexpr int kAtOnce = 4;         // vectors of a thread that are computed with together
-constexpr int kAhead = 3;          // times as many are on their way to shared memory meanwhile
-constexpr int kWideSlab = 512;     // channels; wider ones only where the narrowest slab is
+constexpr int kMostThreads = 512;  // if a slab has more vectors than kThreads
+constexpr int kMostBlocks = 8;     // of a cluster: the number that every device with clusters supports
+constexpr int kAtOnce = 4;         // vectors of a thread that are computed together
+constexpr int kAhead = 3;          // times the vectors that are copied to shared memory meanwhile
+constexpr int kWideSlab = 512;     // channels; wider slabs only if the narrowest is wider
 static_assert(kMostThreads * kVector == TRTCONVERT_GROUP_NORM_MOST_CHANNELS);
 
-// How many vectors the threads of each row have: the first rows one more than the others.
+// Numbers of vectors of each row's threads: the first rows have one more than the others.
 struct Share {
   int least, rows_with_more;
-  float pixels;  // what these are of all pixels
+  float pixels;  // for all pixels
 };
 
 struct Params {
@@ -43,22 +43,22 @@ struct Params {
   const uint4* bias;    // [vectors]
   uint4* normed;        // [B, pixels, vectors]
   int vectors;          // of a pixel, C / kVector
-  int slab_vectors;     // of a pixel, that a cluster has
-  int of_slab;          // a thread's number times this, over 2^20, is that by slab_vectors
-  int thread_rows;      // pixels that a thread block has the threads to take at once, each thread a vector
-  int rows;             // and that it takes
-  int kept;             // of a thread's vectors, those that stay in shared memory
-  int parts;            // of the rows, that are summed by one thread each
+  int slab_vectors;     // of a pixel, in a cluster
+  int of_slab;          // a thread's number times this, over 2^20, is its quotient by slab_vectors
+  int thread_rows;      // pixels that a thread block's threads cover at once, one vector a thread
+  int rows;             // pixels that it uses
+  int kept;             // of a thread's vectors, the number that stays in shared memory
+  int parts;            // of the rows, each summed by one thread
   int groups;           // of a cluster
   int group_channels;
-  float of_elements;    // what an element of a group is of them
+  float of_elements;    // weight of one element of a group in the mean
   float epsilon;
   int64_t pixels;       // of an image
   int block_pixels;     // of a thread block: of the first ones of a cluster. The next one has the rest, others have none
   int whole_blocks;
   Share whole, rest;
 
-  // Where INT8 is wanted in place of normed.
+  // INT8 output in place of normed.
   uint2* payload;        // [B, pixels, vectors]
   const float4* factor;  // [2 vectors], or null
   TrtConvertModeTable table;
@@ -66,7 +66,7 @@ struct Params {
   uint8_t* marks;        // [B, TRTCONVERT_IMAGE_MARKS]
 };
 
-// Shared memory of a thread block, one after another.
+// Shared memory of a thread block, in order.
 struct Layout {
   int kept_vectors;  // uint4: pixels, as they were read
   int columns;       // float4, four times: sums and squares of two channels in a row of threads
@@ -118,8 +118,8 @@ __device__ __forceinline__ uint4 sum_of_vectors(uint4 a, uint4 b) {
   return x.words;
 }
 
-// x * sigmoid(x) of two numbers with one reciprocal: these, and powers of 2, are what the kernel would wait for. Powers end where the
-// product of two would overflow; results beyond are less than 1e-17 off.
+// x * sigmoid(x) of two numbers with one reciprocal: reciprocals and powers of 2 are the bottleneck. Powers are clamped where the
+// product of two would overflow; the error of results beyond is less than 1e-17.
 __device__ __forceinline__ void silu(float& a, float& b) {
   constexpr float kMost = 63.f;
   const float of_a = 1.f + exp2_approx(fminf(-kLog2e * a, kMost)), of_b = 1.f + exp2_approx(fminf(-kLog2e * b, kMost));
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
   uint4* const kept = shared + thread;
   const int kept_step = layout.columns, in_shared = min(count, p.kept);
 
-  // The slabs of an image share out its marks. A slab whose groups are not finite sets its first mark at the end.
+  // The slabs of an image share its marks. A slab whose groups are not finite sets its first mark at the end.
   if constexpr (kQuantises) {
     const int mark = slab + thread * static_cast<int>(gridDim.y);
     if (block == 0 && mark < TRTCONVERT_IMAGE_MARKS) p.marks[image * TRTCONVERT_IMAGE_MARKS + mark] = 0;
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
   }
   __syncthreads();
 
-  // Sums of differences to the first channel of each group in this thread block's first pixel: sums of squares alone would cancel
-  // where values are far from zero.
+  // Sums differences to the first channel of each group in this thread block's first pixel: plain sums of squares would cancel for
+  // values far from zero.
   const int first_group = column * kVector / p.group_channels, in_first_group = column * kVector - first_group * p.group_channels;
   const auto for_each_group = [&](auto action) {
     int group = first_group, in_group = in_first_group;
@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
       squares[c] += difference * difference;
     }
   };
-  // Of those that are not kept. One function of both loops over them takes 12 % longer: the compiler then has fewer of the kept ones
-  // on their way from shared memory.
+  // Sums vectors that are not kept. A shared function of both loops takes 12 % longer: the compiler then has fewer kept vectors in
+  // flight from shared memory.
   const auto load = [&](int first, uint4(&words)[kAtOnce]) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
   }
   __syncthreads();
 
-  // Of two channels each the rows, in parts; of a group all its channels' parts, which lie one after another.
+  // Each thread sums two channels over the rows, in parts; then one sums all parts of a group's channels, which are adjacent.
   for (int at = row; at < kVector / 2 * p.parts && row < p.thread_rows; at += p.thread_rows) {
     const int part = at / (kVector / 2), pair = at % (kVector / 2);
     float4 total = {};
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
   const float of_all = pixels_of(other);
   mail.wait();
 
-  // Eight lanes have a group, each what a thread block found (Chan, Golub and LeVeque 1983).
+  // Eight lanes combine a group's results of the thread blocks (Chan, Golub and LeVeque 1983).
   for (int at = thread; at - lane < layout.groups * kMostBlocks; at += blockDim.x) {
     const bool is_there = at < layout.groups * kMostBlocks && other < blocks;
     const float2 found = is_there ? of_blocks[at] : float2{};
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
       return quantise8_quotients<true>(values, scale, inverse);
     };
     write(quantised, p.payload + (x - p.x));
-    // Asked behind the loop, which has no register left.
+    // Read behind the loop, which has no free register.
     bool broken = false;  // a group of this thread's, or what it is scaled by
 #pragma unroll
     for (int c = 0; c < kVector; ++c) broken |= !isfinite(factor[c]) || !isfinite(offset[c]);
@@ -349,8 +349,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
   }
 }
 
-// A launch whose thread blocks along x are one cluster. Not an early one (early_launch.cuh): its thread blocks would wait, up to 97 µs in
-// SDXL, where the convolution in front has some to start.
+// A launch whose thread blocks along x are one cluster. The launch is not early (early_launch.cuh): its thread blocks would wait, up to
+// 97 µs in SDXL, if the previous convolution has thread blocks left to start.
 struct Launch {
   cudaLaunchAttribute attribute = {};
   cudaLaunchConfig_t config = {};
@@ -377,13 +377,13 @@ struct Plan {
 
 int64_t whole(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
-// What a device has room for.
+// Capacity of a device.
 struct Room {
-  int block_bytes = 0, shared_bytes = 0, reserved_bytes = 0;  // of a thread block and a multiprocessor, and what each block takes besides
-  int clusters[kMostBlocks + 1] = {};  // of so many thread blocks, each with a multiprocessor of its own
+  int block_bytes = 0, shared_bytes = 0, reserved_bytes = 0;  // of a thread block and a multiprocessor, and the overhead of each block
+  int clusters[kMostBlocks + 1] = {};  // of this number of thread blocks, each on its own multiprocessor
 
-  // Of the current device, which is asked until it has answered once: GPUs of one kind differ in how their multiprocessors lie
-  // together.
+  // Capacity of the current device, queried until one query succeeds: GPUs of one kind differ in the arrangement of their
+  // multiprocessors.
   static cudaError_t read(Room& room) {
     constexpr int kMostDevices = 64;
     static std::mutex mutex;
@@ -416,7 +416,7 @@ struct Room {
   }
 };
 
-// Where the work is shared out so. `blocks` and `slab_channels` are whole units and groups.
+// One division of the work. `blocks` and `slab_channels` are whole units and groups.
 Plan shared_out(const TrtConvertGroupNormParams& c, int slab_channels, int blocks, int64_t most_shared_bytes) {
   Plan plan = {};
   Params& p = plan.params;
@@ -449,13 +449,13 @@ Plan shared_out(const TrtConvertGroupNormParams& c, int slab_channels, int block
   return plan;
 }
 
-// Cycles that it takes: an estimate, fitted to all ways to share out the images of bench/group_norm.py on H100s.
+// Estimated cycles, fitted to all divisions of the images of bench/group_norm.py on H100s.
 double cycles(const Plan& plan, const Room& room) {
   const Params& p = plan.params;
-  // Thread blocks that a multiprocessor has to take, and of these how many together, for which registers are enough for two.
+  // Thread blocks that a multiprocessor must run, and the number that run together; registers suffice for two.
   const int64_t all = whole(int64_t{plan.images} * plan.slabs, room.clusters[plan.blocks]);
   const int64_t together = std::clamp<int64_t>(room.shared_bytes / (plan.shared_bytes + room.reserved_bytes), 1, std::min<int64_t>(all, 2));
-  // A thread's vectors one after another: in how many lines of memory one lies is what counts, and whether it has to come again.
+  // Counts the memory lines of a thread's vectors, and whether they are read again.
   const int slab_bytes = static_cast<int>(sizeof(uint4)) * p.slab_vectors, line = 128;
   const double lines = static_cast<double>(slab_bytes % line ? slab_bytes + line - 16 : slab_bytes) / (line * p.slab_vectors);
   const double vectors = static_cast<double>(whole(p.block_pixels, p.rows)), of_vector = 145 + 1680 * lines;
@@ -464,9 +464,9 @@ double cycles(const Plan& plan, const Room& room) {
   return static_cast<double>(whole(all, together)) * (of_round + vectors * of_vector * beside_others + again);
 }
 
-// How the work is shared out: what takes least time by an estimate. Finding it takes the host about 1 µs.
+// Selects the division of the work with the least estimated time. The search takes the host about 1 µs.
 Plan plan_of(const TrtConvertGroupNormParams& c, const Room& room) {
-  const int unit = std::lcm(c.channels / c.groups, kVector), units = c.channels / unit;  // channels that are whole groups and vectors
+  const int unit = std::lcm(c.channels / c.groups, kVector), units = c.channels / unit;  // channels in whole groups and vectors
   const int most_slabs = c.table.mode_set ? TRTCONVERT_IMAGE_MARKS : units;
   int least_width = 1;
   while (units % least_width || units / least_width > most_slabs) ++least_width;
@@ -489,7 +489,7 @@ Plan plan_of(const TrtConvertGroupNormParams& c, const Room& room) {
 template <typename T, bool kSilu, bool kQuantises>
 cudaError_t launch(const Plan& plan, const Room& room, cudaStream_t stream) {
   const auto kernel = group_norm_kernel<T, kSilu, kQuantises>;
-  // As much as there is, each time: another thread may be about to launch the kernel with more than this one.
+  // Set to the maximum each time: another thread may be about to launch the kernel with more than this call needs.
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room.block_bytes)) return error;
   const dim3 grid(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.slabs), static_cast<unsigned>(plan.images));
   const Launch launch(grid, plan.threads, plan.shared_bytes, stream);
@@ -497,7 +497,7 @@ cudaError_t launch(const Plan& plan, const Room& room, cudaStream_t stream) {
 }
 
 constexpr int kMostImages = 65535;            // of a grid
-constexpr long long kMostPixels = 1LL << 24;  // which FP32 counts without error
+constexpr long long kMostPixels = 1LL << 24;  // exact in FP32
 
 TrtConvertStatus check(const TrtConvertGroupNormParams* c, Report& report) {
   if (!c) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");

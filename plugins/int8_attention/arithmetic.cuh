@@ -1,4 +1,4 @@
-// Arithmetic that the kernels of attention use beside what all kernels have.
+// Arithmetic of the attention kernels beyond the common arithmetic.
 #pragma once
 
 #include <cmath>
@@ -14,14 +14,14 @@ __device__ __forceinline__ float log2_approx(float x) {
   return result;
 }
 
-// 1 / x to the nearest, of normal numbers far from the ends of their range.
+// 1 / x, correctly rounded, for normal numbers far from the ends of their range.
 __device__ __forceinline__ float refined_reciprocal(float x) {
   const float inverse = reciprocal(x);
   return fmaf(fmaf(-x, inverse, 1.f), inverse, inverse);
 }
 
-// x / divisor to the nearest, of numbers whose quotient is normal, and of infinity and NaN, with `inverse` the divisor's
-// refined_reciprocal (Markstein). A plain division is a call, for which the compiler keeps registers.
+// x / divisor, correctly rounded, for normal quotients, infinity and NaN; `inverse` is the divisor's refined_reciprocal
+// (Markstein). A plain division is a call, for which the compiler reserves registers.
 __device__ __forceinline__ float quotient(float x, float divisor, float inverse) {
   const float nearly = x * inverse;
   return isinf(nearly) ? nearly : fmaf(fmaf(-nearly, divisor, x), inverse, nearly);

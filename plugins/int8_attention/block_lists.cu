@@ -1,5 +1,5 @@
-// What the attention kernels need of a block mask: of each row of blocks a list of its key tiles, and for the kernel of sm_90a the
-// order in which thread blocks take the rows.
+// Lists for the attention kernels from a block mask: the key tiles of each row of blocks, and for the kernel of sm_90a the order in
+// which thread blocks take the rows.
 #include <algorithm>
 
 #include "element.cuh"
@@ -11,7 +11,7 @@ namespace blocks {
 constexpr int kListThreads = 128;
 constexpr int kListWarps = kListThreads / 32;
 
-// A warp for each row. Tiles whose keys lie beyond the element's length are left out.
+// One warp for each row. Tiles with keys beyond the element's length are skipped.
 __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constant__ Params p) {
   const int64_t rows = int64_t(p.batch) * p.block_mask_heads * p.block_rows;
   const int64_t row = int64_t(blockIdx.x) * kListWarps + threadIdx.x / 32;
@@ -33,16 +33,16 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constan
   if (lane == 0) p.block_counts[row] = count;
 }
 
-// A thread block for each batch element: the rows of all its heads by their length, so that no thread block begins with a long one
-// when the others are done. In octaves; among those the order stays, since neighbours share keys. The result does not depend on
-// which thread comes first.
+// One thread block for each batch element sorts the rows of all its heads by length, so that no thread block begins a long row when
+// the others are done. Rows are sorted by octaves; the order within an octave stays, because neighbours share keys. The result does
+// not depend on the order of threads.
 constexpr int kOrderThreads = 512;
-constexpr int kOctaves = 16;  // of the number of tiles, the last one holds all beyond
+constexpr int kOctaves = 16;  // of the number of tiles; the last octave holds all longer rows
 
 __device__ __forceinline__ int octave_of(int count) { return kOctaves - 1 - min(32 - __clz(count), kOctaves - 1); }
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ Params p) {
-  __shared__ int places[kOctaves * kOrderThreads];  // by octave, then by thread: how many rows, then where the next one goes
+  __shared__ int places[kOctaves * kOrderThreads];  // by octave, then by thread: first the number of rows, then the position of the next row
   __shared__ int warp_sums[kOrderThreads / 32];
   const int batch = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
   const int units = p.heads * p.block_rows, each = ceil_div(units, kOrderThreads);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_const
   for (int unit = first; unit < end; ++unit) ++places[octave_of(count_of(unit)) * kOrderThreads + thread];
   __syncthreads();
 
-  // An exclusive sum over all of them, kOctaves neighbours a thread.
+  // An exclusive sum over all entries, kOctaves neighbours a thread.
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kOctaves; ++i) {
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_const
 
 }  // namespace blocks
 
-// Launched in the ordinary way, like the pre-pass: the workspace may be in use by the call before.
+// An ordinary launch, like the pre-pass: the previous call may still use the workspace.
 cudaError_t launch_block_lists(const Params& p, cudaStream_t stream) {
   const int64_t rows = int64_t(p.batch) * p.block_mask_heads * p.block_rows;
   const int64_t thread_blocks = (rows + blocks::kListWarps - 1) / blocks::kListWarps;

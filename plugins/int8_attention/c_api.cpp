@@ -283,7 +283,7 @@ TrtConvertStatus trtconvert_attention_workspace_size(const TrtConvertAttentionPa
   if (!bytes) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "bytes: expected a pointer, got null");
   if (check_shapes(params, report)) return report.status;
   Device device;
-  if (device.read() != cudaSuccess) device = {};  // without one, the size that any other device needs
+  if (device.read() != cudaSuccess) device = {};  // without a device, the size that any other device needs
   Params p = make_params(*params, device);
   *bytes = lay_out_workspace(p, nullptr);
   return TRTCONVERT_OK;
@@ -307,7 +307,8 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   }
   lay_out_workspace(p, params->workspace);
   ValueMaps values = {};
-  // Keys beyond a key length may hold anything, NaN too: the pre-pass clears them, the copy engine would not. Nor does it gather.
+  // Keys beyond a key length may hold anything, even NaN: the pre-pass clears them, the copy engine would not. The copy engine does
+  // not gather either.
   p.direct_values =
       uses_sm90(*params, device) && !params->key_lengths && !params->source_keys && describe_values(p, values);
   p.fp8_values = uses_sm90(*params, device) && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);

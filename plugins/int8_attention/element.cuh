@@ -1,4 +1,4 @@
-// What a batch element asks for, from the caller's timestep and tables.
+// Mode, bin and number of keys of a batch element, from the caller's timestep and tables.
 #pragma once
 
 #include <cmath>

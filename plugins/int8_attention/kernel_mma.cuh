@@ -25,7 +25,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kRows = kWarps * kRowsPerWarp;
 static_assert(kRows == kQueryBlock);  // a thread block takes one Q image
 
-// Shared memory of a multiprocessor, and what the system takes of it for each thread block.
+// Shared memory of a multiprocessor, and the part that the system takes for each thread block.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kSharedPerSm = 100 * 1024;
 #else
@@ -40,7 +40,7 @@ struct Config {
   // An INT8 image of 128 keys and a 16-bit image of 64 keys have the same size.
   static constexpr int kImageBytes = kKeyTile * (kDimQk > kDimPv ? kDimQk : kDimPv);
   static constexpr int kSlotBytes = kImageBytes + kScaleBytes;
-  // INT8 queries stay in shared memory where the registers of three thread blocks do not hold them.
+  // INT8 queries stay in shared memory if the registers of three thread blocks cannot hold them.
   static constexpr bool kQueriesInShared = kDimPv >= 80 && kDimPv <= 128;
   static constexpr int kQueryBytes = kQueriesInShared ? kQueryBlock * kDimQk : 0;
   static constexpr int kSharedBytes = kSlots * kSlotBytes + kQueryBytes;
@@ -53,7 +53,7 @@ struct Config {
   static constexpr int kBlocksPerSm = kFittingBlocks < kWantedBlocks ? kFittingBlocks : kWantedBlocks;
 };
 
-// ---- What a thread block works on ----
+// ---- A thread block's work ----
 
 struct Work {
   int b, head, kv_head;
@@ -133,7 +133,7 @@ struct Ring {
     for (int image = 0; image < C::kSlots - 1; ++image) fetch(image);
   }
 
-  // Waits for an image, lets every warp finish with the one before, and fetches into the slot that this frees.
+  // Waits for an image, lets every warp finish the previous one, and fetches into the freed slot.
   __device__ __forceinline__ uint32_t advance(int image) const {
     wait_copies<C::kSlots - 2>();
     __syncthreads();
@@ -149,13 +149,13 @@ __device__ __forceinline__ Ring<C, Copy> make_ring(uint32_t s_slots, int num_ima
 
 // ---- Block masks ----
 
-// Tiles of 128 keys that this thread block goes through: all, or those of its row of blocks.
+// Tiles of 128 keys for this thread block: all, or those of its row of blocks.
 __device__ __forceinline__ int tiles_of(const Params& p, const Work& w) {
   if (p.block_mask_heads == 0) return ceil_div(w.num_keys, kKeyTile);
   return p.block_counts[block_row_of(p, w.b, w.head, blockIdx.x * kRows / kBlock)];
 }
 
-// Number `n` of them. Places are not kept: registers are few.
+// Tile number `n`. Positions are not stored: registers are few.
 __device__ __forceinline__ int tile_at(const Params& p, int n) {
   if (p.block_mask_heads == 0) return n;
   return __ldg(p.block_tiles + block_row_of(p, blockIdx.z, blockIdx.y, blockIdx.x * kRows / kBlock) * p.key_tiles + n);
@@ -211,8 +211,8 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 };
 
-// Products as they come out of the tensor cores and, per row, what makes logits in units of log2 of them: the factor goes
-// into the fused multiply-add that also subtracts the maximum. Where a mask has to be applied the factor goes in first.
+// Products as the tensor cores give them and, per row, the factor to logits in units of log2: the factor is part of the fused
+// multiply-add that also subtracts the maximum. With a mask the factor is applied first.
 template <int kFragments>
 __device__ __forceinline__ void mask_logits(float (&z)[kFragments][4], float (&factor)[2], const Params& p, const Work& w,
                                             int first_key) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ void mask_logits(float (&z)[kFragments][4], float (&f
   apply_mask(z, p, w, first_key);
 }
 
-// Rescales the output to a new maximum. Rare after the first keys, so it is worth a test.
+// Rescales the output to a new maximum. A test pays, because a new maximum is rare after the first keys.
 template <int kFragments>
 __device__ __forceinline__ void rescale(float (&o)[kFragments][4], const float (&kept)[2]) {
   if (!__any_sync(0xffffffffu, kept[0] != 1.f || kept[1] != 1.f)) return;
@@ -259,7 +259,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const Work& w, const
   }
 }
 
-// Adds to lse the natural logarithm of a row's sum of weights, which are relative to 2^maximum.
+// Adds to lse the natural logarithm of a row's sum of weights; the weights are relative to 2^maximum.
 __device__ __forceinline__ void store_lse(const Params& p, const Work& w, int r, float maximum, float sum) {
   const int row = w.row + r * 8;
   if (threadIdx.x % 4 != 0 || row >= p.num_queries) return;
@@ -349,7 +349,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
       state.maximum[r] = maximum;
     }
     uint32_t p8[kFragments / 4][4];
-    // In mode 2 of the weights over their tokens' scales, in mode 3 of P.
+    // In mode 2 the sum of the weights over their tokens' scales, in mode 3 the sum of P.
     float tile_sum[2] = {0.f, 0.f};
     uint32_t integer_sum[2] = {0, 0};
 #pragma unroll
@@ -450,7 +450,7 @@ __device__ __forceinline__ void attend_16bit(const Params& p, uint32_t s_memory)
   load_queries(q, w);
   ring.start();
 
-  // Where this lane reads V's transposed fragments: 16 keys by two chunks of 8 channels.
+  // Address of V's transposed fragments for this lane: 16 keys by two chunks of 8 channels.
   const int lane = threadIdx.x % 32;
   const int v_offset = (lane / 16 * kHalfTile + lane / 8 % 2 * 8 + lane % 8) * 16;
   float o[kDimPv / 8][4] = {};

@@ -16,7 +16,7 @@ cudaError_t launch_attention_one_tile(const Params& params, int multiprocessors,
     if constexpr (OneTileLayout{{Dims::qk, Dims::pv}, kFewestKeys}.bytes() <= kSharedLimit)
       return one_tile::launch<Dims::qk, Dims::pv>(params, multiprocessors, stream);
     else
-      return cudaErrorInvalidValue;  // is_one_tile() has none of so many channels
+      return cudaErrorInvalidValue;  // is_one_tile() excludes this many channels
   });
 }
 

@@ -1,16 +1,16 @@
 // Attention to at most 128 keys, one tile: no pre-pass and no workspace, on sm_80 and later.
 //
-// Such calls, as those to a prompt, are all latency. A thread block quantises the keys and values of its head itself, which fit
-// in shared memory, and then goes through its share of the queries: each warp takes 16 rows, quantises them in registers and
-// keeps all their logits there, so that softmax needs one pass and no running maximum. What the arithmetic is, the reference and
-// the other kernels say; the order of sums is another.
+// Latency dominates such calls, for example attention to a prompt. A thread block quantises the keys and values of its head, which
+// fit in shared memory, and then computes its share of the queries. Each warp takes 16 rows, quantises them in registers and keeps
+// all their logits there, so softmax needs one pass and no running maximum. The reference and the other kernels define the
+// arithmetic; only the order of sums differs.
 //
-// In a network the code is in no cache when the kernel starts, and a warp goes through most of it once: loops over keys and over the
-// output's channels are left rolled, which halves that of mode 1.
+// In a network the code is in no cache when the kernel starts, and a warp runs most of it once. Loops over keys and over the
+// output's channels are not unrolled, which halves the code of mode 1.
 //
-// The depth of the first product is permuted, for queries and keys alike: thread t of a quad multiplies channels 8 t to 8 t + 7
-// of each group of 32. Of a query row that is one load of 16 bytes, of a key one read of 8 (INT8) or 16 bytes from shared memory,
-// and nothing moves between threads. Names are those of mma.cuh.
+// The depth of the first product is permuted, for queries and keys alike: thread t of a quad multiplies channels 8 t to 8 t + 7 of
+// each group of 32. A query row is one load of 16 bytes, a key one read of 8 (INT8) or 16 bytes from shared memory, and threads
+// exchange nothing. Names are those of mma.cuh.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ constexpr int kBlocksPerSm = kDimQk <= 96 ? 3 : 2;
 template <int kDimQk>
 constexpr int kLanes = kDimQk <= 64 ? 8 : kDimQk <= 128 ? 16 : 32;  // threads that share a row of K or V, 8 channels each
 
-// What a thread block works on.
+// A thread block's work.
 struct Work {
   int b, head, kv_head;
   int num_keys;
@@ -51,20 +51,21 @@ struct Work {
   uint8_t* memory;
 };
 
-// A hint, so that it may be given in front of wait_for_previous_kernel().
+// A prefetch hint, so it may precede wait_for_previous_kernel().
 __device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 constexpr int kCacheLine = 128;
 
-// Of a table in which each bin has `bytes` bytes from `first` on, `stride` bytes apart, those of all bins: which one is wanted
-// tells the timestep, later. Called by the whole thread block; of very many bins the first ones.
+// Prefetches a table in which each bin has `bytes` bytes from `first` on, with a distance of `stride` bytes, for all bins: the
+// timestep selects the bin later. Called by the whole thread block; if there are very many bins, only the first ones are
+// prefetched.
 __device__ __forceinline__ void prefetch_bins(const void* first, int bins, int64_t stride, int bytes) {
-  const int lines = (bytes - 1) / kCacheLine + 2, bin = threadIdx.x / lines;  // they may begin within one
+  const int lines = (bytes - 1) / kCacheLine + 2, bin = threadIdx.x / lines;  // a bin's bytes may begin within a line
   if (bin < bins) prefetch(static_cast<const uint8_t*>(first) + bin * stride + min(int(threadIdx.x) % lines * kCacheLine, bytes - 1));
 }
 
-// What a thread block will want of the tables, in L2 before it is known which bin it wants: in a network they come from DRAM, and
-// the timestep, the mode and a bin's scales would come one after the other.
+// Prefetches the tables into L2 before the bin is known: in a network they come from DRAM, and the loads of the timestep, the mode
+// and a bin's scales would be sequential.
 __device__ __forceinline__ void prefetch_tables(const Params& p, const Work& w) {
   if (threadIdx.x == 0) prefetch(p.timestep + w.b);
   prefetch_bins(p.modes, 1, 0, p.num_bins * int(sizeof(int32_t)));
@@ -79,8 +80,8 @@ __device__ __forceinline__ void copy_or_clear(uint32_t s_target, const void* g_s
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source), "r"(exists ? 16 : 0) : "memory");
 }
 
-// Offset of 16-byte chunk `chunk` of a key's 16-bit row: groups of 32 channels, in each all keys, so that what eight keys hand to
-// a fragment is contiguous.
+// Offset of 16-byte chunk `chunk` of a key's 16-bit row: groups of 32 channels, each with all keys, so that a fragment reads eight
+// keys contiguously.
 __device__ __forceinline__ int raw_key_offset(int keys, int key, int chunk) {
   return ((chunk / 4 * keys + key) * 4 + chunk % 4) * 16;
 }
@@ -118,8 +119,8 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
   commit_copies();
 }
 
-// This thread's 16-bit channels of two rows, first_row and the eighth after it: 8 t to 8 t + 7 of each group of 32. Zeros where
-// there are none.
+// This thread's 16-bit channels of two rows, first_row and first_row + 8: 8 t to 8 t + 7 of each group of 32. Missing rows and
+// channels are zeros.
 template <int kDimQk>
 __device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], const Params& p, const Work& w, int first_row) {
   const TrtConvertStrides& strides = p.parts[0].q_strides;
@@ -138,7 +139,7 @@ __device__ __forceinline__ void load_queries(uint4 (&data)[kDimQk / 32][2], cons
   }
 }
 
-// Whether the raw keys that this thread has copied are finite.
+// True if the raw keys that this thread has copied are finite.
 template <typename T, int kDimQk>
 __device__ __forceinline__ bool finite_keys(const Work& w) {
   constexpr int Lanes = kLanes<kDimQk>;
@@ -151,8 +152,8 @@ __device__ __forceinline__ bool finite_keys(const Work& w) {
   return check.passed();
 }
 
-// INT8 keys from the raw ones; returns their scale. Called by the whole thread block, when all of K is there. `check` takes this
-// thread's.
+// Quantises the raw keys to INT8; returns their scale. Called by the whole thread block, when all of K has arrived. `check` covers
+// the keys of this thread.
 template <typename T, int kDimQk>
 __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, bool from_data, FiniteCheck<T>& check) {
   constexpr int Lanes = kLanes<kDimQk>;
@@ -195,9 +196,9 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
   return scale;
 }
 
-// INT8 values, transposed, where the raw keys were: groups of 16 permuted keys, in each kDimPv rows of 16 bytes. Called by the
-// whole thread block, when all of V is there and nobody needs the raw keys any more. `check` takes this thread's, where tokens have no
-// scales that a value which is not finite would show in.
+// Writes INT8 values, transposed, over the raw keys: groups of 16 permuted keys, each with kDimPv rows of 16 bytes. Called by the
+// whole thread block, when all of V has arrived and no thread needs the raw keys. `check` covers the values of this thread, if tokens
+// have no scales that show values that are not finite.
 template <typename T, int kDimQk, int kDimPv, bool kTokenScales>
 __device__ __forceinline__ void quantise_values(const Params& p, const Work& w, FiniteCheck<T>& check) {
   constexpr int Lanes = kLanes<kDimQk>;
@@ -245,7 +246,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Work& w, 
   }
 }
 
-// INT8 fragments of this thread's two rows, and their scales, NaN of a row that is not finite.
+// INT8 fragments of this thread's two rows, and their scales; a row that is not finite has the scale NaN.
 template <typename T, int kDimQk>
 __device__ __forceinline__ void quantise_queries(uint32_t (&q)[kDimQk / 32][4], float (&scale)[2],
                                                  const uint4 (&data)[kDimQk / 32][2], float fixed, bool from_data) {
@@ -311,8 +312,8 @@ __device__ __forceinline__ void store_channels(T* target, float low0, float low1
   if (row_exists && (t < 2 || second_exists)) *reinterpret_cast<uint2*>(target + t * 4) = four;
 }
 
-// Everything after what does not depend on the mode. `data` holds the first queries, on their way. All of kKeyGroups groups of
-// keys is computed, whether they exist or not: behind branches, loads of one could not be moved before products of another.
+// The part of the kernel that depends on the mode. `data` holds the first queries, in flight. All kKeyGroups groups of keys are
+// computed, even missing ones: behind branches, loads of one group could not move before products of another.
 template <int kDimQk, int kDimPv, int kKeyGroups, typename T, int kMode>
 __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[kDimQk / 32][2], int steps) {
   constexpr int kFragments = kKeyGroups * 2;
@@ -367,7 +368,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
     }
     if (step + 1 < steps) load_queries<kDimQk>(data, p, w, w.row + kRows);
 
-    // Logits, of the keys that exist.
+    // Logits of the existing keys.
     float z[kFragments][4];
 #pragma unroll
     for (int n = 0; n < kFragments; n += 2) {
@@ -412,7 +413,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         factor[r] = scale[r] * k_scale;
-        // Tables' scales may underflow, and minus infinity, of keys that do not exist, times zero would be NaN.
+        // Scales of tables may underflow, and minus infinity, the logit of missing keys, times zero would be NaN.
         if (factor[r] < kProductFloor) factor[r] = kProductFloor;
       }
     }
@@ -427,7 +428,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
     mma::row_maxima(maximum, z);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      // For weights of 8 bits rounded up, so that none exceeds one: 255 times that would not fit a byte.
+      // Rounded up for 8-bit weights, so that no weight exceeds one: 255 times such a weight would not fit a byte.
       subtracted[r] = mma::finite_or_zero(kInt8Values ? __fmul_ru(maximum[r], factor[r]) : maximum[r] * factor[r]);
 
     // Weights, as A fragments of 16 keys in 16 bits or of 32 in 8.
@@ -471,7 +472,7 @@ __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[k
     for (int r = 0; r < 2; ++r) {
       if constexpr (kMode == 3) sum[r] = float(integer_sum[r]) / 255.f;
       const float total = mma::quad_sum(sum[r]);
-      // Where a query in 16 bits is infinite all its logits may be minus infinity.
+      // All logits of an infinite 16-bit query may be minus infinity.
       const bool lost = kMode == 0 && total == 0.f && num_keys > 0;
       inverse[r] = usable && !lost ? mma::inverse_sum(total, scale[r]) : __int_as_float(0x7fffffff);
       if constexpr (kInt8Values) inverse[r] /= 255.f;
@@ -548,7 +549,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
   wait_for_previous_kernel();
   w.num_keys = num_keys_of(p, w.b);
 
-  // The loads come first: what the element's mode is takes two more trips to memory.
+  // The loads come first: the element's mode takes two more trips to memory.
   copy_keys_and_values<kDimQk, kDimPv>(p, w);
   uint4 data[kDimQk / 32][2];
   load_queries<kDimQk>(data, p, w, w.row);
@@ -569,11 +570,11 @@ template <int kDimQk, int kDimPv>
 cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t stream) {
   const OneTileLayout layout = one_tile_layout(params);
   auto kernel = attention_kernel<kDimQk, kDimPv, 5>;
-  if constexpr (OneTileLayout{{kDimQk, kDimPv}, kKeyTile}.bytes() <= kSharedLimit)  // is_one_tile() has no others
+  if constexpr (OneTileLayout{{kDimQk, kDimPv}, kKeyTile}.bytes() <= kSharedLimit)  // is_one_tile() allows no others
     if (layout.keys == kKeyTile) kernel = attention_kernel<kDimQk, kDimPv, 8>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.bytes());
   if (error != cudaSuccess) return error;
-  // Thread blocks quantise K and V each for itself: no more of them than run at once, as far as heads allow.
+  // Each thread block quantises K and V itself: no more thread blocks than run at once, as far as the number of heads allows.
   const int groups = ceil_div(params.num_queries, kRows);
   const int64_t heads = int64_t(params.batch) * params.heads, at_once = int64_t(multiprocessors) * kBlocksPerSm<kDimQk>;
   const int wanted = static_cast<int>(std::clamp<int64_t>(at_once / heads, 1, groups));

@@ -30,14 +30,14 @@ cudaError_t with_dims(const PaddedDims& dims, Launch launch) {
   }
 }
 
-// Writes what the attention kernels read of the workspace about the block mask. All architectures.
+// Writes the parts of the workspace about the block mask. All architectures.
 cudaError_t launch_block_lists(const Params& params, cudaStream_t stream);
 
-// Writes what the attention kernels read of the workspace of `params`, from its inputs: one kernel, or two where there is a norm
-// across heads. All architectures.
+// Writes the workspace of `params` for the attention kernels, from its inputs: one kernel, or two with a norm across heads. All
+// architectures.
 cudaError_t launch_prepass(const Params& params, cudaStream_t stream);
 
-// wgmma and bulk copies; sm_90a only. Everything but general masks. `values` describes V where params.direct_values is set.
+// wgmma and bulk copies; sm_90a only. Everything but general masks. `values` describes V if params.direct_values is set.
 cudaError_t launch_attention_sm90(const Params& params, const ValueMaps& values, cudaStream_t stream);
 
 // mma.sync and cp.async; sm_80 and later.

@@ -1,4 +1,4 @@
-// What the kernels of mma.sync share: instructions, and what a softmax needs of the fragments.
+// Shared parts of the kernels with mma.sync: instructions, and softmax on fragments.
 //
 // Names: g is a lane's row in a fragment (g + 8 its second one), t its place in the quad that shares these rows; s_ is an
 // address in shared memory; c counts the four values that a lane holds of a fragment: row c / 2, column 2 t + c % 2.
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 
 // ---- Softmax ----
 
-// Maximum of a row over the quad that shares it; NaN if one of its logits is, so that sums of rounded weights are too.
+// Maximum of a row over the quad that shares it; NaN if one of its logits is NaN, so that sums of rounded weights are NaN too.
 __device__ __forceinline__ float quad_max(float x) {
   x = nan_max(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return nan_max(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -88,7 +88,7 @@ __device__ __forceinline__ void row_maxima(float (&maximum)[2], const float (&z)
   }
 }
 
-// A maximum that can be subtracted: minus infinity, of a row with no visible key yet, would make NaN of its weights.
+// A maximum that can be subtracted: minus infinity, the maximum of a row without a visible key so far, would make its weights NaN.
 __device__ __forceinline__ float finite_or_zero(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
 // 1 / sum of a row; NaN where the pre-pass found the row or its tables unusable, 0 where no key is visible.

@@ -1,17 +1,17 @@
-// Attention to at most one tile of keys: when its own kernel serves, and where things lie in its shared memory.
+// Attention to at most one tile of keys: the condition for its kernel, and the layout of its shared memory.
 #pragma once
 
 #include "params.h"
 
 namespace trtconvert::attention {
 
-// Shared memory of a thread block: raw keys, whose place INT8 values take, values in 16 bits, INT8 keys, the scales of mode 2.
-// Room for `keys` keys: 128, or 96 where the kernel computes 80, since a product in INT8 takes 32 at once.
+// Shared memory of a thread block: raw keys, later overwritten by INT8 values, values in 16 bits, INT8 keys, the scales of mode 2.
+// The layout has room for `keys` keys: 128, or 96 if the kernel computes 80, because an INT8 product takes 32 at once.
 struct OneTileLayout {
   PaddedDims dims;
   int keys;
 
-  // 16-byte chunks of V's rows lie a row further apart than they need, so that those of a token are in different banks.
+  // The pitch of 16-byte chunks of V's rows is one row more than needed, so that the chunks of a token are in different banks.
   TRTCONVERT_HOST_DEVICE constexpr int value_pitch() const { return (keys + 1) * 16; }
   TRTCONVERT_HOST_DEVICE constexpr int values() const { return keys * 2 * dims.qk; }
   TRTCONVERT_HOST_DEVICE constexpr int int8_keys() const { return values() + value_pitch() * (dims.pv / 8); }
@@ -24,8 +24,8 @@ constexpr int kFewestKeys = 96;  // of a layout
 
 inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? kFewestKeys : kKeyTile}; }
 
-// Norms, rotations and gathered keys are the pre-pass's, masks take too many registers, and the log-sum-exp is not computed. The most
-// keys of many channels do not fit.
+// Norms, rotations and gathered keys need the pre-pass, masks take too many registers, and the log-sum-exp is not computed. The
+// largest numbers of keys with many channels do not fit.
 inline bool is_one_tile(const Params& p) {
   return p.num_keys <= kKeyTile && p.mask_kind == TRTCONVERT_MASK_NONE && !p.rotary && !p.q_norm &&
          !p.block_mask_heads && !p.source_keys && !p.lse &&

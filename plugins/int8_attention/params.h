@@ -1,4 +1,4 @@
-// The one plain struct that goes from the checks to every kernel, and the workspace's layout.
+// The one plain struct from the checks to every kernel, and the workspace's layout.
 //
 // The pre-pass writes Q, K and V as *tile images*: blocks that are already in the layout the matrix instructions read from
 // shared memory, so that a tile is one contiguous copy. One layout serves every operand: 16-byte chunks, rows innermost,
@@ -58,15 +58,15 @@ constexpr PaddedDims padded_dims(int head_dim) {
   return {256, 256};
 }
 
-// Whether the kernel of sm_90a has mode 4 for so many padded channels; for at most one tile of keys no kernel has. Where the kernel
-// that runs has not, mode 4 is computed as mode 1, which is closer to exact.
+// True if the kernel of sm_90a has mode 4 for this number of padded channels; no kernel has mode 4 for at most one tile of keys.
+// Otherwise mode 4 is computed as mode 1, which is closer to exact.
 TRTCONVERT_HOST_DEVICE constexpr bool has_fp8_values(int columns) { return columns <= 128; }
 
-// Rows of an image of V in FP8: behind the channels one of ones and seven of zeros.
+// Rows of an image of V in FP8: behind the channels one row of ones and seven of zeros.
 TRTCONVERT_HOST_DEVICE constexpr int fp8_value_rows(int columns) { return columns + 8; }
 
-// Whether the kernel of sm_90a takes 16-bit values of this many padded channels as blocks of 64 keys by 64 channels with the
-// 128-byte swizzle: 16-byte chunk c of row r at place c ^ r % 8.
+// True if the kernel of sm_90a takes 16-bit values of this many padded channels as blocks of 64 keys by 64 channels with the
+// 128-byte swizzle: 16-byte chunk c of row r is at position c ^ r % 8.
 TRTCONVERT_HOST_DEVICE constexpr bool swizzled_values(int columns) { return columns % 64 == 0; }
 
 // What a key tile carries besides its images. Arrays are in permuted order: slot s of group g is key 16 g + permuted_key(s),
@@ -91,7 +91,7 @@ struct ElementInfo {
   int32_t unused;
 };
 
-// What a thread block of the kernel of sm_90a computes at once under a block mask: a row of blocks of one head.
+// A thread block's unit in the kernel of sm_90a under a block mask: a row of blocks of one head.
 struct alignas(16) BlockRow {
   int32_t unit;   // head * block_rows + row
   int32_t count;  // of its key tiles
@@ -99,7 +99,7 @@ struct alignas(16) BlockRow {
   int32_t unused;
 };
 
-// Queries, keys, values and output, 16-bit, through strides: of all tokens, or of those of one part of joint attention.
+// Queries, keys, values and output, 16-bit, through strides: of all tokens, or of one part of joint attention.
 struct Tensors {
   const void* q;  // [B, Nq, H, D]
   const void* k;  // [B, Nk, Hkv, D]
@@ -125,7 +125,8 @@ struct Params {
   TrtConvertMaskKind mask_kind;
   float softmax_scale, timestep_max;
 
-  // The tokens from `split` on are those of parts[1]. It is a multiple of kKeyTile, so that no tile has tokens of both, or kOnePart.
+  // The tokens from `split` on are those of parts[1]. `split` is a multiple of kKeyTile, so that no tile has tokens of both, or
+  // kOnePart.
   Tensors parts[2];
   int split;
 
@@ -146,13 +147,13 @@ struct Params {
   int block_mask_batch, block_mask_heads;
   int block_rows;  // ceil(Nq / kBlock)
 
-  // Rows of k and v to attend to, or null: k and v have num_keys rows. Else they have source_keys.
+  // Rows of k and v to attend to, or null: k and v have num_keys rows. With an index they have source_keys rows.
   const int32_t* key_index;  // [B, Hkv, Nk]
   int source_keys;
 
-  float* lse;  // [B, H, Nq] or null. The pre-pass leaves what smoothing takes from each row's logits, the kernel adds the rest
+  float* lse;  // [B, H, Nq] or null. The pre-pass stores the part that smoothing takes from each row's logits, the kernel adds the rest
 
-  // What the pre-pass does to Q and K first; null: nothing.
+  // Layers before attention on Q and K; null: none.
   const float* rotary;  // [N, D / 2, 2]: cosine and sine
   const float* q_norm;  // [D], or [H, D] across heads, or [2, D] with norm_split, and k_norm: both or neither
   const float* k_norm;  // [D], or [Hkv, D], or [2, D]
@@ -186,18 +187,18 @@ struct Params {
                            //   for the kernel of sm_90a swizzled where swizzled_values(), and not written with direct_values
   int64_t q_block_bytes, k_tile_bytes, v_tile_bytes;
   // sm_90a, see sm90/schedule.h.
-  int32_t* units_taken;    // [kModes], of each mode, by thread blocks that were done with their first: zero
+  int32_t* units_taken;    // [kModes], per mode the number of units taken after the first of each thread block: zero
   // Of units that several thread blocks compute.
   int divided_units;       // room for so many
   int32_t* parts_done;     // [divided_units, kMaxConsumers]: zero
   float* unit_parts;       // [units, parts of each, kMaxConsumers][part_floats()]. Not written by the pre-pass
 };
 
-// Of a token: the part that it lies in, and where that one begins.
+// The part of a token, and the first token of this part.
 TRTCONVERT_HOST_DEVICE inline int part_of(const Params& p, int token) { return token >= p.split; }
 TRTCONVERT_HOST_DEVICE inline int first_token(const Params& p, int part) { return part ? p.split : 0; }
 
-// Of a row of blocks: where its tiles and their number are.
+// Position of a row of blocks in the lists of tiles and counts.
 TRTCONVERT_HOST_DEVICE inline int64_t block_row_of(const Params& p, int batch, int head, int row) {
   return (int64_t(batch) * p.block_mask_heads + (p.block_mask_heads > 1 ? head : 0)) * p.block_rows + row;
 }

@@ -1,4 +1,4 @@
-// What norms across heads need of all heads of a token, and the pre-pass: picks its instance for the padded head dims.
+// The factors of norms across heads, and the pre-pass: selects its instance for the padded head dims.
 #include "prepass.cuh"
 
 namespace trtconvert::attention {
@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
   const T* const source = static_cast<const T*>(is_query ? tensors.q : tensors.k) + blockIdx.y * strides.batch +
                           (token - first_token(p, part)) * strides.token;
 
-  // Neighbouring lanes take neighbouring chunks of a head, and then those of the next head: where a token's heads lie behind
-  // each other, so do the warp's bytes. Each step takes the warp 32 chunks further, with additions only.
+  // Neighbouring lanes take neighbouring chunks of a head, and then those of the next head: if a token's heads are adjacent, the
+  // warp's bytes are too. Each step moves the warp 32 chunks further, with additions only.
   const int lane = threadIdx.x % 32;
   const unsigned chunks = p.head_dim / 8, further_chunks = 32 % chunks;
   const int64_t further = 32 / chunks * strides.head + further_chunks * 8, to_next_head = strides.head - p.head_dim;
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kFactorThreads) norm_factors_kernel(const __gr
     uint4 data[kFactorLoads];
 #pragma unroll
     for (int i = 0; i < kFactorLoads; ++i) {
-      // Beyond the last chunk the first one again: behind a condition, the compiler lets each load wait for the one before.
+      // Beyond the last chunk the first one is loaded again: with a condition, the compiler lets each load wait for the previous
+      // one.
       data[i] = __ldg(reinterpret_cast<const uint4*>(lane < left - i * 32 ? next : source));
       next += further;
       chunk += further_chunks;

@@ -1,9 +1,9 @@
-// One trip over Q, K and V (V only where the attention kernel does not read it itself): writes the tile images, their scales and
-// the per-element information of params.h.
+// One pass over Q, K and V (V only if the attention kernel does not read it itself) writes the tile images, their scales and the
+// per-element information of params.h.
 //
-// One thread block takes 128 tokens of one head of Q, K or V. All of them are held in registers: every 16-byte load is in
-// flight before the first use, and the data is read once although the scales need a reduction first. It has one head of a token:
-// what norms across heads need of all of them comes from a small kernel before (prepass.cu).
+// One thread block takes 128 tokens of one head of Q, K or V, and holds them all in registers: every 16-byte load is in flight
+// before the first use, and the data is read once although the scales need a reduction first. A thread block has one head of a
+// token: a small kernel (prepass.cu) computes the factors of norms across heads before.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ __device__ __forceinline__ float squares_of(const float (&x)[8]) {
   return sum;
 }
 
-// What a thread block works on.
+// A thread block's work.
 struct Tile {
   Element element;
   int head, tile, batch;
@@ -49,10 +49,10 @@ struct Tile {
 
 constexpr int kMostBlocksPerSm = 4;
 
-// How threads map to rows: Lanes threads per row with 8 channels each, lanes beyond head_dim hold zeros.
+// Mapping of threads to rows: Lanes threads per row with 8 channels each; lanes beyond head_dim hold zeros.
 template <int Lanes>
 struct Map {
-  // Registers for the loads in flight against warps that hide them: four rows a thread, sixteen of the longest kind.
+  // A trade-off between registers for loads in flight and warps that hide them: four rows a thread, sixteen for the longest kind.
   static constexpr int kThreads = Lanes == 16 ? 512 : 256;
   static constexpr int kBlocksPerSm = Lanes == 8 ? kMostBlocksPerSm : 2;
   static constexpr int kRowsPerPass = kThreads / Lanes;
@@ -61,7 +61,7 @@ struct Map {
   static_assert(kQueryBlock % kRowsPerPass == 0);  // a pass lies in one query block
 };
 
-// The rows of a thread: in its first pass, and in each how much further.
+// The rows of a thread: its first row, and the step between passes.
 template <int Lanes, bool kPermuted>
 __device__ __forceinline__ int first_row() {
   const int row0 = threadIdx.x / Lanes;
@@ -78,8 +78,8 @@ __device__ __forceinline__ int row_of(int pass) {
   return first_row<Lanes, kPermuted>() + row_offset<Lanes, kPermuted>(pass);
 }
 
-// All rows of the tile that exist, 16 bytes per thread and pass; zeros elsewhere. They lie in one part. Gathered, they are those that
-// p.key_index names of a tensor of p.source_keys rows.
+// Loads all existing rows of the tile, 16 bytes per thread and pass; zeros elsewhere. The rows are in one part. Gathered rows are
+// those that p.key_index names in a tensor of p.source_keys rows.
 template <typename T, int Lanes, bool kPermuted, bool kGathered>
 __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                      const void* Tensors::*tensor, TrtConvertStrides Tensors::*strides_of, int tokens) {
@@ -108,19 +108,19 @@ __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const P
   }
 }
 
-// Layers before attention. A rotation goes with either norm, or alone with the first. Gathered: none, and the rows of K and V are
-// those of an index.
+// Layers before attention. A rotation combines with either norm; a rotation alone uses the first instance. Gathered: no layers, and
+// the rows of K and V are those of an index.
 enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads, kNormOfParts, kGathered };
 
-// RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors are those of all tokens.
-// Of parts, norm has a row for the tokens before norm_split and one for the others.
+// RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors cover all tokens. With two
+// parts, norm has a row for the tokens before norm_split and one for the others.
 template <typename T, int Lanes, Layers kLayers, bool kRotary>
 __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                                      const float* norm, const float* factors, int tokens) {
   constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads, kOfParts = kLayers == Layers::kNormOfParts;
   const int lane = threadIdx.x % Lanes, last = tokens - at.tile * kTokens - 1;
-  // Rows and channels that do not exist are zeros and stay zeros, whatever they are multiplied by: they take what others do, so that
-  // no load hangs on a condition.
+  // Missing rows and channels are zeros and stay zeros under any factor: they load what other rows load, so that no load depends on
+  // a condition.
   const int channel = lane * 8 < p.head_dim ? lane * 8 : 0;
   const auto existing = [&](int i) { return min(row_of<Lanes, false>(i), last); };
   float weight[8], given[kAcrossHeads ? Map<Lanes>::kPasses : 1];
@@ -130,8 +130,8 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
 #pragma unroll
     for (int i = 0; i < Map<Lanes>::kPasses; ++i) given[i] = __ldg(factors + existing(i));
   }
-  // The tile's row where the second part begins, or one outside it. A thread's rows ascend: its first one tells which weights it
-  // takes, and only in a tile that holds both parts it goes on to the others, once.
+  // The tile's row where the second part begins, or a row outside of the tile. A thread's rows ascend: its first row selects the
+  // weights, and only in a tile with both parts it switches to the other weights, once.
   const int second_part = kOfParts ? p.norm_split - at.tile * kTokens : 0;
   const auto is_second = [&](int i) { return row_of<Lanes, false>(i) >= second_part; };
   if (kOfParts || norm) load_channels(weight, norm, (kOfParts && is_second(0) ? p.head_dim : 0) + channel, true);
@@ -182,7 +182,7 @@ __device__ __forceinline__ void compute_layers(uint4 (&data)[Map<Lanes>::kPasses
   }
 }
 
-// Keys that do not exist become zeros here: whatever they hold (NaN, say) goes no further.
+// Missing keys become zeros here: their content (NaN, say) goes no further.
 template <int Lanes, bool kPermuted>
 __device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses], int valid) {
 #pragma unroll
@@ -190,8 +190,8 @@ __device__ __forceinline__ void clear_beyond(uint4 (&data)[Map<Lanes>::kPasses],
     if (row_of<Lanes, kPermuted>(i) >= valid) data[i] = make_uint4(0, 0, 0, 0);
 }
 
-// NaN for each eight channels in which a number is not finite. A key of mode 0 that were infinite could have a logit of minus
-// infinity, and no weight.
+// NaN for each eight channels with a number that is not finite. An infinite key of mode 0 could have a logit of minus infinity, and
+// no weight.
 template <typename T, int N>
 __device__ __forceinline__ void mark_broken(uint4 (&data)[N]) {
 #pragma unroll
@@ -218,7 +218,7 @@ __device__ __forceinline__ void copy_images(const uint4 (&data)[Map<Lanes>::kPas
   }
 }
 
-// Leaves what smoothing takes from the logits of each row in lse, in natural units.
+// Stores in lse the part that smoothing takes from each row's logits, in natural units.
 template <typename T, int Lanes>
 __device__ __forceinline__ void leave_smoothed(const Params& p, const Tile& at, const uint4 (&data)[Map<Lanes>::kPasses]) {
   const Element& e = at.element;
@@ -384,7 +384,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 
   TileScales& scales = p.tile_scales[at.index];
   const bool has_channels = lane * 8 < p.head_dim;
-  // (v - offset) * factor, in this order: where a channel hardly varies its factor is huge, and v * factor would not cancel.
+  // (v - offset) * factor, in this order: the factor of a channel that hardly varies is huge, and v * factor would not cancel.
   float factor[8], offset[8];
   load_channels(factor, p.v_scale, at.table_row, has_channels);
   load_channels(offset, p.v_offset, at.table_row, has_channels);
@@ -463,7 +463,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   }
 }
 
-// One tile of V, whose place in `at` is set. The load comes before what the element's mode is.
+// One tile of V, whose position is set in `at`. The load precedes the lookup of the element's mode.
 template <typename T, int Lanes, bool kGathered>
 __device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared<Lanes>& shared) {
   uint4 data[Map<Lanes>::kPasses];
@@ -496,11 +496,11 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   at.batch = blockIdx.y;
 
   if (!is_query && !is_key) {
-    // Where the mode may spare all of it, that is asked first, and by few thread blocks.
+    // If the mode may skip all of V, few thread blocks check the mode first.
     if (p.direct_values && element_of(p, at.batch).mode <= 1) return;
     const int value_blocks = gridDim.x - query_work - key_work;
     for (int work = index; work < key_work; work += value_blocks) {
-      if (work != index) __syncthreads();  // the tile before has left shared memory
+      if (work != index) __syncthreads();  // the previous tile has left shared memory
       at.head = work % heads;
       at.tile = work / heads;
       prepare_values<T, Lanes, kGathered>(p, at, shared);
@@ -508,7 +508,7 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
     return;
   }
 
-  // The loads come first: what the element's mode is takes two more trips to memory.
+  // The loads come first: the element's mode takes two more trips to memory.
   at.head = index % heads;
   at.tile = index / heads;
   uint4 data[Map<Lanes>::kPasses];
@@ -548,7 +548,7 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
 template <typename T, int Lanes, Layers kLayers>
 cudaError_t launch_layers(const Params& p, cudaStream_t stream) {
   const int64_t query_work = int64_t(ceil_div(p.num_queries, kTokens)) * p.heads, key_work = int64_t(p.key_tiles) * p.kv_heads;
-  // Thread blocks for V that turn out to have no work cost their launches: no more than run at once up to 64 channels.
+  // Idle thread blocks for V cost their launches: no more than run at once up to 64 channels.
   const int at_once = kMostBlocksPerSm * p.multiprocessors;
   const int64_t blocks = query_work + key_work + (p.direct_values ? std::min(key_work, int64_t(at_once)) : key_work);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;

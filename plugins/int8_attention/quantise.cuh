@@ -1,4 +1,4 @@
-// The arithmetic of quantising: what the pre-pass and the kernel of one tile share.
+// The arithmetic of quantising for the pre-pass and the kernel of one tile.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -67,7 +67,7 @@ __device__ __forceinline__ T largest8(const uint4& packed) {
   return __hmax_nan(low_of(m), high_of(m));
 }
 
-// Looks whether 16-bit numbers are finite: each times zero is zero then.
+// True if 16-bit numbers are finite: each times zero is zero then.
 template <typename T>
 class FiniteCheck {
  public:
@@ -93,7 +93,7 @@ class FiniteCheck {
 constexpr uint32_t kFourOnes = 0x38383838;
 __device__ __forceinline__ uint32_t quantise_e4m3(float x) {
   uint16_t pair = 0;
-#if __CUDA_ARCH__ >= 890  // elsewhere there is no mode 4: Params::fp8_values
+#if __CUDA_ARCH__ >= 890  // other architectures have no mode 4: Params::fp8_values
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
 #endif
   return pair;
@@ -110,8 +110,8 @@ __device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]
   return x;
 }
 
-// Scale of a value token of mode 2. Each of Lanes threads has eight of the token's equalised channels. NaN where a channel is not
-// finite.
+// Scale of a value token of mode 2. Each of Lanes threads has eight of the token's equalised channels. The scale is NaN if a
+// channel is not finite.
 template <int Lanes>
 __device__ __forceinline__ float token_scale(const float (&x)[8]) {
   float amax = 0.f;
@@ -121,8 +121,8 @@ __device__ __forceinline__ float token_scale(const float (&x)[8]) {
   return nan_max(amax, 127.f * kTokenScaleFloor) * (1.f / 127.f) + broken_mark(amax);
 }
 
-// Scale of a query token from its largest magnitude, NaN where that is not finite. Any serves a row of zeros; an ordinary one keeps
-// the attention kernels on their fast way.
+// Scale of a query token from its largest magnitude, NaN if the magnitude is not finite. Any scale serves a row of zeros; an
+// ordinary scale keeps the attention kernels on their fast path.
 __device__ __forceinline__ float query_scale(float amax) {
   return amax == 0.f ? kZeroRowScale : nan_max(amax * (1.f / 127.f), kScaleFloor) + broken_mark(amax);
 }
@@ -138,7 +138,7 @@ __device__ __forceinline__ void load_channels(float (&x)[8], const float* table,
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-// Whether every table entry that this head's mode reads is usable. Called by the whole thread block.
+// True if every table entry that this head's mode reads is usable. Called by the whole thread block.
 __device__ inline bool tables_usable(const Params& p, const Element& e, int head) {
   const int kv_head = head / p.group;
   bool bad = false;

@@ -1,5 +1,5 @@
-// ChannelsLastAdd as a TensorRT plugin: the sum of two images, of which the second has its channels last in its shape too. The work
-// is done by the C API.
+// ChannelsLastAdd as a TensorRT plugin: the sum of two images. The shape of the second image has its channels last. The C API does
+// the work.
 //
 // In memory x has its channels last, in vectors of eight (HWC8). The C API takes multiples of eight channels only: no vector is
 // padded, and x lies as y does.

@@ -30,8 +30,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arriv
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// At the barrier in the same place of another thread block of the cluster. Orders nothing but reads of shared memory, as what the copy
-// engine may write over: released to the whole cluster it would wait for all memory.
+// Arrives at the barrier in the same place of another thread block of the cluster. Orders only reads of shared memory, which the copy
+// engine may overwrite then: a release to the whole cluster would wait for all memory.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, int block) {
   asm volatile(
       "{\n"
@@ -47,8 +47,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of this parity is complete. The thread may sleep up to 10 ms at a time: without a hint it asks again every
-// hundred cycles, which takes issue slots and power from those that compute.
+// Waits until the phase of this parity is complete. The thread may sleep up to 10 ms at a time: without the hint it polls every
+// hundred cycles, which takes issue slots and power from computing threads.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -61,7 +61,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Whether that phase is complete, without waiting. The answer takes a while: ask early.
+// True if that phase is complete, without waiting. The answer has a latency: ask early.
 __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -84,8 +84,8 @@ __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, u
       : "memory");
 }
 
-// One box of a tensor of four dimensions, from the given coordinates on, to shared memory; what lies outside the tensor is zero
-// and counts among the bytes. Completes on the barrier.
+// Copies one box of a tensor of four dimensions, from the given coordinates on, to shared memory. Elements outside of the tensor
+// are zero and count among the bytes. Completes on the barrier.
 __device__ __forceinline__ void tensor_copy(uint32_t target, const CUtensorMap* map, const int (&at)[4], uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
@@ -102,8 +102,8 @@ __device__ __forceinline__ void tensor_copy(uint32_t target, const CUtensorMap* 
       : "memory");
 }
 
-// Pixels of images [images, height, width, channels] as a convolution's window moves over them, from one on: its channel, x, y and
-// image; of each the pixel that lies so far to the right of and below the window's first.
+// Copies pixels of images [images, height, width, channels] at the positions of a convolution's window, starting at one window: its
+// channel, x, y and image. Of each window the pixel at the given distance to the right of and below the first is copied.
 __device__ __forceinline__ void im2col_copy(uint32_t target, const CUtensorMap* map, const int (&at)[4], int right, int below,
                                             uint32_t barrier) {
   asm volatile(
@@ -114,7 +114,7 @@ __device__ __forceinline__ void im2col_copy(uint32_t target, const CUtensorMap* 
       : "memory");
 }
 
-// A box of two dimensions to every thread block of a cluster, in the same place of each, where it completes on the barrier in the same place.
+// Copies a box of two dimensions to every thread block of a cluster, in the same place of each; completes on the barrier in the same place.
 template <int kBlocks>
 __device__ __forceinline__ void tensor_copy_to_all(uint32_t target, const CUtensorMap* map, const int (&at)[2], uint32_t barrier) {
   asm volatile(
@@ -124,7 +124,7 @@ __device__ __forceinline__ void tensor_copy_to_all(uint32_t target, const CUtens
       : "memory");
 }
 
-// One box from shared memory to a tensor of two dimensions, without what would lie outside. Belongs to the thread's open group.
+// Copies one box from shared memory to a tensor of two dimensions, clipped at the tensor. Belongs to the thread's open group.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, const int (&at)[2], uint32_t source) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(at[0]), "r"(at[1]),
                "r"(source)
@@ -139,7 +139,7 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// The first copy would wait for the tensor's description.
+// Without the prefetch the first copy would wait for the tensor's description.
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -155,7 +155,7 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-// Of all threads of a cluster. Orders no memory but what a fence in front of it does: it would wait for all.
+// Waits for all threads of a cluster. Orders no memory beyond an explicit fence: ordering would wait for all memory.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -178,7 +178,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Read once: the compiler would read the thread index again wherever it is short of registers, and wait for it.
+// Read once: otherwise the compiler reads the thread index again whenever registers are short, and waits for it.
 __device__ __forceinline__ int lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -221,7 +221,7 @@ __device__ __forceinline__ void stmatrix(uint32_t address, uint32_t a, uint32_t 
                : "memory");
 }
 
-// The same of the transposed matrices: the row that a lane gives the address of is a column of them.
+// The same of the transposed matrices: the row at a lane's address is a column of them.
 __device__ __forceinline__ void stmatrix_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
@@ -254,7 +254,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Registers that a wgmma in flight reads or writes: keeps the compiler from moving their uses over a fence or a wait.
+// Keeps the compiler from moving uses of registers over a fence or a wait while a wgmma in flight reads or writes the registers.
 template <int N>
 __device__ __forceinline__ void pin(int32_t (&x)[N]) {
 #pragma unroll

@@ -5,7 +5,7 @@
 namespace trtconvert::sm90 {
 namespace {
 
-// Of the driver, through the runtime, which has loaded it: the library links neither.
+// The driver's function, through the runtime, which has loaded the driver: the library links neither.
 template <typename Encode>
 Encode find_encode(const char* name) {
   void* function = nullptr;
@@ -19,7 +19,7 @@ Encode find_encode(const char* name) {
   return reinterpret_cast<Encode>(function);
 }
 
-// A thread that has only asked the runtime for its device has no context yet, without which the driver does not.
+// A thread that has only asked the runtime for its device has no context yet, which the driver needs.
 template <typename Described>
 bool with_context(Described described) {
   if (described()) return true;
@@ -44,7 +44,7 @@ bool describe_windows(CUtensorMap& map, const void* data, const Windows& w, int 
   static const auto encode = find_encode<decltype(&cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
   const cuuint64_t sizes[] = {cuuint64_t(w.channels), cuuint64_t(w.width), cuuint64_t(w.height), cuuint64_t(w.images)};
   const cuuint64_t strides[] = {sizes[0], sizes[0] * sizes[1], sizes[0] * sizes[1] * sizes[2]};
-  // Where a window's first pixel may lie: from the image's corner, and beyond its last pixel.
+  // Range of a window's first pixel: from the image's corner, and beyond its last pixel.
   const int lower[] = {-w.pad_x, -w.pad_y}, upper[] = {w.pad_x - (w.kernel_w - 1), w.pad_y - (w.kernel_h - 1)};
   const cuuint32_t steps[] = {1, cuuint32_t(w.stride_x), cuuint32_t(w.stride_y), 1};
   return encode && with_context([&] {

@@ -1,4 +1,4 @@
-// Tensors as the copy engine of sm_90 reads and writes them.
+// Descriptions of tensors for the copy engine of sm_90.
 #pragma once
 
 #include <cuda.h>
@@ -13,12 +13,13 @@ constexpr CUtensorMapDataType float16_type(bool bf16) {
   return bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-// Describes a tensor in boxes: `sizes` and `box` in elements, the contiguous dimension first, `strides` in bytes, of the others. False
-// where the driver cannot: strides of zero, say, or no driver.
+// Describes a tensor in boxes: `sizes` and `box` in elements, the contiguous dimension first, `strides` in bytes of the other
+// dimensions. Returns false if the driver cannot describe the tensor, for example strides of zero, or without a driver.
 bool describe_tensor(CUtensorMap& map, CUtensorMapDataType type, const void* data, int rank, const cuuint64_t* sizes,
                      const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle);
 
-// INT8 images [images, height, width, channels] as a convolution's windows read them: `pixels` windows with so many channels at once.
+// Describes INT8 images [images, height, width, channels] for a convolution's windows: `pixels` windows with this number of channels
+// at once.
 struct Windows {
   int images, height, width, channels;
   int kernel_h, kernel_w, stride_y, stride_x, pad_y, pad_x;
