@@ -4,14 +4,14 @@
     python bench/build.py --models sd15 sdxl … [--work FOLDER] [--backend tensorrt|onnxruntime] [--json FILE]
                           [--engine FIELD=VALUE …] [--alone]
 
-With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
-the seconds of every stage, the most memory of the host and of the GPU, and what was found. `--engine attention=plugin
-layers=plugin` has one engine of the denoiser built, where `auto` builds and times several. `--alone` leaves text encoders out,
-and converts the denoiser alone. Gates are set so wide that random weights pass them: their figures are printed, not asserted. A
-pipeline that lies in the folder is taken, and so are the stages in its cache: a build that did not end goes on.
+With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are created and built with `modes:
+auto`. The script prints the seconds of every stage, the peak memory of the host and of the GPU, and the result. `--engine
+attention=plugin layers=plugin` builds one engine of the denoiser; `auto` builds and times several. `--alone` omits text encoders,
+and converts only the denoiser. Gates are so wide that random weights pass: their figures are printed, not asserted. An existing
+pipeline in the folder and the stages in its cache are reused: an interrupted build resumes.
 
-Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
-Markdown table with the date and the machine; nothing is asserted.
+Each command is a fresh process with an empty cache of its own, except the second build, which uses the cache of the first.
+Prints a Markdown table with the date and the machine; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ RECIPE: dict[str, Any] = {
     "verify": {"samples": 16, "steps": 20, "min_psnr": 0, "min_site_sqnr": -20, "max_prediction_error": None},
     "output": {"grid": 4},
 }
-"""What every model is built with."""
+"""The recipe of every model."""
 
 OF_MODEL: dict[str, dict[str, Any]] = {
     "flux": {"calibration": {"samples": 8, "batch": 1, "steps": 10, "bins": 10}, "plan": {"samples": 2, "steps": 10}},
@@ -81,7 +81,7 @@ OF_MODEL: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def watched_gpu() -> Iterator[dict[str, float]]:
-    """The most device memory that is in use inside the block, in GiB, asked four times a second."""
+    """Peak device memory inside the block, in GiB, sampled four times a second."""
     found, done = {"gpu_gib": 0.0}, threading.Event()
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
 
@@ -101,7 +101,7 @@ def watched_gpu() -> Iterator[dict[str, float]]:
 
 
 def build_model(name: str, work: Path, engine: dict[str, str], alone: bool) -> dict[str, Any]:
-    """Build one pipeline: its stages' seconds, memory, and what the manifest says."""
+    """Build one pipeline; return the seconds of its stages, memory, and figures of the manifest."""
     from published import PUBLISHED
 
     folder = work / ("alone" if alone else "pipelines") / name
@@ -145,7 +145,7 @@ def build_model(name: str, work: Path, engine: dict[str, str], alone: bool) -> d
 
 
 def _tell(line: str, seconds: float) -> None:
-    """Stages as they end, and whatever is no event."""
+    """Print stages as they end, and lines that are no events."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -2,7 +2,7 @@
 
     python bench/whole.py BUNDLE WEIGHTS [--peers plain compiled fp8] [--calls 15] [--steps 28] [--json FILE]
 
-The bundle is one that `trtconvert build` left of the pipeline in the folder WEIGHTS; its TensorRT engine computes. Peers are the
+`trtconvert build` made the bundle from the pipeline in the folder WEIGHTS; its TensorRT engine computes. Peers are the
 diffusers model of those weights, in the recipe's type: `plain`, `compiled` (torch.compile of the model's repeated blocks, or of
 the model where diffusers names none) and `fp8` (compiled, and torchao's FP8: weights and activations by row).
 
@@ -35,7 +35,7 @@ from trtconvert.runtime.batches import AnyBatch
 from trtconvert.stages.common import VERIFY
 
 LEAST_FP8 = 1024
-"""Features from which torchao's FP8 is given a layer: it does not gain by smaller ones."""
+"""Fewest features of a layer for torchao's FP8, which gains nothing on smaller layers."""
 
 
 def step_times(
