@@ -95,8 +95,8 @@ class SD3(nn.Module):
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is run: what makes the denoiser, and the shapes of its inputs. The output has that of the first, x, but perhaps for
-    its channels."""
+    """A denoiser's constructor and the shapes of its inputs. The output has the shape of the first input, x, perhaps except for
+    the channels."""
 
     what: str
     make: Callable[[], nn.Module]
@@ -180,7 +180,7 @@ ARCHITECTURES = {
 def describe(name: str, device: str) -> DiffusionModel:
     """The denoiser of an architecture, in FP32 on a device.
 
-    Its weights are random and pass signals on: of what the classes initialise with zeros no attention would be seen.
+    Weights are random and pass signals on: the zeros of the classes' initialisation would hide attention.
     """
     torch.manual_seed(0)
     with torch.device(device):

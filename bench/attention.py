@@ -3,10 +3,9 @@
     python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
 
 Peers that need a package: SageAttention (sageattention), flash-attn-4, FlashAttention-3 in BF16 and FP8 (fa3-fwd), cuDNN's FP8
-(nvidia-cudnn-frontend). Quantisation is inside every time, but where a name says otherwise. Latency is the median of CUDA events
-over rotating inputs, in a queue that is full before it starts, so that no call waits for the host; its spread is half the
-distance between the quartiles. The kernels of a shape take turns, so that none has the GPU cooler than another, nor throttled by
-the one before.
+(nvidia-cudnn-frontend). Every time includes quantisation, unless a name says otherwise. Latency is the median of CUDA events
+over rotating inputs. The queue is full before the first call, so no call waits for the host. The spread is half the distance
+between the quartiles. The kernels of a shape take turns, so that all meet the same temperature and clocks of the GPU.
 TFLOP/s = 4 B H N M D / time, of N queries and M keys. The error is relative L2 against FP32 attention of the same FP16 inputs.
 Power is sampled through NVML while a kernel loops, after all times. Writes attention.md and attention.png; nothing is asserted.
 """
@@ -37,7 +36,7 @@ from trtconvert.attention.modes import Mode
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one call; the keys are as many as the queries, or those of a prompt."""
+    """The shape of one call, with as many keys as queries, or the keys of a prompt."""
 
     batch: int
     heads: int
@@ -95,7 +94,7 @@ def sdpa(backend: SDPBackend) -> Attention:
 
 
 def peers() -> dict[str, Attention]:
-    """What this installation has, by name."""
+    """The installed peers, by name."""
     found = {"cuDNN FP16": sdpa(SDPBackend.CUDNN_ATTENTION), "FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION)}
     with contextlib.suppress(ImportError):
         found["SageAttention"] = importlib.import_module("sageattention").sageattn
@@ -110,8 +109,8 @@ def peers() -> dict[str, Attention]:
 
 
 def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
-    """FlashAttention-3 (`fa3-fwd`, whose 16 bits are BF16), and in FP8 with a scale for each head, quantised inside the time and
-    before it. Inputs become BF16 before the time."""
+    """FlashAttention-3 (`fa3-fwd`) in BF16, and in FP8 with a scale for each head, with quantisation inside the time and before.
+    Inputs are converted to BF16 before the time."""
     quantise = torch.compile(_to_fp8, dynamic=False)
     in_bf16, quantised = once(lambda *qkv: [x.bfloat16() for x in qkv]), once(quantise)
 
@@ -130,7 +129,7 @@ def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What is made of inputs, before the time: made at the first call with them."""
+    """Prepare inputs before the time, at the first call with them."""
     made: dict[int, Any] = {}
 
     def known(*qkv: Tensor) -> Any:
@@ -143,10 +142,10 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cudnn_fp8(cudnn: Any) -> dict[str, Attention]:
-    """cuDNN in FP8 (`nvidia-cudnn-frontend`) with a scale for each tensor, quantised inside the time and before it.
+    """cuDNN in FP8 (`nvidia-cudnn-frontend`) with a scale for each tensor, with quantisation inside the time and before.
 
-    On Hopper its output is FP8 as well, of which it must be told a scale: that of the first call's largest element, found before
-    the time, as training frameworks take that of the step before. Turning the output into FP16 is inside the time.
+    On Hopper the output is FP8 too, and needs a scale. The scale is that of the first call's largest element, found before the
+    time, like the scale of the previous step in training frameworks. The time includes the conversion of the output to FP16.
     """
     quantise = torch.compile(_to_fp8_by_tensor, dynamic=False)
     handle = functools.cache(cudnn.create_handle)
@@ -291,7 +290,7 @@ def joules_per_call(call: Callable[[], object], seconds: float) -> float | None:
 
 
 def loop(call: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """How long it looped, and how often it called. The queue is never empty: short kernels would wait for the host."""
+    """Return the seconds of the loop and the number of calls. The queue is never empty: short kernels would wait for the host."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event() for _ in range(2)]
     calls, start = 0, time.perf_counter()
@@ -331,7 +330,7 @@ def inputs_of(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def candidates(shape: Shape) -> list[Candidate]:
-    """Those that take this shape, each called once."""
+    """The kernels that take this shape, each called once."""
     sets = [inputs_of(shape) for _ in range(ROTATION)]
     expected = exact(*sets[0]) if shape.queries <= LARGEST_EXACT else None
     by_name = {name: [attend] * ROTATION for name, attend in peers().items()}
@@ -364,7 +363,7 @@ def measure(shape: Shape) -> list[Figure]:
 
 
 def with_energy(figures: list[Figure], seconds: float) -> list[Figure]:
-    """Figures of one shape, their kernels looped for so long each."""
+    """Figures of one shape, with each kernel looped for this many seconds."""
     calls = {c.name: c.calls[0] for c in candidates(figures[0].shape)}
     return [replace(f, joules=joules_per_call(calls[f.name], seconds)) for f in figures]
 

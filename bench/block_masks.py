@@ -1,12 +1,13 @@
-"""What attention.sparse finds in a model and what it costs: blocks by share, and images with them left out against all blocks.
+"""Block masks of attention.sparse in a model: computed blocks by share, and images with masks against images without.
 
     python bench/block_masks.py RECIPE [--shares 0.01 0.03 0.1] [--samples 4] [--steps 10] [--device cuda]
 
-The blocks are calibrated as the recipe's calibration section says. Attention is otherwise exact, so that only what is left out
-counts. `computed` is the share of blocks over all sites that may have masks and all timestep bins, with the fewest of a site and
-bin and the mean of each bin from low noise up. `time` is that of attention with masks at the sites where they gain time, in terms
-of that without, in a mode, by the kernels' measured times. PSNR is over all samples, and of the worst one. Below the table stands
-the processors' time of the calibration with blocks and without. Runs on a CPU or a GPU; prints a table, nothing is asserted.
+The blocks are calibrated as the recipe's calibration section says. Attention is otherwise exact, so only the skipped blocks
+matter. `computed` is the share of computed blocks over all sites that may have masks and all timestep bins, with the minimum
+over sites and bins, and the mean of each bin from low noise up. `time` is the time of attention with masks at the sites where
+masks save time, relative to attention without masks, in a mode, by the kernels' measured times. PSNR is over all samples, and
+of the worst sample. Below the table is the CPU time of the calibration with and without blocks. Runs on a CPU or a GPU; prints
+a table, nothing is asserted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What observation adds to the denoising runs that it observes, on the digits model, for each kind of statistic.
+"""Cost of observation in denoising runs of the digits model, for each kind of statistic.
 
     python bench/calibration.py [--threads N]
 
-Runs without and with observation alternate, so that a busy machine slows both. Beside the time on the clock stands the
-processors' time, which other programs hardly change when there is one thread, and the least of it, since a neighbour on the same
-processor costs caches and clock and never makes a run faster. Below the table stands what it costs to make scales of what was
-observed, once for all batches. Prints Markdown with the date and the machine; nothing is asserted.
+Runs without and with observation alternate, so that a busy machine slows both. Beside the wall time the table has the CPU time,
+which other programs hardly change with one thread, and the least CPU time, because other programs on the processor cost caches
+and clock and never make a run faster. Below the table is the cost of computing scales from the observed statistics, once for all
+batches. Prints Markdown with the date and the machine; nothing is asserted.
 """
 
 from __future__ import annotations

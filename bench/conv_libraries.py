@@ -1,12 +1,12 @@
-"""Group norms and INT8 convolutions of several builds of the library beside each other, on one GPU.
+"""Group norms and INT8 convolutions of several builds of the library, compared on one GPU.
 
     python bench/conv_libraries.py LIBRARY... [--output FOLDER]
 
-The first library is the one that the others are compared with. Each shape has a group norm that gives INT8 alone, the
-convolution alone, and both. Calls are recorded in CUDA graphs, and the graphs of a shape take turns, so that all libraries meet
-the same clocks. A time is the median of the turns; its spread is half the distance between the quartiles. Shapes are those of
-bench/int8_conv.py, and a window of one pixel. A library of version 1 of the two C APIs has no marks of images. All libraries
-compute the same images, and the script fails where their results differ by a bit. Writes conv_libraries.md.
+The first library is the reference of the others. Each shape has a group norm that gives INT8 alone, the convolution alone, and
+both. Calls are recorded in CUDA graphs, and the graphs of a shape take turns, so that all libraries meet the same clocks. A
+time is the median of the turns; its spread is half the distance between the quartiles. Shapes are those of bench/int8_conv.py,
+and a window of one pixel. A library of version 1 of the two C APIs has no marks of images. All libraries compute the same
+images, and the script fails where their results differ by a bit. Writes conv_libraries.md.
 """
 
 from __future__ import annotations

@@ -6,36 +6,36 @@
                            [--dtype float16|bfloat16] [--scaling calibrated|dynamic] [--exports FOLDER]
                            [--kernels FOLDER] [--json FILE]
 
-diffusers' own classes in the configurations of published models, with random weights: all of each model, but of Flux, whose 12
-billion parameters take long to export, 3 of its 19 double blocks and 6 of its 38 single ones with everything around them. What
-is measured is time, and how far each output is from torch in FP32. Our engines come from one ONNX export and differ in the
-lowering of attention alone, and of what becomes plugins with it: norms, rotary embeddings, projections and the layers between.
-The plugin's has a timestep bin for each mode, so that one engine gives the times of all, and the mean of some is that of a plan
-that uses each for as many steps. Of U-Nets group norms are plugins as well: `channels-first` leaves them to TensorRT
-(engine.channels_last), `group-norms` has them beside TensorRT's own attention (engine.attention: native). `auto` is what
-`trtconvert compile` keeps: each site's attention is the one that was faster alone on this GPU, or the plugin or TensorRT's own is
-everywhere, or the plugin at some lengths, or no plugin at all, whichever makes the fastest engine. The time of its build is that
-of all that it builds and times.
+Models are diffusers' own classes in the configurations of published models, with random weights. All models are whole except
+Flux, whose 12 billion parameters take long to export: 3 of its 19 double blocks and 6 of its 38 single blocks, with everything
+around them. The script measures time, and the error of each output against torch in FP32. Our engines come from one ONNX export.
+They differ only in the lowering of attention and of the parts that become plugins with it: norms, rotary embeddings, projections
+and the layers between. The plugin's engine has a timestep bin for each mode, so one engine gives the times of all modes; the mean
+of some modes is the time of a plan that uses each mode for equally many steps. In U-Nets group norms are plugins too:
+`channels-first` leaves them to TensorRT (engine.channels_last), `group-norms` combines them with TensorRT's own attention
+(engine.attention: native). `auto` is the engine that `trtconvert compile` keeps, the fastest of these: the faster attention at
+each site, the plugin everywhere, TensorRT's own attention everywhere, the plugin at some lengths, or no plugin. The time of its
+build includes all engines that it builds and times.
 
-`torchao-fp8` and `torchao-int8` are torch.compile with its linear layers quantised by torchao, activations per token while they
-run; they need the package torchao. Of transformers the repeated blocks are compiled, each kind once, and the whole is recorded in
-a CUDA graph; U-Nets, half of whose layers lie between such blocks, are compiled as a whole. `modelopt-fp8` and `modelopt-int8`
-are TensorRT with its own attention and linear layers between the Q and DQ of NVIDIA's Model Optimizer: FP8, and INT8 with
-SmoothQuant, by its own configurations, calibrated on the inputs that are timed (bench/modelopt_layers.py); they need the package
-nvidia-modelopt. Peers whose package is missing are left out, with a word. `layers` is our plugin between INT8 layers as
-`trtconvert compile` builds them first; in `layers-convs` those convolutions of U-Nets are INT8 as well that our kernel computes,
-as with layers.kinds: [linear, conv], and in `convs` these alone.
+`torchao-fp8` and `torchao-int8` are torch.compile with its linear layers quantised by torchao, activations per token at run
+time; they need the package torchao. In transformers the repeated blocks are compiled, each kind once, and the whole model is
+recorded in a CUDA graph; U-Nets, which have half of their layers between such blocks, are compiled as a whole. `modelopt-fp8`
+and `modelopt-int8` are TensorRT with its own attention and linear layers between the Q and DQ of NVIDIA's Model Optimizer: FP8,
+and INT8 with SmoothQuant, by its own configurations, calibrated on the timed inputs (bench/modelopt_layers.py); they need the
+package nvidia-modelopt. Peers without their package are skipped with a notice. `layers` is our plugin between INT8 layers as
+`trtconvert compile` builds them first. In `layers-convs` the U-Net convolutions of our kernel are INT8 too, as with
+layers.kinds: [linear, conv]; in `convs` only these are INT8.
 
-`plain` is what there is without us: TensorRT with the model as torch.onnx.export writes it, built last, with the same options.
-The engine with TensorRT's own attention, which the others are compared with, comes from our export, and has all that `trtconvert
-compile` changes in a graph besides attention and group norms.
+`plain` is TensorRT without trtconvert: the model as torch.onnx.export writes it, built last, with the same options. The engine
+with TensorRT's own attention, the reference of the others, comes from our export, and has all graph changes of `trtconvert
+compile` besides attention and group norms.
 
-Engines are called as our runtime does, through a CUDA graph, and timed when all are built: in turns, each in a loop that is
-warm, so that none has the GPU cooler than another. Latency is the median of CUDA events over repeated calls with rotating
-inputs, that of an image the median of the rounds; memory is the device's beside what lies there before, at its peak, for engines
-their weights and their scratch. A second table has each shape of attention timed alone, and how much of TensorRT's own step that
-is: what attention at no cost would give. Prints Markdown with the date and the GPU; `--json` keeps the figures, model by model.
-`--exports` keeps the ONNX models for further runs. `--kernels` leaves a profile of each engine: its kernels in their order, in a
+Engines are called through a CUDA graph, as in our runtime, and timed when all are built: in turns, each in a warm loop, so that
+all meet the same temperature of the GPU. Latency is the median of CUDA events over repeated calls with rotating inputs; the
+latency of an image is the median of the rounds. Memory is the peak on the device beyond its earlier use; for engines it is their
+weights and their scratch. A second table has the time of each shape of attention alone, and its share of TensorRT's own step: the
+gain if attention cost nothing. Prints Markdown with the date and the GPU; `--json` keeps the figures, model by model.
+`--exports` keeps the ONNX models for further runs. `--kernels` writes a profile of each engine: its kernels in order, in a
 steady loop. Nothing is asserted. The host's time per call is measured by bench/runtime.py.
 """
 
@@ -108,7 +108,7 @@ GROUP_NORMS = f"{NATIVE}, our group norms"
 CHANNELS_FIRST = f"{PLUGIN}, group norms TensorRT's own"
 PLAIN = "TensorRT of torch.onnx.export"
 OF_CONVS = {"layers-convs": ("linear", "conv"), "convs": ("conv",)}
-"""Kinds of the INT8 layers of peers that have convolutions among them; the others have linear layers."""
+"""Kinds of INT8 layers of peers with convolutions; other peers have linear layers."""
 LAYER_PEERS: dict[str, tuple[str, bool, Literal["auto", "native", "plugin"]]] = {
     "layers": (f"{PLUGIN}, INT8 layers", False, "auto"),
     "layers-convs": (f"{PLUGIN}, INT8 layers and convolutions", False, "auto"),
@@ -159,9 +159,8 @@ def export(
 def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: int | None = None) -> None:
     """Write the ONNX model in 16 bits as torch's exporter makes it. The denoiser has to be on the CPU.
 
-    Three things are repaired, without which no parser takes it: where SDXL joins 16 bits and FP32 the exporter leaves the cast
-    out, where PixArt squeezes what is not 1 it does so too, and where Wan writes into a tensor it names the default reduction,
-    which TensorRT 10.6 refuses.
+    The function repairs three faults, because no parser accepts them: SDXL joins 16 bits and FP32 without a cast, PixArt squeezes
+    a dimension that is not 1, and Wan's write into a tensor names the default reduction, which TensorRT 10.6 refuses.
 
     Args:
         opset: the exporter's own by default.
@@ -252,7 +251,7 @@ def recorded(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
 
 
 def image_s(call: Call) -> float:
-    """Seconds that the steps of one image take one after another, nothing waited for between them."""
+    """Seconds of the consecutive steps of one image, without a wait between steps."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for step in range(STEPS):
@@ -378,7 +377,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Timed:
-    """What takes turns at being timed, at a timestep of a mode's bin. Memory and plan are in bytes."""
+    """A candidate for timing in turns, at a timestep of a mode's bin. Memory and plan are in bytes."""
 
     what: str
     call: Call
@@ -672,7 +671,7 @@ class Bench:
             self._build_as_it_is(path, what)
 
     def _build_as_it_is(self, path: Path, what: str) -> None:
-        """An engine of an ONNX model that nothing of ours has changed; none where TensorRT refuses it."""
+        """An engine of an ONNX model without any change of ours; None if TensorRT refuses the model."""
         trt, options = tensorrt.load(), EngineSection()
         try:
             with Phase(f"{self.model.name}: built, {what}") as building:
@@ -779,7 +778,7 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 
 def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
-    """Each shape alone, and what would be left of TensorRT's own step without any attention."""
+    """Each shape alone, and the rest of TensorRT's own step without any attention."""
     print("| denoiser | sites | queries: B H N D | keys | TensorRT, µs | our plugin, µs | TensorRT, all sites, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model, shapes in itertools.groupby(found, key=lambda shape: shape.model):
@@ -799,7 +798,7 @@ def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
 
 
 def installed(peers: Sequence[str]) -> list[str]:
-    """Those of some peers whose package is here; of the others it prints what to install."""
+    """Return the peers whose package is installed; print an install command for the others."""
     missing = {peer: module for peer in peers if (module := PACKAGES.get(peer)) and find_spec(module) is None}
     for peer, module in missing.items():
         print(

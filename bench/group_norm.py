@@ -1,12 +1,12 @@
-"""Group norms of images with their channels last, with SiLU, on one GPU: our kernel beside torch and torch.compile.
+"""Group norms of images with channels last, with SiLU, on one GPU: our kernel beside torch and torch.compile.
 
     python bench/group_norm.py [--output FOLDER]
 
 Shapes are those of Stable Diffusion 1.5 at 512² and SDXL at 1024², with the two halves of guidance, and channels are shifted as
-by the timestep. Calls are recorded in a CUDA graph, over inputs that together fit into the L2 cache where one does, as the
-convolution before leaves it, and the graphs of a shape take turns. Latency is that of a graph over its calls, the median of the
-turns; its spread is half the distance between the quartiles. The last column is what has to be read and written, once each,
-over our time. Writes group_norm.md; nothing is asserted, tests/gpu/test_group_norm.py compares the results.
+by the timestep. Calls are recorded in a CUDA graph, over inputs that together fit into the L2 cache if one input does, as
+behind a convolution, and the graphs of a shape take turns. Latency is that of a graph over its calls, the median of the
+turns; its spread is half the distance between the quartiles. The last column is the memory traffic, each byte read or written
+once, divided by our time. Writes group_norm.md; nothing is asserted, tests/gpu/test_group_norm.py compares the results.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What INT4 QKᵀ costs in quality: samples of a shipped model with it, against full precision, beside INT8 `precision`.
+"""Quality loss of INT4 QKᵀ: samples of a shipped model against full precision, beside INT8 `precision`.
 
     python bench/int4.py [--model digits-dit | emoji-dit] [--samples 16] [--steps 20] [--batch 16] [--device cuda]
 
-All attention sites of the model, scales measured in each call, layers in full precision. Rows with a part of the schedule have
-INT4 there, from the timestep named up (the noisier steps), and INT8 below it. PSNR is of images in [0, 1], the mean over the
-samples and the worst of them. Errors are those of attention's output, relative L2, on the first sample in full precision,
-from the row's timestep up. INT4 is emulated on every device, so that no time is printed; nothing is asserted.
+All attention sites of the model have scales that are measured in each call; layers are in full precision. Rows with a part of
+the schedule have INT4 from the named timestep up (the noisier steps), and INT8 below. PSNR is of images in [0, 1], the mean
+over the samples and the worst of them. Errors are those of attention's output, relative L2, on the first sample in full
+precision, from the row's timestep up. INT4 is emulated on every device, so no time is printed; nothing is asserted.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""INT8 convolutions of images with their channels last, on one GPU: our kernels beside cuDNN's in FP16.
+"""INT8 convolutions of images with channels last, on one GPU: our kernels beside cuDNN's in FP16.
 
     python bench/int8_conv.py [--output FOLDER]
 
-Shapes are those of the ResNets of Stable Diffusion 1.5 at 512² and SDXL at 1024², with the two halves of guidance. A group norm
-with SiLU stands in front, as it does there: in 16 bits for cuDNN, in INT8 for ours, both by our kernel, so that quantising is
-inside the time. Calls are recorded in a CUDA graph, over inputs and weights that together exceed the L2 cache, and the graphs of
-a shape take turns, as in linear.py. Latency is that of a graph over its calls, the median of the turns; its spread is half the
-distance between the quartiles. The last column is the relative L2 error of both against FP32, of N(0, 1) images and weights.
-Writes int8_conv.md; nothing is asserted, tests/gpu/test_int8_conv.py compares the results.
+Shapes are those of the ResNets of Stable Diffusion 1.5 at 512² and SDXL at 1024², with the two halves of guidance. As in these
+models, a group norm with SiLU precedes the convolution: in 16 bits for cuDNN, in INT8 for ours, both by our kernel, so the time
+includes quantisation. Calls are recorded in a CUDA graph, over inputs and weights that together exceed the L2 cache, and the
+graphs of a shape take turns, as in linear.py. Latency is that of a graph over its calls, the median of the turns; its spread is
+half the distance between the quartiles. The last column is the relative L2 error of both against FP32, of N(0, 1) images and
+weights. Writes int8_conv.md; nothing is asserted, tests/gpu/test_int8_conv.py compares the results.
 """
 
 from __future__ import annotations

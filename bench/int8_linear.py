@@ -1,6 +1,6 @@
-"""INT8 linear layers for bench/linear.py: our kernels, and what torch has for the same layer.
+"""INT8 linear layers for bench/linear.py: our kernels, and torch's for the same layer.
 
-Every call takes FP16 rows and gives 16-bit rows, but where its name says that quantisation is left out. Scales are those of each
+Every call takes FP16 rows and gives 16-bit rows, unless its name says that quantisation is excluded. Scales are those of each
 row and of each output channel.
 """
 
@@ -140,7 +140,7 @@ compiled_fp8_rows = torch.compile(fp8_rows, dynamic=True)
 
 
 def int_mm(layer: Int8Layer, x: Tensor, quantise: Callable, dequantise: Callable) -> Tensor:
-    """torch._int_mm, the INT8 product that torch has, between what quantises rows and what scales the sums."""
+    """torch._int_mm, torch's INT8 product, with quantisation of rows before and scaling of sums behind."""
     rows, scale = quantise(x)
     return dequantise(torch._int_mm(rows, layer.weight.T), scale, layer.scale, layer.bias)
 

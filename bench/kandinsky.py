@@ -1,11 +1,11 @@
-"""Kandinsky in INT8: what `trtconvert quantize --strategy kandinsky` makes of a video model, and how fast its blocks are then.
+"""Kandinsky in INT8: size of a video model after `trtconvert quantize --strategy kandinsky`, and the time of its blocks.
 
     python bench/kandinsky.py --table                 # from shapes alone, on any machine
     python bench/kandinsky.py [--blocks 2] [--frames 13] [--height 48] [--width 80]      # a GPU, some ten seconds
 
-`Kandinsky5Transformer3DModel` of diffusers. None that was published has 5 or 8 billion parameters (2 and 19): its classes with a
-width of 3,072 and 30 blocks have 5.2 billion, with 4,096 and 25 blocks, which read an image beside the latents, 8.1 billion.
-The table is of BF16 files, and counts what becomes INT8 where no weight has too many outliers.
+`Kandinsky5Transformer3DModel` of diffusers. No published model has 5 or 8 billion parameters (they have 2 and 19): the class
+with a width of 3,072 and 30 blocks has 5.2 billion; with 4,096 and 25 blocks, which read an image beside the latents, 8.1
+billion. The table is for BF16 files, and counts the INT8 weights if no weight has too many outliers.
 
 Times are of some blocks of the first (`--blocks 30`: of all) with everything around them, random weights, one forward after
 another: FP16 as it is, and with linear layers of blocks in INT8 as `load_quantized` puts them there, scales of blocks (Triton)

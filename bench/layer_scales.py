@@ -1,13 +1,13 @@
-"""What scales of activations are worth in INT8 layers: one, one per timestep bin, one per token; and what helps outliers.
+"""Scales of activations in INT8 layers: one, one per timestep bin, one per token; and remedies for outliers.
 
     python bench/layer_scales.py [--samples N] [--steps N] [--bins N]
 
 On the digits model, the only trained one that ships, with all its layers in INT8 and attention as it is. First images: the same
-seeds, PSNR against full precision. Then layers alone, on rows of full-precision runs at timesteps that no scale was made of:
+seeds, PSNR against full precision. Then layers alone, on rows of full-precision runs at timesteps outside of the calibration:
 ‖y − y_exact‖ / ‖y_exact‖, the mean and the largest of the layers, with the equalisation that recipes have by default and with
 what papers propose for outliers: a rotation of the input channels (a normalised Hadamard matrix, as QuaRot) in its place, and a
 16-bit branch of low rank beside the INT8 product (the largest singular values of the equalised weight, as SVDQuant). Weights are
-INT8 per output channel throughout. docs/design/layers.md says what each costs beside the product. Prints Markdown tables with the
+INT8 per output channel throughout. docs/design/layers.md has the cost of each beside the product. Prints Markdown tables with the
 date and the machine; nothing is asserted.
 """
 

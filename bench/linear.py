@@ -1,14 +1,14 @@
-"""Linear layers and GEGLU on one GPU of compute capability 9.0: our kernels in FP16 and INT8 beside what torch has.
+"""Linear layers and GEGLU on one GPU of compute capability 9.0: our kernels in FP16 and INT8 beside torch's.
 
     python bench/linear.py [--sizes ROWSxOUTPUTSxDEPTH …] [--output FOLDER]
 
 A layer's calls are recorded in a CUDA graph, each with another weight and input, together more than the L2 cache holds, and the
-graphs of a shape take turns. Latency is that of a graph over its calls, the median of the turns; its spread is half the distance
-between the quartiles. INT8 and FP8 quantise their rows inside the time, but where a column says otherwise. Of GEGLU torch and
-Triton have the product of both layers alone, and a column what it needs besides. Triton's kernels have a scale for each group of
-128 channels of a row and block of 128 × 128 of the weight; torchao, where it is installed, one for each row and output, compiled.
-Errors are relative to float64, of inputs from N(0, 1). Writes linear.md; nothing is asserted, tests/gpu/test_linear.py,
-test_int8_linear.py and test_grouped_products_on_gpu.py compare the results.
+graphs of a shape take turns. Latency is that of a graph over its calls, the median of the turns; its spread is half the
+distance between the quartiles. The time of INT8 and FP8 includes the quantisation of rows, unless a column says otherwise. For
+GEGLU, torch's and Triton's times are of the product of both layers alone; a column has the time of the rest. Triton's kernels
+have a scale for each group of 128 channels of a row and block of 128 × 128 of the weight; torchao, where it is installed, one
+for each row and output, compiled. Errors are relative to float64, of inputs from N(0, 1). Writes linear.md; nothing is
+asserted, tests/gpu/test_linear.py, test_int8_linear.py and test_grouped_products_on_gpu.py compare the results.
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@
                           [--parts 64 256 1024]
     python bench/loras.py --bundle BUNDLE
 
-A LoRA with random numbers for every linear layer of a denoiser is set, set at another strength, and taken away, of an engine that
-is refittable. Before, what of it is the host's: reading the weights, and adding to them. That is all that is measured where
-TensorRT cannot be used. The goal is 2 s for SDXL's U-Net. Below each row is where its time goes
-(`trtconvert.runtime.reading.Spent`): opening, checking, waiting, giving and refitting follow each other; reading and computing
-are a thread's beside them. `--parts` compares how much TensorRT is given at once.
+The script sets a LoRA with random numbers for every linear layer of a denoiser in a refittable engine, sets it at another
+strength, and removes it. Before, it measures the host's part: reading the weights, and adding to them. Without TensorRT it
+measures only this part. The goal is 2 s for SDXL's U-Net. Below each row is the division of its time
+(`trtconvert.runtime.reading.Spent`): opening, checking, waiting, giving and refitting are consecutive; another thread reads and
+computes meanwhile. `--parts` compares sizes of the parts that TensorRT receives.
 
 Without a bundle, the denoiser is one of bench/architectures.py with random weights that FP16 holds, calibrated by one call on the
-GPU, and not verified by sampling; `--exports` keeps its ONNX model for further runs. How fast the engine is does not matter here,
-so that TensorRT tries few kernels for it (`--optimization-level`). The output's error is against torch in FP32, with the LoRA
-merged there. An engine whose LoRA was taken away should give what it gave before, bit for bit. Nothing is asserted.
+GPU, and not verified by sampling; `--exports` keeps its ONNX model for further runs. The engine's speed does not matter here,
+so TensorRT tries few kernels for it (`--optimization-level`). The output's error is against torch in FP32, with the LoRA
+merged there. After the removal of the LoRA the engine should give its first output again, bit for bit. Nothing is asserted.
 """
 
 from __future__ import annotations

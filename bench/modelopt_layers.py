@@ -1,8 +1,8 @@
 """Linear layers as NVIDIA's Model Optimizer quantises them (the package nvidia-modelopt), written to ONNX between Q and DQ.
 
-What is its own are the numbers: ranges of activations by its calibration, SmoothQuant's factors, scales of weights. They are read
-off the modules that its PyTorch API leaves. Its ONNX exporter goes through TorchScript, which does not take all of these models:
-nodes are written by torch's own, so that TensorRT gets the same kind of graph as of the other peers.
+Model Optimizer supplies the numbers: ranges of activations by its calibration, SmoothQuant's factors, scales of weights, read
+from the modules of its PyTorch API. Its ONNX exporter uses TorchScript, which does not support all of these models. torch's own
+exporter writes the nodes, so TensorRT gets the same kind of graph as for the other peers.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def with_layers(denoiser: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Modu
 def set_apart(model: ir.Model) -> int:
     """Give each product a Q and DQ of its own, in place, where the exporter made one of equal ones.
 
-    TensorRT computes equal ones once anyway; of a DQ with two readers it computes the 16-bit tensor, and leaves one of its
-    products in 16 bits.
+    TensorRT computes equal pairs once anyway. For a DQ with two readers TensorRT computes the 16-bit tensor, and leaves one of
+    the products in 16 bits.
 
     Returns:
         How many pairs were added.

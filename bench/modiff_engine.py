@@ -4,17 +4,17 @@
     python bench/modiff_engine.py --batches --wide 3072 [--wide-batches 4]
     python bench/modiff_engine.py --batches --unet [FILE] [--unet-batches 64] [--unet-patterns '*' '*.attn*']
 
-The emoji DiT, whose batches count both rows of guidance; without a number behind `--batches` it is left out. With `--unet` also
-the U-Net in the layout of the CIFAR-10 DDPM, whose convolutions are INT8 too: of a checkpoint, or of random weights, of which
-times can be had, and no quality.
+The first model is the emoji DiT, whose batches count both rows of guidance; `--batches` without a number skips it. `--unet` adds
+the U-Net in the layout of the CIFAR-10 DDPM, whose convolutions are INT8 too, from a checkpoint or with random weights, which
+give times but no quality.
 
-`--wide` has two blocks of the DiT of so many channels, with random weights: what caches cost depends on how wide layers are.
+`--wide` adds two blocks of the DiT with this number of channels and random weights: the cost of caches depends on the width.
 
-Calibrates once on the GPU, exports and builds one engine of each kind, batch and pattern, and calls those of a batch as our
-runtime does, in turns: the time is that of the steps of a whole image, nothing waited for between them, divided by their number;
-the median of the rounds and the spread of the middle half. Layers that quantise deltas are those of each pattern by itself, by
-TensorRT's own kernels (Q/DQ) or by our plugins; these take linear layers, so that in the U-Net Q/DQ does it alone. How many
-layers multiply INT8 is counted in what TensorRT is given: beside plugins others may stay in 16 bits. Times are compared with
+The script calibrates once on the GPU, exports and builds one engine of each kind, batch and pattern, and calls the engines of a
+batch like our runtime, in turns. The time of a step is the time of a whole image's steps, without waits between them, divided by
+their number: the median of the rounds and the spread of the middle half. Each pattern alone selects the layers that quantise
+deltas, by TensorRT's own kernels (Q/DQ) or by our plugins. The plugins support linear layers only, so the U-Net has Q/DQ only.
+INT8 layers are counted in TensorRT's input: beside plugins others may stay in 16 bits. Times are compared with
 the fastest engine of INT8 layers without deltas. PSNR is of samples of the same seeds against FP32 in torch. Prints Markdown
 with the date and the GPU, a table for each model and batch. Nothing is asserted.
 """

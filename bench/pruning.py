@@ -1,8 +1,8 @@
-"""What pruned attention costs in quality: images of the shipped digits model with keys left out, against the same without.
+"""Quality loss of pruned attention: images of the shipped digits model with skipped keys, against images with all keys.
 
     python bench/pruning.py [--samples 16] [--steps 20]
 
-Attention is otherwise exact, so that only what is left out counts. Shares are of keys, by equal parts of the schedule from low
+Attention is otherwise exact, so only the skipped keys matter. Shares are of keys, by equal parts of the schedule from low
 noise up. PSNR is over all samples, of the range of the unpruned ones. Runs on a CPU; prints a table, nothing is asserted.
 """
 

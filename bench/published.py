@@ -2,8 +2,8 @@
 
     python bench/published.py NAME... -o FOLDER [--device cuda] [--alone]
 
-With `--alone` a pipeline has no text encoders, and draws what random embeddings show. Weights pass signals on, in the type in
-which the models are published. Tokenizers know letters alone: nothing that is measured depends on words.
+With `--alone` a pipeline has no text encoders, and draws from random embeddings. Weights pass signals on, in the type of the
+published models. Tokenizers know letters only: no measurement depends on words.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ PUBLISHED = {
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Weights that pass signals on: classes initialise with zeros what would hide the attention behind it."""
+    """Weights that pass signals on: the zeros of the classes' initialisation would hide attention."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)

@@ -5,11 +5,11 @@
                             [--device cuda --int8 torch --batch N --dtype float16] [--ranks N]
     python bench/quality.py --evaluation evaluation.json
 
-Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels inside
-the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one, with the recipe's modes,
-others (one, or one for each timestep bin from low noise up), or those that `auto` finds among the candidates. `--ranks` starts so
-many processes under torchrun. The second form prints an evaluation that is there already. Prints Markdown tables with the date
-and the machine, and the plans that the build's search tried; nothing is asserted.
+Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels
+inside the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one with the recipe's
+modes, with other modes (one, or one for each timestep bin from low noise up), or with the modes that `auto` finds among the
+candidates. `--ranks` sets the number of processes under torchrun. The second form prints an existing evaluation. Prints
+Markdown tables with the date and the machine, and the plans that the build's search tried; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def trtconvert(*arguments: object, ranks: int = 1) -> None:
 
 
 def built(options: argparse.Namespace, folder: Path) -> Path:
-    """The shipped recipe's bundle, perhaps with other modes; no engine, which no figure here is made with."""
+    """The shipped recipe's bundle, perhaps with other modes, without an engine, because no figure here uses one."""
     from ruamel.yaml import YAML
 
     yaml = YAML()

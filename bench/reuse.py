@@ -1,11 +1,11 @@
-"""What leaving denoising steps out costs: schedules of `trtconvert.calib.reuse` beside uniform ones and as many plain steps.
+"""Quality loss of skipped denoising steps: schedules of `trtconvert.calib.reuse` beside uniform ones and as many plain steps.
 
     python bench/reuse.py [--model digits|emoji] [--steps N …] [--fewer FACTOR …] [--calibrated N] [--unseen N]
                           [--device auto|cpu|cuda] [--int8] [--peers]
 
 Schedules are chosen on some seeds and measured on others: PSNR of all unseen samples, and of the worst of them, against the same
-model with all steps computed. The fourth column has, for other numbers of steps, schedules that follow from what was measured at
-the first one. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
+model with all steps computed. The fourth column has, for other numbers of steps, schedules from the measurement at the first
+number. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
 FP32 and all steps. Prints a Markdown table with the date and the machine. With --peers a second table has rivals in full
 precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds, alone and with TaylorSeer). A step
 of cache-dit counts as computed if the last block ran.

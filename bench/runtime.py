@@ -1,18 +1,18 @@
-"""Host time of one call of a loaded TensorRT engine, beside what TensorRT and CUDA take by themselves.
+"""Host time of one call of a loaded TensorRT engine, beside the host time of TensorRT and CUDA alone.
 
     trtconvert compile BUNDLE && python bench/runtime.py BUNDLE [--json FILE] [--fused BUNDLE] [--devices cuda:0 cuda:1]
 
 For the opt shape of each profile: TensorRT's enqueue alone with every address set before, our call without CUDA graphs, the
-launch of a CUDA graph of the enqueue alone, and our call with CUDA graphs. Our calls are also made with all inputs elsewhere
-than at the call before, as a sampler makes them: a new address costs. Time is the host's, from entering the call to its return,
-median and middle half of many calls; the device is waited for between groups of calls, outside the time. What is compared takes
-turns, a group of calls each, and what a call adds is the median of the differences of its groups to those beside them: other
-work on the host comes and goes, and meets all of them. Nothing is asserted.
+launch of a CUDA graph of the enqueue alone, and our call with CUDA graphs. Our calls are also made with all inputs at new
+addresses, like a sampler's: a new address costs. Time is the host's, from entering the call to its return, median and middle
+half of many calls; waits for the device are between groups of calls, outside the time. The candidates take turns, a group of
+calls each. The overhead of a call is the median of the differences between neighbouring groups, because other work on the host
+comes and goes, and affects all of them. Nothing is asserted.
 
-With `--fused` and a bundle of the same model with engine.guidance: fused, instead: whole steps with classifier-free guidance at
-the opt shape of its first profile, of doubling the latents in torch, one call and the sum, and of one call that has all inside.
-With `--devices`, instead: whole calls on the first GPU and on all of them, at one, two, … times the opt batch. Both are times
-from one step to the next, with the device waited for between groups of steps, inside the time.
+With `--fused` and a bundle of the same model with engine.guidance: fused, the script instead times whole steps with
+classifier-free guidance at the opt shape of its first profile: doubled latents, one call and the sum in torch, against one call
+with guidance inside. With `--devices` it instead times whole calls on the first GPU and on all GPUs, at one, two, … times the opt
+batch. Both are times from step to step, including waits for the device between groups of steps.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What calibrated scales per timestep bin gain over one scale for all timesteps, on the digits model.
+"""Gain of calibrated scales per timestep bin over one scale for all timesteps, on the digits model.
 
     python bench/scales.py [--samples N] [--steps N] [--bins N] [--statistic batch-max|elements|mse] [--percentile P]
 
 The same data, modes and seeds; only the number of timestep bins differs. PSNR against full precision is given over all pixels,
-where one sample that comes out otherwise can outweigh all others, and as the mean over samples, with the standard error of the
-paired difference. SQNR is that of each attention's output on full-precision activations, its mean over sites and parts of the
-schedule. How much smaller the bins' own scales are bounds what can be gained, since rounding noise is proportional to them.
-Prints a Markdown table with the date and the machine; nothing is asserted.
+where one deviating sample can outweigh all others, and as the mean over samples, with the standard error of the paired
+difference. SQNR is that of each attention's output on full-precision activations, as the mean over sites and parts of the
+schedule. The ratio of the scales bounds the gain, because rounding noise is proportional to scales. Prints a Markdown table
+with the date and the machine; nothing is asserted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The commissioning report's tables (parts 4 to 6 and 8), from our own kernels on this GPU, each claim beside what is measured.
+"""The commissioning report's tables (parts 4 to 6 and 8), from our own kernels on this GPU, each claim beside the measurement.
 
     python bench/seeds.py [--seconds 3] [--evaluation evaluation.json …] [--output FOLDER]
 
-The report gives figures for an A100 that were never run; its ratios are what can be confirmed or refuted elsewhere. Peers, inputs
-and timing are those of bench/attention.py: quantisation is inside every time. `--seconds` is how long power is sampled for each
-kernel. Quality comes from `trtconvert evaluate` (4.4 of the report), given as files. Several GPUs (6.2) are the subject of
+The report gives figures for an A100 that were never run; only its ratios can be confirmed or refuted elsewhere. Peers, inputs
+and timing are those of bench/attention.py: every time includes quantisation. `--seconds` is the duration of power sampling for
+each kernel. Quality comes from `trtconvert evaluate` (4.4 of the report), given as files. Several GPUs (6.2) are the subject of
 bench/sequence_parallel.py. Writes seeds.md; nothing is asserted.
 """
 

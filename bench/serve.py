@@ -1,14 +1,14 @@
-"""Latency and throughput of a served bundle, and what becomes of its requests when a replica is killed.
+"""Latency and throughput of a served bundle, and the fate of its requests when a replica is killed.
 
     python bench/serve.py BUNDLE [--replicas 2] [--requests 1000] [--clients 1 4 16] [--steps 20] [--kill] [--json FILE]
     python bench/serve.py BUNDLE --minutes 60 [--kill-every 5] [--clients 8] [--steps 20]
 
-Starts `trtconvert serve BUNDLE` on this machine. For each number of clients, each of which asks for one image after the other, it
-prints the latency of a request (median, 95th and 99th percentile) and images per second. With --kill there is one round, and one
-replica is killed (SIGKILL) when half of the requests are answered; every request has a seed of its own, and what is counted is
-answers by seed: none may be missing, and none there twice. Nothing is asserted about speed.
+Starts `trtconvert serve BUNDLE` on this machine. Each client requests one image after the other. For each number of clients the
+script prints the latency of a request (median, 95th and 99th percentile) and images per second. With --kill there is one round,
+and one replica is killed (SIGKILL) when half of the requests are answered. Every request has its own seed, and the script
+counts answers by seed: none may be missing or duplicate. Nothing is asserted about speed.
 
-With --minutes the clients ask without a break, and one replica is killed every --kill-every minutes. Seeds come again and again:
+With --minutes the clients ask without a break, and one replica is killed every --kill-every minutes. Seeds repeat:
 the bench counts requests without an image, images that differ from the first image of their seed, and the memory of all processes
 of the server by the minute.
 """

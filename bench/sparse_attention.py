@@ -2,11 +2,11 @@
 
     python bench/sparse_attention.py [--output FOLDER]
 
-Three questions, for head dims of 64 and 128 and the modes aggressive, balanced and fp8: how much faster is a window of 512 tokens
+The script measures three speedups, for head dims of 64 and 128 and the modes aggressive, balanced and fp8: a window of 512 tokens
 at 131,072 tokens, half of the blocks at random at 16,384, and attention to four fifths of the keys at 4,096 to 16,384, with the
-choice of the keys outside and inside the time. Quantisation is inside every time, and so is what kernels make of a block mask.
+choice of the keys outside and inside the time. Every time includes quantisation and the kernels' lists of a block mask.
 Times are those of bench/attention.py: medians of CUDA events, dense and sparse calls in turns. A dense kernel under a mask of all
-blocks shows what the mask itself costs. Writes sparse_attention.md; nothing is asserted.
+blocks shows the cost of the mask itself. Writes sparse_attention.md; nothing is asserted.
 """
 
 from __future__ import annotations

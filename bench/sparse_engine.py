@@ -2,10 +2,10 @@
 
     python bench/sparse_engine.py [--tokens 4096 16384 32768] [--output FOLDER]
 
-Engines of one `Int8Attention` node, 24 heads, FP16, scales measured. One engine has a table of masks, a density for each timestep
-bin and blocks drawn at random for each head, and gathers the bin's on the device, as exported models do; its time at each density
-stands against that of the engine without a mask, and of TensorRT's own attention. Device time of calls in a CUDA graph, median.
-What masks gain in a whole model `trtconvert compile` says of bundles that were built with and without attention.sparse. Writes
+Engines of one `Int8Attention` node, 24 heads, FP16, scales measured. One engine has a table of masks, a density for each
+timestep bin and blocks drawn at random for each head, and gathers the bin's on the device, as exported models do; its time at
+each density stands against that of the engine without a mask, and of TensorRT's own attention. Device time of calls in a CUDA
+graph, median. For the gain in a whole model, run `trtconvert compile` on bundles with and without attention.sparse. Writes
 sparse_engine.md; nothing is asserted, tests/gpu/test_block_masks_on_gpu.py compares the numbers.
 """
 

@@ -4,8 +4,8 @@ ONNX file takes `noisy`, `sigma` and `difficulty` and gives `denoised`.
     pip download --no-deps adaptive-terrain-diffusion==0.4.2 -d FOLDER
     python bench/terrain.py FOLDER/adaptive_terrain_diffusion-0.4.2-py3-none-any.whl [--seeds 64] [--work FOLDER]
 
-A recipe is made of `trtconvert init`'s, with difficulties of the package's own range as conditions, and built for ONNX Runtime.
-Modes are stated, as a search takes hours on a CPU: attention and convolutions in INT8 but for `EXACT`.
+The script completes a recipe of `trtconvert init` with difficulties in the package's own range as conditions, and builds it for
+ONNX Runtime. Modes are fixed, because a search takes hours on a CPU: attention and convolutions in INT8 except for `EXACT`.
 Then the package draws a terrain of each seed twice by its own sampler: with its file on plain ONNX Runtime, and with the bundle's
 denoiser in its place. Prints a Markdown table with the date and the machine; nothing is asserted.
 """
@@ -40,7 +40,7 @@ their outliers. Half of the last miss `verify.min_site_sqnr`: they read a SiLU."
 
 
 def write_recipe(work: Path, arguments: argparse.Namespace) -> Path:
-    """The recipe that `init` writes, with what it could not know: difficulties, and which parts are to be INT8."""
+    """The recipe of `init`, completed with difficulties and the INT8 parts."""
     file, recipe = work / FILE, work / "recipe.yaml"
     _run(work, "init", str(file), "-o", str(recipe), "--force")
     # As the package's generator makes them: 1 to 100 on [0, 1].

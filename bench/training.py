@@ -3,8 +3,8 @@
     python bench/training.py [--output FOLDER]
 
 The forward is INT8; the backward computes the gradients of unquantised attention at the same queries, keys and values, with
-torch's FlashAttention, whose forward it runs again. Times are medians of CUDA events over rounds that take turns, behind a queue
-that is full, so that no call waits for the host. "calibrated" has scales of data, "measured" measures them in each call. Writes
+torch's FlashAttention, whose forward it runs again. Times are medians of CUDA events over rounds that take turns, behind a full
+queue, so no call waits for the host. "calibrated" has scales from data, "measured" measures scales in each call. Writes
 training.md; nothing is asserted.
 """
 

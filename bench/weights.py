@@ -3,9 +3,9 @@
 python bench/weights.py [--gigabytes 2] [--rounds 5] [--folder /tmp]
 python bench/weights.py --images [--samples 8] [--steps 20] [--device cpu]
 
-Reading and conversion take turns, each from a file that is not in memory; the median of the turns' ratios is told. With
-`--images` instead: samples of the models that ship, with what `load_quantized` makes of their quantised files, against those
-of the files as they are, from the same seeds, by DDIM.
+Reading and conversion take turns, each from a file that is not in memory; the script prints the median of the turns' ratios.
+With `--images` it instead compares samples of the shipped models from quantised files, loaded by `load_quantized`, with samples
+of the original files, from the same seeds, by DDIM.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ before, wall, processors = peak(), time.perf_counter(), time.process_time()
 main(sys.argv[1:], standalone_mode=False)
 print(time.perf_counter() - wall, time.process_time() - processors, before, peak())
 """
-"""Not by getrusage, whose largest resident set begins with that of the process that started this one."""
+"""getrusage is unsuitable: its largest resident set starts at that of the parent process."""
 
 
 def run(*arguments: str) -> tuple[float, float, int, int]:

@@ -1,8 +1,8 @@
-"""Installs what `make wheel` built into fresh environments, and converts the demo there: `make check-wheel`.
+"""Installs the packages of `make wheel` into fresh environments, and converts the demo there: `make check-wheel`.
 
-Nothing there knows of the checkout. pip installs everything, the sdist compiles its library, and the demo is built as it is. With
---quick, dependencies and the sdist's library are those of the environment that runs this, and the wheel
-alone builds the demo, on fewer samples.
+The environments do not use the checkout. pip installs everything, the sdist compiles its library, and the demo is built
+unchanged. With --quick, dependencies and the sdist's library come from the current environment, and only the wheel builds
+the demo, on fewer samples.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Pages of the documentation that are made of other files, for MkDocs (`hooks` in mkdocs.yml).
+"""Generated pages of the documentation, for MkDocs (`hooks` in mkdocs.yml).
 
 The README becomes the first page, the READMEs of the plugins become pages of kernels, every field of a recipe a line of the
 recipe reference, and every command and option a line of the reference of commands. The page of figures gets its plots. Links
-are those of the repository: what is no page is shown as its path.
+are those of the repository: a target that is no page is shown as its path.
 """
 
 from __future__ import annotations

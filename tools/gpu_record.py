@@ -1,9 +1,9 @@
-"""The record of what passed on a GPU: a pytest plugin that writes it, and a command that says what changed since.
+"""The record of passed GPU tests: a pytest plugin that writes it, and a command that lists later changes.
 
 `make test-gpu` runs the tests that need a GPU and writes `tests/gpu/record.json`, which keeps the last run of each kind of
 card. `make gpu-record` compares the sources with those that ran. It compares hashes of files, and needs no history of commits.
 
-Where a command may not take as long as all tests, the run comes in parts: `make test-gpu PART=1/2` and `make test-gpu
+If a command may not take as long as all tests, run them in parts: `make test-gpu PART=1/2` and `make test-gpu
 PART=2/2`. A part has whole files of tests. The record keeps a part until all parts of the same code and machine have run, and
 then joins them.
 """
@@ -44,7 +44,7 @@ def source_hashes(root: Path = ROOT) -> dict[str, str]:
 
 
 def code_hash(root: Path = ROOT) -> str:
-    """The first 16 digits of the SHA-256 of all code and all tests: what parts of one run have in common."""
+    """The first 16 digits of the SHA-256 of all code and all tests, which parts of one run share."""
     digest = hashlib.sha256()
     for folder in ("plugins", "trtconvert", "tests", "tools"):
         for file in sorted((root / folder).rglob("*")):

@@ -1,7 +1,7 @@
 """Builds an sdist and a manylinux wheel into out/dist: `make wheel`.
 
-The wheel takes the library that `make setup` compiled from the same sources: nothing is compiled twice. The sdist compiles
-its own where it is installed.
+The wheel contains the library that `make setup` compiled from the same sources: nothing is compiled twice. The sdist compiles
+its library during installation.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ bool usable(const TrtConvertCopyNode* node) {
   return std::all_of(node->copies, node->copies + node->count, [](const auto& c) { return c.buffer || !c.bytes; });
 }
 
-// Blocks for each copy: enough for the largest copy, but no more than keep the device busy. A copy that is alone among many empty
-// ones still gets every multiprocessor.
+// Blocks for each copy: enough for the largest copy, but no more than keep the device busy. A single
+// copy among many still gets every multiprocessor.
 cudaError_t choose_blocks(TrtConvertCopyNode& node) {
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);

@@ -26,7 +26,7 @@ constexpr int kThreads = 256;
 constexpr int kMostThreads = 512;  // if a slab has more vectors than kThreads
 constexpr int kMostBlocks = 8;     // of a cluster: the number that every device with clusters supports
 constexpr int kAtOnce = 4;         // vectors of a thread that are computed together
-constexpr int kAhead = 3;          // times the vectors that are copied to shared memory meanwhile
+constexpr int kAhead = 3;          // times as many are copied to shared memory meanwhile
 constexpr int kWideSlab = 512;     // channels; wider slabs only if the narrowest is wider
 static_assert(kMostThreads * kVector == TRTCONVERT_GROUP_NORM_MOST_CHANNELS);
 
@@ -46,7 +46,7 @@ struct Params {
   int slab_vectors;     // of a pixel, in a cluster
   int of_slab;          // a thread's number times this, over 2^20, is its quotient by slab_vectors
   int thread_rows;      // pixels that a thread block's threads cover at once, one vector a thread
-  int rows;             // pixels that it uses
+  int rows;             // pixels that the thread block uses
   int kept;             // of a thread's vectors, the number that stays in shared memory
   int parts;            // of the rows, each summed by one thread
   int groups;           // of a cluster

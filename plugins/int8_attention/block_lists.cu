@@ -42,7 +42,7 @@ constexpr int kOctaves = 16;  // of the number of tiles; the last octave holds a
 __device__ __forceinline__ int octave_of(int count) { return kOctaves - 1 - min(32 - __clz(count), kOctaves - 1); }
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_constant__ Params p) {
-  __shared__ int places[kOctaves * kOrderThreads];  // by octave, then by thread: first the number of rows, then the position of the next row
+  __shared__ int places[kOctaves * kOrderThreads];  // by octave, then by thread: the number of rows, then the position of the next
   __shared__ int warp_sums[kOrderThreads / 32];
   const int batch = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
   const int units = p.heads * p.block_rows, each = ceil_div(units, kOrderThreads);

@@ -18,7 +18,7 @@ inline size_t lay_out_workspace(Params& p, void* base) {
   };
   const size_t rows = size_t(p.batch) * p.heads * p.query_blocks;
   const size_t tiles = size_t(p.batch) * p.kv_heads * p.key_tiles;
-  // Which mode runs is known on the device only, so every image has room for its largest form.
+  // The mode is known on the device only, so every image has room for its largest form.
   p.q_block_bytes = int64_t(kQueryBlock) * std::max(p.dims.qk, 2 * p.dims.pv);
   p.k_tile_bytes = int64_t(kKeyTile) * std::max(p.dims.qk, 2 * p.dims.pv);
   p.v_tile_bytes = int64_t(kKeyTile) * 2 * p.dims.pv;

@@ -74,7 +74,7 @@ int window(const TrtConvertInt8ConvParams& c) { return c.kernel_h * c.kernel_w; 
 // Rows that are taken together, see int8_c_api.cpp.
 constexpr int kGroupRows = 2048;
 
-// For tiles of so many rows, columns and channels.
+// For tiles of this number of rows, columns and channels.
 void describe_work(const TrtConvertInt8ConvParams& c, int tile_rows, int tile_columns, int tile_depth, Int8Params& p, ConvShape& conv) {
   const Sizes out(c);
   p.weight_scale = reinterpret_cast<const float2*>(c.weight_scale);

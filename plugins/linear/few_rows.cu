@@ -1,8 +1,8 @@
-// At most sixteen 16-bit rows times INT8 weights: modulations, embeddings of timesteps. What takes time is to read the weights once.
+// At most sixteen 16-bit rows times INT8 weights: modulations, embeddings of timesteps. The time goes to reading the weights once.
 //
 // A thread block has some rows of the weight, whose depth its warps share: each takes every so many chunks of 64 channels. Weights go from
-// memory to registers, 16 channels of a row to a thread, and are multiplied there as 16-bit numbers by mma.sync: the sum does not mind
-// which channels its instruction takes for its first, so that a thread's 16 channels serve four of them, with the same ones of x.
+// memory to registers, 16 channels of a row to a thread, and mma.sync multiplies them there as 16-bit numbers. The order of channels in a
+// sum is free, so a thread's 16 channels serve four instructions, with the same channels of x.
 #include "linear/few_rows.h"
 
 #include <algorithm>
@@ -22,10 +22,10 @@ constexpr int kChunk = 64;    // channels
 constexpr int kColumns = 8;   // of one mma: rows of the weight
 constexpr int kBlocks = 2;    // that a multiprocessor has room for
 template <int kHalves>
-constexpr int kAhead = kHalves == 1 ? 3 : 2;  // chunks of a warp whose loads are under way together
+constexpr int kAhead = kHalves == 1 ? 3 : 2;  // chunks of a warp that are loaded together
 
-// kTiles: of kColumns rows of the weight, half of them of each product with GEGLU. kHalves: of eight rows of x. Thread blocks stay, and
-// take one set of columns after the other: the loads of the next ones are under way while sums are put together.
+// kTiles: of kColumns rows of the weight, half of them of each product with GEGLU. kHalves: of eight rows of x. The kernel is
+// persistent and takes one set of columns after the other: the next loads are in flight while sums are combined.
 template <bool kBf16, bool kGeglu, int kTiles, int kHalves>
 __global__ void __launch_bounds__(kWarps * 32, kBlocks) few_rows_kernel(const __grid_constant__ FewRowsParams p) {
   using T = std::conditional_t<kBf16, __nv_bfloat16, __half>;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) few_rows_kernel(const __
       }
     }
 
-    __syncthreads();  // everyone has read the sums of the set before
+    __syncthreads();  // all threads have read the sums of the previous set
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll

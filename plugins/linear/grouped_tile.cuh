@@ -1,11 +1,11 @@
-// The order of tiles that keeps in the L2 cache what they share.
+// An order of tiles that keeps their shared operands in the L2 cache.
 #pragma once
 
 #include "linear/int8_params.h"
 
 namespace trtconvert::linear {
 
-// All columns' tiles of some rows, then those of the next rows: as many of both as thread blocks have at once read least.
+// All columns' tiles of some rows, then those of the next rows: concurrent thread blocks then read least.
 struct GroupedTile {
   int row, column;
 

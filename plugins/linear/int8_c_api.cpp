@@ -66,8 +66,8 @@ TrtConvertStatus check_tensors(const TrtConvertInt8LinearParams& c, Report& repo
   return check_table_tensors(c.out_table, report);
 }
 
-// Rows that are taken together: with as many of the columns as thread blocks have at once they read least, and what they read stays in
-// the L2 cache until the last of them has read it.
+// Rows that are taken together: concurrent thread blocks then read least of rows and columns, and the data stays in the L2 cache until
+// the last of them has read it.
 constexpr int kGroupRows = 2048;
 
 int tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); }
@@ -75,7 +75,7 @@ int tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / 
 bool is_geglu(const TrtConvertInt8LinearParams& c) { return c.activation == TRTCONVERT_GEGLU; }
 bool is_bf16(const TrtConvertInt8LinearParams& c) { return c.data_type == TRTCONVERT_BFLOAT16; }
 
-// For tiles of so many rows, columns and channels.
+// For tiles of this number of rows, columns and channels.
 Int8Params params_of(const TrtConvertInt8LinearParams& c, int tile_rows, int tile_columns, int tile_depth) {
   Int8Params p = {};
   p.row_scale = c.row_scale;
@@ -130,7 +130,7 @@ cudaError_t run_mma(const TrtConvertInt8LinearParams& c, const Device& device, b
 
 #ifdef TRTCONVERT_SM90
 
-// Describes x, the weight and what is written, in the boxes of a tile; false where the driver cannot.
+// Describes x, the weight and the outputs, in the boxes of a tile; false if the driver cannot.
 bool describe(const TrtConvertInt8LinearParams& c, CUtensorMapDataType x_type, int x_rows, int depth, int weight_rows,
               CUtensorMapSwizzle weight_swizzle, int y_rows, Maps& maps) {
   using sm90::describe_rows, sm90::kInt8Bytes;
@@ -170,7 +170,7 @@ cudaError_t run_16bit_rows(const TrtConvertInt8LinearParams& c, const Device& de
 
 #endif
 
-// The kernel for INT8 rows, or that for 16-bit ones.
+// The kernel for INT8 rows, or the kernel for 16-bit rows.
 cudaError_t run_one(const TrtConvertInt8LinearParams& c, const Device& device, bool rows_16bit) {
   if (rows_16bit && c.rows <= kFewRows) return run_few_rows(c, device);
 #ifdef TRTCONVERT_SM90

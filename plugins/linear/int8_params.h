@@ -29,7 +29,7 @@ struct Int8Params {
   int out_sample_rows;
 };
 
-// Of rows that are pixels of a convolution's results: where the pixels lie that they are made of, and the scale of these.
+// For rows that are pixels of a convolution's results: the position and the scale of the input pixels.
 struct ConvShape {
   int height, width, channels;  // of x
   int out_height, out_width;

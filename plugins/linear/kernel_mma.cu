@@ -1,4 +1,4 @@
-// INT8 layers by mma.sync, for GPUs without wgmma: INT8 rows, or 16-bit ones with weights that become 16-bit in registers.
+// INT8 layers by mma.sync, for GPUs without wgmma: INT8 rows, or 16-bit rows with weights converted to 16 bits in registers.
 //
 // A thread block has a tile of y. Tiles of x and of the weight come by cp.async through a ring in shared memory; each of eight warps
 // multiplies 64 rows by 32 rows of the weight. The results go through shared memory too, so that memory is written 16 bytes at once.
@@ -27,8 +27,8 @@ constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
 constexpr int kStages = 4;
 constexpr int kVectorBytes = 16;
 
-// kElement: bytes of a channel of x. Rows of shared memory are a stage's channels, their vectors of 16 bytes in an order by which
-// eight rows of a vector lie in eight different groups of banks.
+// kElement: bytes of a channel of x. A row of shared memory has a stage's channels; the order of its vectors of 16 bytes puts eight
+// rows of a vector into eight different groups of banks.
 template <int kElement>
 struct Stage {
   static constexpr int kXRowBytes = kMmaDepth * kElement, kWeightRowBytes = kMmaDepth;
@@ -42,12 +42,12 @@ struct Stage {
   }
 };
 
-// Of y in shared memory: one vector more than a row has, so that rows lie in different banks.
+// y in shared memory: the pitch is one vector more than a row, so that rows are in different banks.
 template <int kElement>
 constexpr int kOutPitch = kMmaColumns * kElement + kVectorBytes;
 static_assert(kMmaRows * kOutPitch<2> <= Stage<1>::kSharedBytes);
 
-// The window of a convolution's pixel, whose depth is that of its pixels in turn, each in whole tiles.
+// The window of a convolution's pixel; its depth is the depths of its pixels in turn, each in whole tiles.
 struct WindowSource {
   int64_t image;  // its first byte
   int y, x;
@@ -63,7 +63,7 @@ struct WindowSource {
     exists = row < p.rows;
   }
 
-  // Of a stage's tile, from a byte on; negative where there is zero.
+  // Offset of a byte of a stage's tile; negative for zeros.
   template <int kTileBytes>
   __device__ __forceinline__ int64_t at(const MmaConvParams& p, int k, int byte) const {
     const ConvShape& conv = p.conv;
@@ -74,7 +74,7 @@ struct WindowSource {
   }
 };
 
-// Where in a row of the weight a byte of a stage's tile is; negative where there is none.
+// Offset in a weight row of a byte of a stage's tile; negative if there is none.
 __device__ __forceinline__ int weight_byte(const MmaParams& p, int k, int byte) {
   const int at = k * kMmaDepth + byte;
   return at < p.depth ? at : -1;
@@ -142,7 +142,8 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P
     commit_copies();
   };
 
-  // A warp's first row of the weight in the tile, of each 16: with GEGLU the first 16 are of the value's layer, the others of the gate's.
+  // A warp's first row of the weight in the tile, per 16 rows: with GEGLU the first 16 belong to the value's layer, the others to the
+  // gate's.
   const auto weight_row = [&](int sixteen) {
     return kGeglu ? sixteen * kOut + column_warp * 16 : column_warp * kWarpColumns + sixteen * 16;
   };
@@ -195,14 +196,14 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P
   for (int k = 0; k < kStages - 1; ++k) copy_stage(k);
   for (int k = 0; k < p.depth_tiles; ++k) {
     wait_copies<kStages - 2>();
-    __syncthreads();  // everyone's copies have come, and everyone has read the stage that is filled next
+    __syncthreads();  // all copies have arrived, and all threads have read the stage that is filled next
     copy_stage(k + kStages - 1);
     multiply_stage(k);
   }
   wait_copies<0>();
   __syncthreads();
 
-  // The residual comes to where the results will lie, so that each thread reads it where it writes.
+  // The residual is loaded to the position of the results, so that each thread reads and writes the same place.
   constexpr int kVectors = kOut * 2 / kVectorBytes;
   const auto for_each_vector = [&](int row_vectors, auto action) {
     for (int at = threadIdx.x; at < kMmaRows * row_vectors; at += kThreads) {

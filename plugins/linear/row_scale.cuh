@@ -1,4 +1,4 @@
-// What a row's sums are scaled by, for all columns.
+// The scale of a row's sums, for all columns.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace trtconvert::linear {
 
-// Of rows that were quantised one by one.
+// For rows that were quantised individually.
 template <typename P>
 __device__ __forceinline__ float row_scale_of(const P& p, int row) {
   return fabsf(p.row_scale[row]);

@@ -1,4 +1,4 @@
-// INT8 numbers as 16-bit ones, which they are exactly.
+// INT8 numbers as 16-bit numbers, exactly.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 
 namespace trtconvert::linear {
 
-// The two low bytes of a word, without conversions, of which a multiprocessor does few at a time.
+// The two low bytes of a word, without conversion instructions, whose rate is low.
 template <bool kBf16>
 __device__ __forceinline__ uint32_t widen_two(uint32_t bytes) {
   if constexpr (kBf16) {

@@ -1,4 +1,4 @@
-// How rows change from step to step, as INT8 layers read them: the kernel and its C API. Nothing here throws.
+// Deltas of rows between steps for INT8 layers: the kernel and its C API. Nothing here throws.
 #include "trtconvert/quantise_change.h"
 
 #include <type_traits>
@@ -29,17 +29,17 @@ struct Params {
 };
 
 constexpr int kThreads = 128;
-constexpr int kMostInFlight = 4;  // vectors of x and of a_hat that a thread has asked for before it needs the first
+constexpr int kMostInFlight = 4;  // vectors of x and of a_hat that a thread loads before it needs the first
 
-// Of a warp's lanes some have a row, or a thread block has one.
+// Some lanes of a warp have a row, or a thread block has one.
 template <typename T, int kLanes, int kInFlight>
 __global__ void __launch_bounds__(kThreads) quantise_change_kernel(const __grid_constant__ Params p) {
-  let_next_kernel_start();  // a layer's, whose thread blocks find room where these end
+  let_next_kernel_start();  // a layer's thread blocks find room where these end
   wait_for_previous_kernel();
   constexpr int kRows = kThreads / kLanes;
   const int lane = threadIdx.x % kLanes;
   const int64_t row = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
-  const bool exists = row < p.rows;  // else there is nothing to do but to take part in the warp's maximum
+  const bool exists = row < p.rows;  // else it only takes part in the warp's maximum
   const int64_t first = row * p.vectors;
   const int vectors = exists ? p.vectors : 0;
   const float signed_scale = exists ? p.scales[row / p.sample_rows * p.places] : 1.f;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) quantise_change_kernel(const __grid_
       }
       equalise(xhat, p.factor, nullptr, at);
       uint32_t codes[kVector];
-      // Each product and sum is rounded, as where they are tensors: results are those of any implementation.
+      // Each product and sum is rounded, as between tensor operations: results equal those of any implementation.
 #pragma unroll
       for (int c = 0; c < kVector; ++c) {
         const float change = __fsub_rn(xhat[c], known[c]);

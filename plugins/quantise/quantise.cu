@@ -1,4 +1,4 @@
-// Rows as INT8 layers read them: the kernel and its C API. Nothing here throws.
+// Quantised rows for INT8 layers: the kernel and its C API. Nothing here throws.
 #include "trtconvert/quantise.h"
 
 #include <type_traits>
@@ -29,11 +29,11 @@ struct Params {
 template <int kLanes>
 constexpr int kThreads = kLanes < 128 ? 128 : kLanes;
 
-// kLanes threads have a row in registers, up to kVectors vectors each: one trip over memory, and every load of it under way before the
+// kLanes threads have a row in registers, up to kVectors vectors each: one pass over memory, with every load in flight before the
 // first is used.
 template <typename T, int kLanes, int kVectors>
 __global__ void __launch_bounds__(kThreads<kLanes>) quantise_rows_kernel(const __grid_constant__ Params p) {
-  let_next_kernel_start();  // a layer's, whose thread blocks find room where these end
+  let_next_kernel_start();  // a layer's thread blocks find room where these end
   wait_for_previous_kernel();
   constexpr int kRows = kThreads<kLanes> / kLanes;
   const int row = blockIdx.x * kRows + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;

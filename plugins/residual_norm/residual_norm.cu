@@ -39,7 +39,7 @@ struct QuantisingParams : Params {
   int sample_rows;
 };
 
-// What is left of a row when it is normed: a warp has it in registers, up to kVectors vectors a lane.
+// A row's remaining work: a warp has the row in registers, up to kVectors vectors a lane.
 template <typename T, int kVectors>
 __device__ __forceinline__ void quantise_row(const QuantisingParams& p, const Vector<T> (&normed)[kVectors], int64_t row) {
   const int lane = threadIdx.x % 32;
@@ -85,12 +85,12 @@ __device__ __forceinline__ void quantise_row(const QuantisingParams& p, const Ve
   }
 }
 
-// A warp has a row in registers, up to kVectors vectors a lane: one trip over memory, and every load of it under way before the
-// first is used.
+// A warp has a row in registers, up to kVectors vectors a lane: one pass over memory, with every load in flight before the first is
+// used.
 template <typename T, int kVectors, typename P>
 __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid_constant__ P p) {
   constexpr bool kQuantises = std::is_same_v<P, QuantisingParams>;
-  let_next_kernel_start();  // a linear layer's, whose thread blocks find room where these end
+  let_next_kernel_start();  // a linear layer's thread blocks find room where these end
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (row >= p.rows) return;
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kWarps * 32) residual_norm_kernel(const __grid
     if (i * kWarpVectors + lane < p.vectors) p.sum[first + i * kWarpVectors + lane] = sums[i].words;
   }
   const float mean = lane_sum<32>(total) * p.inverse_count;
-  // From the differences, not from a sum of squares: that would cancel where a row is far from zero.
+  // From the differences, not from a sum of squares, which would cancel for a row far from zero.
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {

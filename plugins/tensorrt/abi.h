@@ -1,9 +1,9 @@
 // The part of TensorRT's C++ plugin ABI that this project implements or calls, declared in our own words.
 //
-// NVIDIA ships its headers in no package that pip can install. A plugin needs few of their declarations, and of those only
-// what the compiler turns into machine code: the order of virtual functions, the layout of the structs, the numbers of
-// the enumerators. These have been the same since TensorRT 10.0, except for the logger (see v10, v11 below), so that one
-// binary serves TensorRT 10 and 11. tests/plugins/abi compares this file with the official headers wherever those are at hand.
+// No pip package ships NVIDIA's headers. A plugin needs few of their declarations, and only the parts that determine machine code:
+// the order of virtual functions, the layout of the structs, the numbers of the enumerators. These have been the same since
+// TensorRT 10.0, except for the logger (see v10, v11 below), so one binary serves TensorRT 10 and 11. tests/plugins/abi compares
+// this file with the official headers if they are available.
 //
 // Namespaces and names are the official ones: they are part of the ABI too, through the type information that
 // dynamic_cast compares. Itanium C++ ABI only (GCC and Clang, Linux).
@@ -41,7 +41,7 @@ enum class TensorRTPhase : int32_t { kBUILD = 0, kRUNTIME = 1 };
 
 enum class APILanguage : int32_t { kCPP = 0 };
 
-// A shape. A dimension that is not known when the network is built is -1.
+// A shape. A dimension that is unknown when the network is built is -1.
 class Dims64 {
  public:
   static constexpr int32_t MAX_DIMS = 8;
@@ -69,7 +69,7 @@ class IDimensionExpr;
 
 enum class DimensionOperation : int32_t { kSUM = 0, kSUB = 4, kFLOOR_DIV = 7 };
 
-// Behind IExprBuilder, whose functions are not virtual and call it.
+// The implementation behind IExprBuilder, whose non-virtual functions call it.
 namespace apiv {
 
 class VRoot {
@@ -187,7 +187,7 @@ class IPluginV3OneRuntime : public IPluginCapability {
   virtual int32_t enqueue(PluginTensorDesc const* inputDesc, PluginTensorDesc const* outputDesc,
                           void const* const* inputs, void* const* outputs, void* workspace,
                           CUstream_st* stream) noexcept = 0;
-  // Makes the copy that one execution context owns.
+  // Makes the copy for one execution context.
   virtual IPluginV3* attachToContext(IPluginResourceContext* context) noexcept = 0;
   virtual PluginFieldCollection const* getFieldsToSerialize() noexcept = 0;
 };

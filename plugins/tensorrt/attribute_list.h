@@ -1,6 +1,6 @@
-// Attributes of a plugin as one list: what a network's node may say, what an engine keeps, and what both are checked for.
+// A plugin's attributes as one list, for reading from a network's node, for writing to an engine, and for checks.
 //
-// A plugin has a struct of them with defaults, whose values are int32_t or float, and which tells:
+// A plugin has a struct of attributes with defaults, whose values are int32_t or float, and which defines:
 //   kSerializationVersion: raised whenever an attribute or a tensor is added or changes its meaning;
 //   kOldestVersion, where engines of earlier versions are read too: the first one of them. Attributes that came later have their defaults;
 //   list(): std::tuple of attribute(...), in the order in which an engine keeps them.
@@ -55,19 +55,19 @@ class AttributeFields {
   AttributeFields& operator=(AttributeFields const&) = delete;
 
   Attributes const& values() const noexcept { return values_; }
-  // What an engine keeps.
+  // The fields in an engine.
   nvinfer1::PluginFieldCollection const* fields() const noexcept { return &collection_; }
 
-  // What a network's node may say: names and types.
+  // The fields of a network's node: names and types.
   static nvinfer1::PluginFieldCollection const* names() noexcept {
     static constexpr std::array<nvinfer1::PluginField, kCount> kFields = named_fields();
     static constexpr nvinfer1::PluginFieldCollection kCollection{static_cast<int32_t>(kCount), kFields.data()};
     return &kCollection;
   }
 
-  // Reads fields over the defaults. In the build phase they are a network's attributes, of which those that are not required may
-  // be absent; in the runtime phase they come from an engine and are exactly those that its version keeps. False, and a logged
-  // reason, where a field is unknown, malformed, out of range or missing.
+  // Reads fields over the defaults. In the build phase they are a network's attributes, and optional ones may be absent; in the
+  // runtime phase they come from an engine and are exactly those of its version. Returns false, with a logged reason, if a field is
+  // unknown, malformed, out of range or missing.
   static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase, Attributes& values) noexcept {
     constexpr unsigned kVersionBit = 1, kFirstBit = 2;
     bool const of_engine = phase == nvinfer1::TensorRTPhase::kRUNTIME;
@@ -104,7 +104,7 @@ class AttributeFields {
 
  private:
   static constexpr size_t kCount = std::tuple_size_v<decltype(Attributes::list())>;
-  static_assert(kCount < 31);  // bits that tell which were seen
+  static_assert(kCount < 31);  // bits of the fields that were seen
 
   template <typename Action>
   static constexpr void for_each(Action action) noexcept {

@@ -1,4 +1,4 @@
-// What TensorRT finds in the library: the creators of its plugins, and the place to put its logger.
+// Entry points for TensorRT: the creators of the plugins, and the setter of the logger.
 #include <new>
 
 #include "channels_last_add/tensorrt/plugin.h"
@@ -19,7 +19,7 @@
 namespace trtconvert::plugin {
 namespace {
 
-// Of a plugin that is made from its Attributes.
+// Creator of a plugin that is constructed from its Attributes.
 template <typename Plugin>
 class Creator final : public nvinfer1::IPluginCreatorV3One {
  public:
@@ -69,7 +69,7 @@ TRTCONVERT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t&
   return creators;
 }
 
-// The list of creators older than V3, which this library has none of. TensorRT 10 wants the function to exist.
+// The list of pre-V3 creators, which is empty here. TensorRT 10 requires the function.
 TRTCONVERT_EXPORT void* const* getPluginCreators(int32_t& nbCreators) {
   nbCreators = 0;
   return nullptr;

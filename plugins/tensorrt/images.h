@@ -1,4 +1,4 @@
-// Shapes of images, [B, C, H, W]: sizes, or the expressions that stand for them while the network is built.
+// Shapes of images, [B, C, H, W]: sizes, or expressions for them while the network is built.
 #pragma once
 
 #include "tensorrt/abi.h"
@@ -6,7 +6,7 @@
 
 namespace trtconvert::plugin {
 
-// Whether an input has an image's dimensions. Whoever gets false has it logged why.
+// True if an input has an image's dimensions; otherwise the reason is logged.
 template <typename Shape>
 bool check_image(char const* input, Shape const& shape) noexcept {
   if (shape.nbDims == 4) return true;

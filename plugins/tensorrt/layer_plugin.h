@@ -1,4 +1,4 @@
-// What plugins of single layers have in common: 16-bit tensors of one type, and perhaps FP32 and INT32 ones, without gaps; one call of a
+// The shared base of plugins of single layers: 16-bit tensors of one type, and perhaps FP32 and INT32 ones, without gaps; one call of a
 // C API without a workspace.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace trtconvert::plugin {
 
-// What a tensor of a layer holds.
+// The element type of a layer's tensor.
 enum class Element {
   k16Bit,  // FP16 or BF16, the same for all of them
   kFloat,
@@ -119,7 +119,7 @@ class LayerPlugin : public PluginBase {
  protected:
   Attributes const& attributes() const noexcept { return fields_.values(); }
 
-  // Unless the plugin says others.
+  // Defaults, unless the plugin overrides them.
   bool has_input(int32_t) const noexcept { return true; }
   bool has_output(int32_t) const noexcept { return true; }
   Element input_element(int32_t) const noexcept { return Element::k16Bit; }
@@ -128,7 +128,7 @@ class LayerPlugin : public PluginBase {
   nvinfer1::TensorFormat output_format(int32_t) const noexcept { return nvinfer1::TensorFormat::kLINEAR; }
   nvinfer1::DataType type_16bit(nvinfer1::DataType first) const noexcept { return first; }
 
-  // Where a tensor lies among those that are there.
+  // Position of a tensor among the existing ones.
   int32_t input_position(int32_t input) const noexcept {
     int32_t position = 0;
     for (int32_t i = 0; i < input; ++i) position += self().has_input(i);
@@ -140,7 +140,7 @@ class LayerPlugin : public PluginBase {
     return position;
   }
 
-  // The address of a tensor, or null where there is none.
+  // The address of a tensor, or null if there is none.
   template <typename T = void>
   T const* input_of(void const* const* inputs, int32_t num_inputs, int32_t input) const noexcept {
     int32_t const position = input_position(input);
@@ -159,7 +159,7 @@ class LayerPlugin : public PluginBase {
     return false;
   }
 
-  // Whether all inputs that are there have their types and formats, and shapes that are expected.
+  // True if all existing inputs have their types and formats, and the expected shapes.
   bool check_inputs(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, nvinfer1::Dims const* expected) const noexcept {
     for (int32_t i = 0; i < num_inputs; ++i) {
       int32_t const input = input_at(i);
@@ -179,7 +179,7 @@ class LayerPlugin : public PluginBase {
     return true;
   }
 
-  // Whether an input has rows: a last dimension of channels, and any others in front of it.
+  // True if an input has rows: a last dimension of channels, and any others in front of it.
   static bool check_has_rows(int32_t input, nvinfer1::Dims const& dims) noexcept {
     if (dims.nbDims >= 1) return true;
     log(Severity::kERROR, "input '%s': expected one dimension or more, got shape %s", Plugin::kInputNames[input],
@@ -207,11 +207,11 @@ class LayerPlugin : public PluginBase {
   }
 
  private:
-  // Of a class that is complete where these are called.
+  // For a class that is complete where these functions are called.
   static constexpr int32_t kMostInputs() noexcept { return std::size(Plugin::kInputNames); }
   static constexpr int32_t kMostOutputs() noexcept { return std::size(Plugin::kOutputNames); }
 
-  // What the C API is told of tensors but where they lie; false, and a logged reason, where it does not take them.
+  // The C API's view of tensors except for their addresses; false, with a logged reason, if the C API does not take them.
   bool describe(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs, Params& params) const noexcept {
     params = {};
     params.struct_size = sizeof(params);
@@ -248,7 +248,7 @@ class LayerPlugin : public PluginBase {
     return format == nvinfer1::TensorFormat::kHWC8 ? "HWC8" : "linear";
   }
 
-  // What is expected of an element, as text.
+  // The expected element type, as text.
   struct ElementText {
     char text[64];
   };

@@ -9,13 +9,13 @@
 namespace trtconvert::plugin {
 namespace {
 
-// The finder and the interface it has, packed into one word so that both change at once: TensorRT may load the library
-// from one thread while another logs. Objects are aligned to eight bytes, which leaves bit 0 free.
+// The finder and its interface version, packed into one word so that both change at once: TensorRT may load the library from one
+// thread while another logs. Objects are aligned to eight bytes, which leaves bit 0 free.
 constexpr uintptr_t kVersioned = 1;
 std::atomic<uintptr_t> g_finder{0};
 
-// True where the logger interfaces are versioned, which came with TensorRT 11. The object itself cannot be asked: what it
-// would answer with lies in different slots. The library that its virtual table lives in can.
+// True if the logger interfaces are versioned, which TensorRT 11 introduced. The object itself cannot be asked, because its answer
+// is in different slots; the library of its virtual table can.
 bool has_versioned_logger(void* finder) noexcept {
   Dl_info info;
   if (dladdr(*static_cast<void**>(finder), &info) == 0) return false;
@@ -62,7 +62,7 @@ void log(Severity severity, char const* format, ...) noexcept {
       logged = log_through<abi::v10::ILoggerFinder>(finder, severity, message);
     }
   } catch (...) {
-    // findLogger() is not noexcept, and nothing may be thrown into the caller, which is TensorRT.
+    // findLogger() is not noexcept, and no exception may reach the caller, TensorRT.
   }
   if (!logged && severity <= Severity::kERROR) std::fprintf(stderr, "%s\n", message);
 }

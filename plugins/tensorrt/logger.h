@@ -7,7 +7,7 @@ namespace trtconvert::plugin {
 
 using abi::Severity;
 
-// Remembers where TensorRT says its logger is found. `finder` is an ILoggerFinder of whichever TensorRT calls.
+// Stores TensorRT's logger finder. `finder` is an ILoggerFinder of the calling TensorRT.
 void set_logger_finder(void* finder) noexcept;
 
 // Formats like printf (up to 1 KiB) and logs with the library's name in front. Without a logger, errors go to stderr.

@@ -1,4 +1,4 @@
-// What the plugins of the library have in common as TensorRT sees them.
+// The shared base of the library's plugins as TensorRT sees them.
 #pragma once
 
 #include "tensorrt/abi.h"
@@ -7,14 +7,14 @@
 
 namespace trtconvert::plugin {
 
-// What TensorRT takes for success and failure.
+// Return values for success and failure in TensorRT.
 constexpr int32_t kOk = 0;
 constexpr int32_t kFailed = 1;
 
-// Room for a message of the C APIs.
+// Size of a message of the C APIs.
 constexpr size_t kMessageSize = 512;
 
-// What a C API says, as TensorRT takes it; its message is logged.
+// A status of the C API as TensorRT's return value; its message is logged.
 inline int32_t report(TrtConvertStatus status, char const* message) noexcept {
   if (status == TRTCONVERT_OK) return kOk;
   log(Severity::kERROR, "%s", message);
@@ -24,7 +24,7 @@ inline int32_t report(TrtConvertStatus status, char const* message) noexcept {
 constexpr char kPluginVersion[] = "1";
 constexpr char kPluginNamespace[] = "";
 
-// Which end of a dynamic shape's range.
+// One end of a dynamic shape's range.
 enum class Bound { kMin, kMax };
 
 // Descriptions of one end of the range.

@@ -1,4 +1,4 @@
-// Quantised rows among the outputs of a plugin, and what says how they are quantised among its attributes and inputs.
+// Quantised rows among the outputs of a plugin, and their quantisation among its attributes and inputs.
 #pragma once
 
 #include <tuple>
@@ -59,8 +59,8 @@ inline bool has_rows_input(QuantisedRowsAttributes const& attributes, int32_t in
   }
 }
 
-// Attributes, and the sizes of a table's inputs, null for those that are not there. False, and a logged reason, where there are bins to
-// choose from but no timestep to choose by.
+// Attributes, and the sizes of a table's inputs, null for missing inputs. Returns false, with a logged reason, if there are several
+// bins but no timestep.
 inline bool fill_table(QuantisedRowsAttributes const& attributes, nvinfer1::Dims const* timestep, nvinfer1::Dims const* modes,
                        nvinfer1::Dims const* x_scale, TrtConvertModeTable& table) noexcept {
   auto const size_of = [](nvinfer1::Dims const* dims) { return dims == nullptr ? 1 : dims->nbDims < 1 ? 0 : saturated(dims->d[0]); };
@@ -82,14 +82,14 @@ inline bool fill_static_table(float timestep_max, nvinfer1::Dims const* timestep
   return fill_table(attributes, timestep, nullptr, x_scale, table);
 }
 
-// Of one of these inputs, as far as the table is filled in.
+// Description of one of these inputs, from the filled part of the table.
 inline nvinfer1::Dims rows_input_dims(int32_t input, int64_t channels, TrtConvertModeTable const& table) noexcept {
   if (input == kRowsFactor || input == kRowsOffset) return {1, {channels}};
   return {1, {input == kRowsTimestep ? table.batch : table.num_bins}};
 }
 
-// Of the outputs, from that of the rows: a payload [..., K / 4] INT32, [..., K / 2] where mode_set has WEIGHT_ONLY, and scales [..., 1].
-// False, and a logged reason, where there are no rows.
+// Descriptions of the outputs, from that of the rows: a payload [..., K / 4] INT32, [..., K / 2] if mode_set has WEIGHT_ONLY, and scales
+// [..., 1]. Returns false, with a logged reason, if there are no rows.
 inline bool quantised_shapes(nvinfer1::DimsExprs const& rows, int32_t mode_set, nvinfer1::IExprBuilder& builder,
                              nvinfer1::DimsExprs& payload, nvinfer1::DimsExprs& row_scale) noexcept {
   if (rows.nbDims < 1) {

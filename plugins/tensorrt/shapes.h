@@ -1,4 +1,4 @@
-// Shapes: compared, and as text.
+// Shapes: comparison, and text.
 #pragma once
 
 #include <algorithm>
@@ -27,12 +27,12 @@ inline bool is_same(nvinfer1::Dims const& a, nvinfer1::Dims const& b) noexcept {
   return a.nbDims == b.nbDims && std::equal(a.d, a.d + a.nbDims, b.d);
 }
 
-// A size as the C APIs take it; larger ones than they take stay so.
+// A size for the C APIs; sizes beyond their limits stay beyond.
 inline int32_t saturated(int64_t size) noexcept {
   return static_cast<int32_t>(std::clamp<int64_t>(size, INT32_MIN, INT32_MAX));
 }
 
-// Elements of all dimensions but the last; 0 where one has none. More than any C API takes where they are that many.
+// Elements of all dimensions but the last; 0 if a dimension is 0. Saturates above every limit of the C APIs.
 inline int64_t rows_of(nvinfer1::Dims const& dims) noexcept {
   constexpr int64_t kLarge = (int64_t{1} << 31) + 1;  // its square does not overflow
   int64_t rows = 1;

@@ -1,4 +1,4 @@
-// Int8GroupNorm as a TensorRT plugin: a group norm as of plugin.h, in INT8 for a convolution. The work is done by the C API.
+// Int8GroupNorm as a TensorRT plugin: the group norm of plugin.h, in INT8 for a convolution. The C API does the work.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

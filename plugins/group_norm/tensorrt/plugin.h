@@ -1,5 +1,5 @@
-// GroupNorm as a TensorRT plugin: the group norm of an image, where wanted with a shift of its channels before it and SiLU behind it.
-// The work is done by the C API.
+// GroupNorm as a TensorRT plugin: the group norm of an image, with an optional shift of its channels before it and SiLU behind it.
+// The C API does the work.
 //
 // In memory x has its channels last, in vectors of eight (HWC8). The C API takes multiples of eight channels only: no vector is
 // padded, and x lies as [B, H, W, C].

@@ -1,9 +1,9 @@
 // The attention kernel for sm_90a (Hopper): the copy engine fills a ring of key tiles, wgmma computes both products.
 //
-// A thread block takes two or three query blocks of 64 rows, one consumer warpgroup each, and all or some of the keys, and then
-// the next ones, until all are taken (schedule.h). In its producer warpgroup three threads feed the ring, and one warp finds what
-// comes next. The consumers take turns at the tensor cores, so that while one multiplies the others are in their softmax; where a
-// consumer runs its second product under its own next softmax instead (S::kPipelined) they take none, or turns at the exponentials
+// A thread block takes two or three query blocks of 64 rows, one consumer warpgroup each, and all or some of the keys, then the
+// next query blocks, until all are taken (schedule.h). In its producer warpgroup three threads feed the ring, and one warp finds
+// the next task. The consumers take turns at the tensor cores: while one multiplies, the others compute their softmax. A consumer
+// that runs its second product under its own next softmax (S::kPipelined) takes no turns, or turns at the exponentials
 // (S::kPromoteFirst).
 #pragma once
 
@@ -36,8 +36,8 @@ __device__ __forceinline__ void init_barriers(uint8_t* shared) {
   fence_barrier_init();
 }
 
-// The thread block's work in one mode, which is the same for all its threads. What the pre-pass wrote is read behind
-// wait_for_previous_kernel() only: until then this runs beside it.
+// The thread block's work in one mode, which all its threads share. Results of the pre-pass are read behind
+// wait_for_previous_kernel() only: before, this kernel runs beside the pre-pass.
 template <int kMode, bool kBf16, int kDimQk, int kDimPv>
 __device__ __forceinline__ void attend(const Params& p, const Schedule& schedule, const ValueMaps& values, uint8_t* shared,
                                        int warpgroup, const Share& share) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void attend(const Params& p, const Schedule& schedule
 
   if (threadIdx.x == 0) init_barriers<S>(shared);
   if constexpr (S::kOnesBytes > 0) {
-    // Every chunk of 16 bytes: whatever the swizzle takes for the first one.
+    // Every chunk of 16 bytes: the swizzle may move any chunk to the front.
     for (int i = threadIdx.x; i < S::kOnesBytes / 16; i += C::kThreads)
       reinterpret_cast<uint4*>(shared + S::kOnesBlock)[i] = make_uint4(kBf16 ? 0x3f80 : 0x3c00, 0, 0, 0);
     fence_async_proxy();
@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(Config<kDimQk, kDimPv>::kThreads, 1)
   if (swizzled_values(kDimPv) && p.direct_values && threadIdx.x == 0) prefetch_tensor_map(&values.of[0]);
   const Share share = share_of(p, shared);
   const Schedule& schedule = schedules.of[share.mode];
-  // The same in every lane, and through the shuffle the compiler knows.
+  // The same in every lane, which the shuffle tells the compiler.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  // Not among the cases: the compiler would put the others elsewhere, and at another address mode 2 is up to 15 % slower.
+  // Not among the cases: the compiler would move the others, and at another address mode 2 is up to 15 % slower.
   if constexpr (has_fp8_values(kDimPv))
     if (share.mode == 4) return attend<4, false, kDimQk, kDimPv>(p, schedule, values, shared, warpgroup, share);
   switch (share.mode) {

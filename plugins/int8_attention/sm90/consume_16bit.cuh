@@ -34,9 +34,9 @@ __device__ __forceinline__ void issue_scores(Score (&s)[N], uint64_t query, uint
   }
 }
 
-// exp2(x c - reference) of a tile as the A operand of the second product in 16 bits, and this thread's part of the row sums where
-// the second product does not compute them. `value(i)` gives x[i] as a float. x c is exact in the sum, so that only the
-// exponent itself is rounded, however large the logits are.
+// exp2(x c - reference) of a tile as the A operand of the second product in 16 bits, and this thread's part of the row sums if the
+// second product does not compute them. `value(i)` gives x[i] as a float. x c is exact in the sum, so only the exponent itself is
+// rounded, however large the logits are.
 template <bool kBf16, bool kSums, int N, typename Value>
 __device__ __forceinline__ void weights_16bit(const Value& value, const float (&c)[2], const float (&reference)[2],
                                               uint32_t (&probability)[N / 8][4], float (&sum)[2]) {
@@ -55,13 +55,13 @@ __device__ __forceinline__ void weights_16bit(const Value& value, const float (&
   }
 }
 
-// Whether one of this thread's weights is beyond 2^kRescaleThreshold, or no number. They are not negative: in 16 bits they compare
-// like their bits, two at a time, which takes half of the instructions that maxima of the scores take, or a quarter (mode 0).
+// True if one of this thread's weights exceeds 2^kRescaleThreshold or is NaN. Weights are not negative, so 16-bit weights compare
+// like their bits, two at a time. The comparison takes half of the instructions of maxima over the scores, or a quarter (mode 0).
 template <bool kBf16, int N>
 __device__ __forceinline__ bool too_large(const uint32_t (&probability)[N][4]) {
   constexpr int kExponent = int(kRescaleThreshold), kLimit = kBf16 ? (127 + kExponent) << 7 : (15 + kExponent) << 10;
   static_assert(N % 4 == 0);
-  uint32_t chain[4] = {};  // side by side: they are what the next product waits for
+  uint32_t chain[4] = {};  // side by side: the next product waits for them
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const uint32_t(&p)[4] = probability[i];
@@ -71,8 +71,8 @@ __device__ __forceinline__ bool too_large(const uint32_t (&probability)[N][4]) {
   return int(largest) > (kLimit << 16 | 0xffff) || int(largest & 0xffff) > kLimit;
 }
 
-// Takes the columns of a partial tile that do not exist out of P. Their scores were the lowest there are, but times a tiny scale
-// that is not low enough.
+// Clears missing columns of a partial tile in P. Their scores were the lowest possible, but after a tiny scale the lowest score is
+// not low enough.
 template <int N>
 __device__ __forceinline__ void hide_weights(uint32_t (&probability)[N][4], int columns) {
 #pragma unroll
@@ -161,7 +161,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       wgmma_wait<0>();
       pin(s);
       pin(o);
-      __syncwarp();  // not for the barriers, where every lane arrives: the compiler schedules what was measured by it
+      __syncwarp();  // not for the barriers, where every lane arrives: without the test the compiler schedules worse
       mbarrier_arrive(barriers.key_empty(at.stage));
       if ((kAhead == kScores || kAhead == 0) && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
 
@@ -170,8 +170,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       float reference[2] = {rows.reference[0], rows.reference[1]};
       const auto score = [&](int i) { return float(s[i]); };
       if constexpr (S::kOptimistic) {
-        // The references of the tiles before mostly serve. Whether they do the weights themselves tell, which are computed again
-        // where they do not.
+        // The references of the previous tiles mostly suffice. The weights show whether they do, and are computed again otherwise.
         bool settle = step == 0, settled = false;
         do {
           if (settle) {
@@ -201,7 +200,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
       previous_stage = at.stage;
       at.advance(mine.streams);
       if constexpr (kAhead == 0) {
-        // What the next first product needs is there when this second one is done.
+        // The operands of the next first product arrive before the end of this second one.
         if (step + 1 < mine.steps) mbarrier_wait(barriers.key_full(at.stage), at.parity());
         wgmma_wait<0>();
         pin(o);
@@ -215,7 +214,7 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
     if (mine.steps > 0) turns.pass();
     if (mine.steps > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
     if constexpr (S::kOnes > 0) {
-      // The column of ones: the quad's first thread has it.
+      // The quad's first thread has the column of ones.
 #pragma unroll
       for (int r = 0; r < 2; ++r) rows.sum[r] = lane_id() % 4 == 0 ? o[0][kChunk / 2 + 2 * r] : 0.f;
     }

@@ -5,18 +5,18 @@
 
 namespace trtconvert::attention::sm90 {
 
-// The largest weight of a tile that settled a row's reference is in (2^4, 2^5]: references are integers, so that the rounding of a
-// weight does not depend on them, but for the smallest ones. What later tiles hold may be larger, up to 448.
+// The largest weight of a tile that set a row's reference is in (2^4, 2^5]: references are integers, so the rounding of a weight
+// does not depend on them, except for the smallest weights. Weights of later tiles may be larger, up to 448.
 constexpr float kLog2OfLargestWeight = 5.f, kMostGrowth = kLog2Of448 - kLog2OfLargestWeight;
 
-// The tensor cores add with some 13 bits below the largest exponent of the sum: what long sums of one sign gain last is lost, of
-// 17,160 equal weights a quarter, of 4,096 four percent. So the sums of the weights, a column of the second product, are taken out
-// after each tile, and O is added to a sum in FP32 after so many: where values are of one sign 0.6 % are lost then. Twice as many
-// tiles would be 3 % faster and lose 1.4 %.
+// The tensor cores add with some 13 bits below the largest exponent of the sum. Long sums of one sign lose the last terms: a
+// quarter of 17,160 equal weights, four percent of 4,096. So the sums of the weights, a column of the second product, leave the
+// accumulators after each tile, and O is added to a sum in FP32 after this number of tiles: the loss for values of one sign is then
+// 0.6 %. Twice as many tiles would be 3 % faster and lose 1.4 %.
 constexpr int kTilesAtOnce = 8;
 
-// This thread's share of O in FP32, in shared memory: 16 bytes of each thread beside those of the next. Relative to references of
-// its own, those of the tile that was added last.
+// This thread's share of O in FP32, in shared memory: 16 bytes of each thread beside those of the next. The share has its own
+// references, those of the tile that was added last.
 template <int kHalf>
 class Sums {
  public:
@@ -38,7 +38,7 @@ class Sums {
     for (int i = 0; i < kHalf; ++i) o[i] = 0.f;
   }
 
-  // Adds the sum to O, which then is that of all tiles.
+  // Adds the sum to O, which is then the sum over all tiles.
   __device__ __forceinline__ void add_to(float (&o)[kHalf + 4], const float (&reference)[2]) {
     float factor[2];
     change_reference(factor, reference);
@@ -73,8 +73,8 @@ class Sums {
   float reference_[2] = {-INFINITY, -INFINITY};
 };
 
-// Takes the sums of a tile's weights out of the product's column of ones: the quad's first thread has them, the others zeros. Of a
-// constant in place of the difference the compiler makes a register of its own, and waits for each product then.
+// Takes the sums of a tile's weights out of the product's column of ones: the quad's first thread has the sums, the others zeros. A
+// constant in place of the difference would get its own register, and wait for each product.
 template <int kHalf>
 __device__ __forceinline__ void take_weights(Rows& rows, float (&o)[kHalf]) {
 #pragma unroll
@@ -84,11 +84,11 @@ __device__ __forceinline__ void take_weights(Rows& rows, float (&o)[kHalf]) {
   }
 }
 
-// Beyond this the product of a maximum and c has no fraction left, and might be off by more than one.
+// Beyond this limit the product of a maximum and c has no fraction bits, and may be off by more than one.
 constexpr float kLargestWholeReference = 0x1p23f;
 
-// Takes the row maxima of a tile that outgrows(), and brings O and the sums to the new references. `reference` becomes what the
-// tile's x c are relative to.
+// Takes the row maxima of a tile that outgrows(), and rescales O and the sums to the new references. `reference` becomes the new
+// reference of the tile's x c.
 template <int N, int kAll>
 __device__ __forceinline__ void settle_fp8(Rows& rows, int32_t (&x)[N], const float (&c)[2], float (&reference)[2], float (&o)[kAll]) {
   float peak[2], factor[2];
@@ -163,7 +163,8 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
     if (mine.streams > 1) at.advance(consumer);
     int previous_stage = at.stage, step = 0;
     if (mine.steps > 0) turns.wait();
-    // `pending`: the second product of the tile before has not been issued. `clears`: O goes to the sums before this tile's.
+    // `pending`: the second product of the previous tile has not been issued. `clears`: O is added to the sums before this tile's
+    // product.
     const auto compute_tile = [&](bool pending, auto is_partial, auto clears) __attribute__((always_inline)) {
       constexpr bool kPartial = is_partial, kClears = clears;
       int32_t s[kScores];
@@ -217,7 +218,7 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
     for (int end = min(whole, kTilesAtOnce);;) {
       for (; step < end; ++step) compute_tile(step > 0, Known<false>(), Known<false>());
       if (step == whole) break;
-      // Not in the loop, whose code is slower with it, also where it is passed over.
+      // Outside of the loop: inside, even skipped code slows the loop down.
       compute_tile(true, Known<false>(), Known<true>());
       ++step;
       end = min(whole, end + kTilesAtOnce);

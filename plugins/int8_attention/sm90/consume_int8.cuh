@@ -5,7 +5,7 @@
 
 namespace trtconvert::attention::sm90 {
 
-// Of the scales of the warp's rows.
+// Extremes of the scales of the warp's rows.
 __device__ __forceinline__ void find_extremes(Extremes& extremes, const float* row_scales) {
   const int row = first_row(), warp = threadIdx.x / 32 % 4;
   const float scale[2] = {row_scales[row], row_scales[row + 8]};
@@ -22,7 +22,7 @@ __device__ __forceinline__ void find_extremes(Extremes& extremes, const float* r
   __syncwarp();
 }
 
-// What a thread knows of a tile's scores before they are computed; but for c and offset, mode 2 only.
+// A thread's factors for a tile's scores, known before the scores; all but c and offset are for mode 2 only.
 struct TileState {
   float c[2];                  // base-2 exponent per unit of S
   float inverse[2], start[2];  // accumulators start at log2_v * inverse + start
@@ -33,12 +33,12 @@ struct TileState {
 template <int kDimQk>
 __device__ __forceinline__ TileState prepare_tile(const TileScales& scales, const float* row_scales, const Extremes& extremes,
                                                   int row) {
-  // Room beside |S| <= 127^2 D within 2^22. Rows of tiny scale against tiny tokens may not fit: the slow way serves them.
+  // Limit beside |S| <= 127^2 D within 2^22. Rows of tiny scale against tiny tokens may exceed the limit, and take the slow path.
   constexpr float kRoom = float((1 << 22) - 127 * 127 * kDimQk - 64);
   const float4 tile = *reinterpret_cast<const float4*>(&scales.log2_v_max);  // max, min, k, 1 / k
   TileState state;
   state.offset = tile.x;
-  // `start` below is kMagic plus the largest log2(sv) in units of S: beyond 2^22 of them kMagic would drown.
+  // `start` below is kMagic plus the largest log2(sv) in units of S: beyond 2^22 units kMagic would lose its meaning.
   const float smallest = extremes.smallest[row / 16] * tile.z;
   state.fast = extremes.largest[row / 16] * tile.z <= kLargestFastScale && tile.x - tile.y <= kRoom * smallest &&
                fabsf(tile.x) <= 0x1p22f * smallest;
@@ -70,14 +70,14 @@ __device__ __forceinline__ void start_scores(int32_t (&s)[64], const TileScales&
   }
 }
 
-// Row maxima of a tile: of S (with its token's scale) in `top`, and the x that stands for them in `peak`. The weight of an
-// x, relative to the maximum, is exp2((x - peak) c).
+// Row maxima of a tile: of S (with its token's scale) in `top`, and the corresponding x in `peak`. The weight of an x, relative to
+// the maximum, is exp2((x - peak) c).
 struct Maxima {
   float top[2], peak[2];
 };
 
-// Keys that do not exist have the token scale 0, whose log2 is -infinity: accumulators that start with it stay there. The slow
-// way hides what is beyond `columns` itself.
+// Missing keys have the token scale 0, whose log2 is -infinity: accumulators that start with -infinity stay there. The slow path
+// hides columns beyond `columns` itself.
 __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& state, const TileScales& scales, int quad,
                                               int columns) {
   Maxima maxima;
@@ -110,9 +110,9 @@ __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& s
   return maxima;
 }
 
-// P = 255 exp(w - tile maximum) of a tile, the exponents being value(i) * c + shift: the A operand of the second product in
-// u8, and this thread's part of the row sums: of P in mode 3, of the unrounded P over sv in mode 2. Between the groups of 16
-// keys `meanwhile(group)` runs: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
+// P = 255 exp(w - tile maximum) of a tile, the exponents being value(i) * c + shift: the A operand of the second product in u8, and
+// this thread's part of the row sums: of P in mode 3, of the unrounded P over sv in mode 2. `meanwhile(group)` runs between the
+// groups of 16 keys: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
 template <int kMode, typename Value, typename Meanwhile>
 __device__ __forceinline__ void weights(const Value& value, const float (&c)[2], const float (&shift)[2],
                                         const TileScales& scales, int quad, uint32_t (&probability)[4][4],
@@ -183,7 +183,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
 
     Rows rows;
     float o[kChunks][kChunk / 2] = {};
-    // Of the tile whose second product is under way: P, the integer sums, row maxima and sums, and the factors of the sums.
+    // State of the tile whose second product is in flight: P, the integer sums, row maxima and sums, and the factors of the sums.
     uint32_t probability[4][4] = {};
     int32_t product[kChunk / 2];
     float maximum[2], sum[2], factor[2] = {0.f, 0.f};
@@ -215,8 +215,8 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         state = prepare_tile<kDimQk>(scales, row_scales, extremes, row);
         start_scores(s, scales, state, quad);
       }
-      // The second product of the tile before: it runs behind this tile's first one and under this tile's maxima, or before it.
-      // Before the first tile P is zero, and any V will do.
+      // The second product of the previous tile: it runs behind this tile's first product and under this tile's maxima, or before.
+      // Before the first tile P is zero, so any V serves.
       const auto issue_previous = [&] {
         issue_pv_int8<kChunk, kDimPv>(product, probability, S::value_descriptor(ring, previous_stage));
       };
@@ -233,7 +233,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       Cursor<kStages> next = at;
       next.advance(mine.streams);
       const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
-      // Where the stage before is another consumer's, the turn has to come first: S::kCanGather.
+      // If the previous stage belongs to another consumer, the turn must come first: S::kCanGather.
       key_ready = (S::kPipelined || mine.streams == 1) && mbarrier_test(barriers.key_full(next.stage), next.parity());
       if constexpr (kMode == 3) {
 #pragma unroll
@@ -258,14 +258,14 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
       const auto meanwhile = [&](int g) {
         if constexpr (S::kPromoteBetween) promote(0, g * kChunk / 16, kChunk / 16);
       };
-      // The second product of the tile before; then P may be written again.
+      // The second product of the previous tile; then P may be overwritten.
       const auto previous_done = [&] {
         if constexpr (S::kPromoteBetween) {
           wgmma_wait<0>();
           pin(product);
         }
       };
-      // P is 255 at most: shift is rounded towards smaller P. What the rounding takes is given back through the maximum.
+      // P is 255 at most: shift is rounded towards smaller P. The maximum compensates the rounding.
       float shift[2];
       const auto take_shift = [&](const float(&top)[2], const float(&peak)[2]) {
 #pragma unroll
@@ -290,8 +290,8 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         const float largest = fmaxf(fabsf(peak[0] * state.c[0]), fabsf(peak[1] * state.c[1]));
         previous_done();
         if (__builtin_expect(partial || __any_sync(0xffffffffu, largest > kLargestPlainMaximum), 0)) {
-          // Columns that do not exist, or logits so large that the rounding of their maximum shows: subtracting before
-          // multiplying is exact where it counts.
+          // For missing columns, or logits so large that the rounding of their maximum matters: subtraction before multiplication
+          // is exact there.
           take_shift(peak, {0.f, 0.f});
           const int columns = partial ? mine.last_columns : kKeyTile;
           weights<kMode>(
@@ -319,7 +319,7 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
           promote(n, 0, kChunk / 2);
         }
       }
-      __syncwarp();  // not for the barriers, where every lane arrives: the compiler schedules what was measured by it
+      __syncwarp();  // not for the barriers, where every lane arrives: without the test the compiler schedules worse
       mbarrier_arrive(barriers.key_empty(at.stage));
       if constexpr (!S::kPipelined) mbarrier_arrive(barriers.value_empty(at.stage));
       if (S::kPromoteBetween && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));

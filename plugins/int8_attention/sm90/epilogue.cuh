@@ -1,11 +1,12 @@
-// From sums to the output: parts of a query block are added up, rows divided by their sums, channels scaled back.
+// From sums to the output: adds the parts of a query block, divides rows by their sums, and scales channels back.
 #pragma once
 
 #include "sm90/rows.cuh"
 
 namespace trtconvert::attention::sm90 {
 
-// A 4 x 4 transpose over the four threads of a quad: thread number `quad` gets word `quad` of each, in the order of the threads.
+// A 4 x 4 transpose over the four threads of a quad: thread number `quad` gets word `quad` of each thread, in the order of the
+// threads.
 __device__ __forceinline__ uint4 quad_transpose(const uint32_t (&x)[4], int quad) {
   const bool odd = quad % 2, upper = quad / 2;
   uint32_t pair[2][2];  // words t % 2 and t % 2 + 2 of the threads 2 (t / 2) and 2 (t / 2) + 1
@@ -23,7 +24,7 @@ __device__ __forceinline__ uint4 quad_transpose(const uint32_t (&x)[4], int quad
                : make_uint4(pair[0][0], pair[0][1], other[0], other[1]);
 }
 
-// Adds to lse the natural logarithm of a thread's rows' sums, whose unit is 2^unit above their references, where the rows exist.
+// Adds to lse the natural logarithm of the sums of a thread's existing rows; the unit of the sums is 2^unit above their references.
 __device__ __forceinline__ void store_lse(const Params& p, int batch, int head, int block, const Rows& rows, float unit) {
   const float sum[2] = {quad_sum(rows.sum[0]), quad_sum(rows.sum[1])};
   if (lane_id() % 4 != 0) return;
@@ -35,8 +36,8 @@ __device__ __forceinline__ void store_lse(const Params& p, int batch, int head, 
   }
 }
 
-// out = o / sum[row], with `tables` times v_scale plus v_offset (kDimPv of each), for the rows and columns that exist. In 16 bytes
-// where four groups of eight columns meet: everything is computed before the first store, without a branch.
+// out = o / sum[row], with `tables` times v_scale plus v_offset (kDimPv of each), for existing rows and columns. Stores 16 bytes if
+// four groups of eight columns meet: everything is computed before the first store, without a branch.
 template <int kDimPv, int kChunks, int kHalf>
 __device__ __forceinline__ void store(const Params& p, int batch, int head, int block, const Rows& rows,
                                       const float (&o)[kChunks][kHalf], const float* tables, bool bf16) {
@@ -91,8 +92,8 @@ __device__ __forceinline__ void store(const Params& p, int batch, int head, int 
   }
 }
 
-// Leaves this consumer's part of a query block in the workspace. In the consumer that finishes the block's last part, rows and
-// o become those of the whole block, summed in the order of the keys whoever it is; false in the others.
+// Stores this consumer's part of a query block in the workspace. In the consumer that finishes the block's last part, rows and o
+// become those of the whole block, summed in the order of the keys by any consumer; returns false in the others.
 template <int kChunks, int kHalf>
 __device__ __forceinline__ bool merge(const Params& p, const Task& task, Barriers& barriers, int consumer, Rows& rows,
                                       float (&o)[kChunks][kHalf]) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ bool merge(const Params& p, const Task& task, Barrier
     mine[(kOutputs + 2 + r) * kWarpgroup] = rows.sum[r];
   }
 
-  // Each thread's stores are visible before its warpgroup counts the part; whoever counts the last one sees all parts.
+  // Each thread's stores are visible before its warpgroup counts the part; the warpgroup that counts the last part sees all parts.
   __threadfence();
   named_barrier_sync(1 + consumer, kWarpgroup);
   if (thread == 0) {
@@ -142,7 +143,7 @@ __device__ __forceinline__ bool merge(const Params& p, const Task& task, Barrier
   return true;
 }
 
-// What a consumer does with its result, of kDimPv columns. `row_scale` is NaN for rows that have to be NaN; sums are of weights times
+// Writes a consumer's result of kDimPv columns. `row_scale` is NaN for rows whose output must be NaN; sums are of weights times
 // 2^unit.
 template <int kDimPv, int kChunks, int kHalf>
 __device__ __forceinline__ void finish(const Params& p, const Task& task, Barriers& barriers, int consumer,

@@ -1,12 +1,12 @@
-// The producers of the Hopper kernel, and the warp beside them that tells them what comes next.
+// The producers of the Hopper kernel, and the warp beside them that finds the next task.
 #pragma once
 
 #include "sm90/shape.cuh"
 
 namespace trtconvert::attention::sm90 {
 
-// One warp: finds the thread block's tasks, the first one at once and the next ones each when it is wanted. Not before the branch to
-// the consumers: behind loops like these the compiler no longer knows what is the same in all lanes.
+// One warp finds the thread block's tasks, the first at once and each next one on request. The call must not precede the branch to
+// the consumers: behind loops like these the compiler no longer knows which values are uniform.
 template <int kMode, typename S>
 __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const Share& share, uint8_t* shared) {
   const BarrierAddresses barriers(shared_address(shared + S::kBarriers));
@@ -17,7 +17,7 @@ __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const 
     Element element;
     int batch, unit_of_element;
     const bool found = elements.find(p, schedule, unit, batch, unit_of_element, element);
-    if (n == 0 && p.block_mask_heads > 0) wait_for_previous_kernel();  // the order of rows is of a kernel before the pre-pass
+    if (n == 0 && p.block_mask_heads > 0) wait_for_previous_kernel();  // a kernel before the pre-pass writes the order of rows
     if (lane_id() == 0) {
       Task& task = barriers_in<S>(shared).tasks[n % kTaskSlots];
       task = found ? task_of<S::kKeys, S::kConsumers>(p, schedule, batch, unit_of_element, element, phases) : Task();
@@ -32,7 +32,7 @@ __device__ void schedule_tasks(const Params& p, const Schedule& schedule, const 
   }
 }
 
-// The tasks of a producer, one after the other, until there are no more.
+// Iterates over the tasks of a producer.
 template <typename S, typename Feed>
 __device__ __forceinline__ void for_each_task(const Params& p, uint8_t* shared, const Feed& feed) {
   const BarrierAddresses barriers(shared_address(shared + S::kBarriers));
@@ -51,8 +51,8 @@ __device__ __forceinline__ void for_each_task(const Params& p, uint8_t* shared, 
   }
 }
 
-// The tiles of a task, in the order of the ring: feed(tile of its kind, place among all steps over the keys, head of K and V, place
-// in the ring).
+// Iterates over the tiles of a task, in the order of the ring: feed(tile of its kind, place among all steps over the keys, head of
+// K and V, place in the ring).
 template <typename S, typename Feed>
 __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task, const Feed& feed) {
   constexpr int kParts = kKeyTile / S::kKeys;
@@ -60,10 +60,10 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task,
   const unsigned heads = task.batch * p.kv_heads;
   int kv_head = p.group == 1 ? head : head / p.group;
   Cursor<S::kStages> at(task.phases);
-  if (p.block_mask_heads > 0) {  // a loop of its own: the other one has no registers to spare
+  if (p.block_mask_heads > 0) {  // a separate loop: the other loop has no registers to spare
     const int32_t* next = p.block_tiles + int64_t(task.block_row) * p.key_tiles;
     const int steps = task.steps;
-    int tile = steps > 0 ? *next : 0;  // of the next step, on its way while this one waits for room
+    int tile = steps > 0 ? *next : 0;  // of the next step, loaded while this one waits for room
     for (int step = 0; step < steps; ++step) {
       const int place = tile * kParts + step % kParts;
       if (step % kParts == kParts - 1 && step + 1 < steps) tile = *++next;
@@ -80,14 +80,14 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const Task& task,
     }
 }
 
-// Arrivals of those who do not read a stage.
+// Arrivals in place of consumers that do not read a stage.
 template <typename S>
 __device__ __forceinline__ int missing_arrivals(const Task& task) {
   return kWarpgroup * (S::kConsumers - (task.streams > 1 ? 1 : task.active));
 }
 
-// One thread: feeds queries and what belongs to them, task after task. Consumers without any hear of the task by it. With the
-// producer of keys it asks for the next task.
+// One thread feeds queries and their scales, task after task. Consumers without queries learn of the task by this. Together with
+// the producer of keys it requests the next task.
 template <int kMode, int kDimQk, int kDimPv>
 __device__ void produce_queries(const Params& p, uint8_t* shared) {
   using S = Shape<kMode, kDimQk, kDimPv>;
@@ -128,8 +128,8 @@ __device__ void produce_queries(const Params& p, uint8_t* shared) {
   });
 }
 
-// One thread: feeds keys, tile by tile, task after task, and asks for the next task when the last ones have room. It runs ahead of
-// the consumers by the ring's stages, across ordinary tasks too.
+// One thread feeds keys, tile by tile, task after task, and requests the next task when the last tiles have room. It runs ahead of
+// the consumers by the ring's stages, also across ordinary tasks.
 template <int kMode, int kDimQk, int kDimPv>
 __device__ void produce_keys(const Params& p, uint8_t* shared) {
   using S = Shape<kMode, kDimQk, kDimPv>;
@@ -158,7 +158,7 @@ __device__ void produce_keys(const Params& p, uint8_t* shared) {
   });
 }
 
-// One thread: feeds values, likewise.
+// One thread feeds values likewise.
 template <int kMode, int kDimQk, int kDimPv>
 __device__ void produce_values(const Params& p, const ValueMaps& values, uint8_t* shared) {
   using S = Shape<kMode, kDimQk, kDimPv>;

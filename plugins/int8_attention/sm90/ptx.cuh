@@ -16,7 +16,7 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
   return x;
 }
 
-// Loaded here, and kept: the compiler must not compute it again where it is used.
+// Loaded here, and kept: the compiler must not recompute the value at its uses.
 __device__ __forceinline__ uint32_t keep_shared(uint32_t address) {
   uint32_t x;
   asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t keep_shared(uint32_t address) {
 
 // ---- Arithmetic ----
 
-// What the lane with the number of this one xor kMask has in x, for two values side by side.
+// x of lane (this lane xor kMask), for two values side by side.
 template <int kMask>
 __device__ __forceinline__ void shuffle_xor(const float (&x)[2], float (&other)[2]) {
   asm volatile(
@@ -35,8 +35,8 @@ __device__ __forceinline__ void shuffle_xor(const float (&x)[2], float (&other)[
       : "f"(x[0]), "f"(x[1]), "n"(kMask));
 }
 
-// rne(e) of four values in [0, 255] as the bytes of a word, the first lowest. A conversion to s32 whose result is packed at once
-// is one instruction of the packing (F2IP.U8.F32), for two values; on its own it would take the exponential unit's pipe.
+// rne(e) of four values in [0, 255] as the bytes of a word, the first lowest. A conversion to s32 with an immediate pack is one
+// instruction (F2IP.U8.F32) for two values; alone, the conversion would use the exponential unit's pipe.
 __device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) {
   uint32_t high, result;
   asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(high) : "r"(__float2int_rn(d)), "r"(__float2int_rn(c)), "r"(0));
@@ -74,7 +74,7 @@ __device__ __forceinline__ void wgmma_u8s8(int32_t (&d)[N / 2], const uint32_t (
 }
 
 // d[64 x N] += a[64 x 32] * b[N x 32]^T in FP8 (E4M3), A in registers. The tensor cores add with some 13 bits below the largest
-// exponent of the sum, so that long sums of one sign lose what is added last.
+// exponent of the sum, so long sums of one sign lose the last terms.
 template <int N>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b) {
   constexpr int use_d = 1;

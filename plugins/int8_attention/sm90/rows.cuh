@@ -1,4 +1,4 @@
-// What the consumers of both kinds do with the rows of a tile.
+// Operations of both kinds of consumers on the rows of a tile.
 //
 // Registers are named after the accumulator layout of wgmma: thread t = lane % 4 of a quad holds, for its rows g = lane / 4
 // and g + 8 of its warp's 16, the columns 8 c + 2 t and 8 c + 2 t + 1 of every group c of eight:
@@ -15,8 +15,8 @@ namespace trtconvert::attention::sm90 {
 // A thread's rows within its query block are first_row() and first_row() + 8.
 __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-// Modes 1 to 4: S = Q8 K8^T for a tile (N 64) or half of one (32), added to what S holds where it was started. `query` and `key`
-// are the operands' descriptors.
+// Modes 1 to 4: S = Q8 K8^T for a tile (N 64) or half of one (32), added to S if S was initialised. `query` and `key` are the
+// operands' descriptors.
 template <int kDimQk, bool kStarted, int N>
 __device__ __forceinline__ void issue_qk_int8(int32_t (&s)[N], uint64_t query, uint64_t key) {
 #pragma unroll
@@ -25,7 +25,7 @@ __device__ __forceinline__ void issue_qk_int8(int32_t (&s)[N], uint64_t query, u
   wgmma_commit();
 }
 
-// Both rows at once: each step waits for its shuffles, which the compiler would put one after the other.
+// Both rows at once: each step waits for its shuffles, which the compiler would otherwise serialise.
 __device__ __forceinline__ void quad_max(float (&x)[2]) {
   float other[2];
   shuffle_xor<1>(x, other);
@@ -41,7 +41,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Base-2 exponents of a thread's rows per unit of a stage's scores. `row_scales` are the rows', in shared memory, `ring` its start.
+// Base-2 exponents of a thread's rows per unit of a stage's scores. `row_scales` are the rows' scales in shared memory, `ring` is
+// the start of the ring.
 template <typename S>
 __device__ __forceinline__ void load_exponents(float (&c)[2], uint32_t row_scales, uint32_t ring, int stage) {
   c[0] = load_shared(row_scales), c[1] = load_shared(row_scales + 32);
@@ -63,14 +64,14 @@ __device__ __forceinline__ uint32_t pack_16bit(float low, float high) {
   return result;
 }
 
-// The running state of a thread's two rows. `reference` is the exponent (base 2) that O and the sum are relative to: the
-// maximum of the tiles so far, except that small growth is left in the factors.
+// The running state of a thread's two rows. `reference` is the exponent (base 2) of O and the sum: the maximum of the tiles so far,
+// except that small growth stays in the factors.
 struct Rows {
   float reference[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0.f, 0.f};
 };
 
-// Takes a tile's row maxima; rescales O and the sums where a maximum grew past the threshold.
+// Takes a tile's row maxima; rescales O and the sums if a maximum grew past the threshold.
 template <int kChunks, int kHalf>
 __device__ __forceinline__ void take_maxima(Rows& rows, const float (&maximum)[2], float (&o)[kChunks][kHalf]) {
   const bool grew = maximum[0] > rows.reference[0] + kRescaleThreshold || maximum[1] > rows.reference[1] + kRescaleThreshold;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void take_maxima(Rows& rows, const float (&maximum)[2
 // Column of a thread's accumulator i within its tile.
 __device__ __forceinline__ int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// Takes the columns of a partial tile that do not exist out of the maxima.
+// Excludes the missing columns of a partial tile from the maxima.
 __device__ __forceinline__ float lowest(float) { return -INFINITY; }
 __device__ __forceinline__ int32_t lowest(int32_t) { return INT32_MIN; }
 template <typename Score, int N>
@@ -102,7 +103,7 @@ __device__ __forceinline__ void hide_columns(Score (&x)[N], int columns) {
     if (column_of(i) >= columns) x[i] = lowest(Score());
 }
 
-// Largest of each row among what this thread holds.
+// Largest score of each row in this thread.
 template <int N>
 __device__ __forceinline__ void thread_maxima(const int32_t (&x)[N], float (&maximum)[2]) {
   int32_t partial[4] = {x[0], x[2], x[4], x[6]};  // two chains per row
@@ -122,12 +123,12 @@ __device__ __forceinline__ void thread_maxima(const float (&x)[N], float (&maxim
   maximum[1] = fmaxf(partial[2], partial[3]);
 }
 
-// Modes 0, 1 and 4: whether a reference is so large that its rounding might carry weights out of their range.
+// Modes 0, 1 and 4: true if a reference is so large that its rounding might move weights out of their range.
 __device__ __forceinline__ bool too_coarse(const Rows& rows, float largest) {
   return fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > largest;
 }
 
-// Modes 0, 1 and 4: whether one of this thread's rows needs another reference: its maximum grew by more than 2^most, or the
+// Modes 0, 1 and 4: true if one of this thread's rows needs another reference: its maximum grew by more than 2^most, or the
 // reference is too coarse. The scores are x c.
 template <typename Score, int N>
 __device__ __forceinline__ bool outgrows(const Rows& rows, const Score (&x)[N], const float (&c)[2], float most,
@@ -140,8 +141,8 @@ __device__ __forceinline__ bool outgrows(const Rows& rows, const Score (&x)[N], 
   return result;
 }
 
-// Brings a tile whose references are too coarse to its maxima: subtracting before multiplying is exact where it counts. `peak` and
-// `maximum` are those of x and of x c, `reference` what x c are relative to.
+// Rescales a tile whose references are too coarse to its maxima: subtraction before multiplication is exact there. `peak` and
+// `maximum` are those of x and of x c, `reference` is the reference of x c.
 template <typename Score, int N>
 __device__ __forceinline__ void subtract_maxima(Score (&x)[N], const float (&peak)[2], const float (&maximum)[2],
                                                 float (&reference)[2]) {
@@ -151,7 +152,7 @@ __device__ __forceinline__ void subtract_maxima(Score (&x)[N], const float (&pea
   reference[1] -= maximum[1];
 }
 
-// Modes 0 and 1: takes the row maxima of such a tile. `reference` becomes what its x c are relative to.
+// Modes 0 and 1: takes the row maxima of such a tile. `reference` becomes the reference of its x c.
 template <typename Score, int N, int kChunks, int kHalf>
 __device__ __forceinline__ void settle_references(Rows& rows, Score (&x)[N], const float (&c)[2], float (&reference)[2],
                                                   float (&o)[kChunks][kHalf]) {

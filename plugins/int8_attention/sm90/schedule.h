@@ -1,16 +1,16 @@
-// How the work of the sm_90a kernel is cut into thread blocks.
+// Division of the sm_90a kernel's work into thread blocks.
 //
-// A unit is what the consumers of a thread block compute together: query blocks of one head, over all its keys. Those with a
-// query block for every consumer come first, head by head, then each head's last one where it has fewer. Where that is a single
-// query block, a unit takes those of several heads, and each consumer has the keys of its own.
+// A unit is the common work of a thread block's consumers: query blocks of one head, over all its keys. Units with a query block
+// for every consumer come first, head by head, then each head's last unit, if it has fewer. If that is a single query block, a unit
+// takes those of several heads, and each consumer has its own keys.
 //
-// Under a block mask a unit is a row of blocks of one head, 128 queries, for two consumers: a third would have keys of another row.
-// Units come in the order of BlockRow, and are not divided.
+// Under a block mask a unit is a row of blocks of one head, 128 queries, for two consumers: a third consumer would need keys of
+// another row. Units come in the order of BlockRow, and are not divided.
 //
-// There are as many thread blocks as multiprocessors. Each begins with the unit of its own number and then takes the next one
-// that none has taken. Of the last units of a launch, where they would leave most multiprocessors idle, the keys are divided
-// into parts that are taken like units; their results meet in the workspace (merge() in epilogue.cuh). A thread block computes
-// in one mode: where the batch has several, each has its share of the thread blocks.
+// There are as many thread blocks as multiprocessors. Each begins with the unit of its own number and then takes the next free
+// unit. If the last units of a launch would leave most multiprocessors idle, their keys are divided into parts that are taken like
+// units; the results meet in the workspace (merge() in epilogue.cuh). A thread block computes in one mode: several modes of a batch
+// share the thread blocks.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,11 @@ struct Schedule {
   int full_units;     // of all heads of a batch element
   int gathered;       // heads of a unit after them
   int units;          // of a batch element
-  int divided, parts; // of the last batch element: how many of the last units are divided, and into how many parts
+  int divided, parts; // of the last batch element: the number of divided last units, and the number of their parts
 
   Schedule() = default;
 
-  // `can_gather`: whether the consumers can have keys of their own.
+  // `can_gather`: whether each consumer can have its own keys.
   Schedule(const Params& p, int consumers, bool can_gather)
       : full(p.query_blocks / consumers),
         rest(p.query_blocks % consumers),
@@ -45,8 +45,7 @@ struct Schedule {
     const int64_t all = int64_t(units) * p.batch;
     const int last_wave = int(all % p.multiprocessors);
     if (last_wave == 0 || last_wave > units) return;
-    // The last wave's time in that of a whole unit: waves of parts, each with what a task costs beside its tiles, and the meeting
-    // of the parts.
+    // The last wave's time relative to a whole unit: waves of parts, each with the overhead of a task, and the merge of the parts.
     float shortest = 1.f;
     for (int count = 2; count <= kMaxParts && count <= p.key_tiles && last_wave * count <= most_parts(p); ++count) {
       const int waves = ceil_div(last_wave * count, p.multiprocessors);
@@ -61,10 +60,10 @@ struct Schedule {
 
   static constexpr int kBlockConsumers = kBlock / kQueryBlock;  // under a block mask
 
-  // Of any mode, per batch element.
+  // Upper bounds over modes, per batch element.
   static int64_t most_units(const Params& p) { return int64_t(p.heads) * ceil_div(p.query_blocks, kFewestConsumers); }
 
-  // Bounds, which grow with the shapes: a workspace that fits the largest shapes of an engine has to fit all.
+  // Bounds that grow with the shapes: a workspace for the largest shapes of an engine has to fit all shapes.
   static int most_divided(const Params& p) { return int(std::min(int64_t(p.multiprocessors), most_units(p))); }
   static int most_parts(const Params& p) {
     const int64_t parts = most_units(p) * std::min(kMaxParts, p.key_tiles);

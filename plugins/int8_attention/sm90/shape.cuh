@@ -1,5 +1,5 @@
-// What a thread block of the Hopper kernel is made of: sizes that follow from the mode and the padded head dims, the barriers of
-// its ring, its tasks, the turns of its consumers.
+// Structure of a thread block of the Hopper kernel: sizes that follow from the mode and the padded head dims, the barriers of its
+// ring, its tasks, the turns of its consumers.
 #pragma once
 
 #include <cmath>
@@ -38,7 +38,7 @@ struct Extremes {
   float largest[kWarpgroup / 32], smallest[kWarpgroup / 32];
 };
 
-// What a thread block works on until it takes the next: a unit of the schedule, or a part of one.
+// A thread block's current work: a unit of the schedule, or a part of one.
 struct Task {
   int batch, bin;                 // the batch element, and its row of the tables
   int head, first_block, active;  // query blocks first_block .. first_block + active - 1; with several streams first_block of
@@ -46,7 +46,7 @@ struct Task {
   int first_step, steps;          // over the keys, in tiles of the mode; steps may be 0
   int num_keys;                   // keys beyond do not exist
   uint32_t phases;                // where the ring's first stage is: Cursor
-  // Under a block mask steps go through the tiles of a list, and first_step is what it would be if the last ones followed each other.
+  // Under a block mask steps go through the tiles of a list, and first_step is computed as if the list's last tiles were adjacent.
   // (Barriers have no room for more.)
   union {
     int divided;    // which of the units that several thread blocks compute, or -1
@@ -54,18 +54,18 @@ struct Task {
   };
   int part, parts;
 
-  // Whether all consumers that ever compute, `consumers` of them, read every tile, of which there are some. Then the ring's barriers tell enough: a consumer must not ask
-  // for a phase before it knows that the one before is complete, nor the producer overwrite what belongs to a task before. After
-  // any other task the producers wait until all consumers, the idle ones too, and they themselves are done with it.
+  // True if all `consumers` read every tile, and there is a tile. Then the ring's barriers suffice: a consumer must not ask for a phase
+  // before it knows that the previous phase is complete, and the producer must not overwrite data of an earlier task. After any other
+  // task the producers wait until all consumers, even idle ones, and the producers themselves have finished the task.
   __device__ __forceinline__ bool ordinary(int consumers) const { return steps > 0 && active == consumers && streams == 1; }
 
   __device__ __forceinline__ int head_of(int consumer) const { return streams > 1 ? head + consumer : head; }
   __device__ __forceinline__ int block_of(int consumer) const { return streams > 1 ? first_block : first_block + consumer; }
 };
 
-// Number n of a thread block's tasks lies in tasks[n % kTaskSlots], with a barrier for each slot, and in phase n of the queries'
-// barriers. When task n is wanted, the queries of task n - 1 are on their way: each consumer has read those of task n - 2 and is
-// done with the tasks before, and so is the producer of their values.
+// Task n of a thread block is in tasks[n % kTaskSlots], with a barrier for each slot, and in phase n of the queries' barriers. When
+// task n is requested, the queries of task n - 1 are in flight: each consumer has read those of task n - 2 and has finished the
+// earlier tasks, and so has the producer of their values.
 constexpr int kTaskSlots = 4;
 
 struct Barriers {
@@ -77,7 +77,7 @@ struct Barriers {
   uint64_t task_done;                // of tasks that are not ordinary
   int32_t last_part[kMaxConsumers];  // whether the consumer was the last to finish its part of a query block
   uint32_t address;                  // of shared memory: keep_shared()
-  // Here because a consumer's loop has no registers for what only its end needs. `active` is 0 behind the last one.
+  // Stored here because a consumer's loop has no registers for values of its end. `active` is 0 behind the last task.
   Task tasks[kTaskSlots];
 };
 
@@ -106,16 +106,16 @@ template <int kMode, int kDimQk, int kDimPv>
 struct Shape {
   static constexpr bool kInt8Qk = kMode >= 1, kInt8Pv = kMode == 2 || kMode == 3, kFp8Pv = kMode == 4, kBytePv = kInt8Pv || kFp8Pv;
   static_assert(!kFp8Pv || has_fp8_values(kDimPv));
-  // Warpgroups that compute. Three hide each other's latencies best where S (64 registers a thread), O (kDimPv / 2) and what
-  // the mode adds fit into 160 registers. The INT8 second product adds its integer sums, kDimPv / 2 more.
+  // Warpgroups that compute. Three hide each other's latencies best if S (64 registers a thread), O (kDimPv / 2) and the mode's
+  // other registers fit into 160. The INT8 second product adds its integer sums, kDimPv / 2 more.
   static constexpr int kConsumers = kDimPv <= (kInt8Pv ? 80 : 128) ? 3 : 2;
   // Two consumers with room for a whole tile's integer sums promote them in the next tile's iteration: between its exponentials, or
-  // in mode 2, where accumulators have to be started and there is too little room for that, under its first product. There the
-  // consumers take turns at the exponentials.
+  // under its first product in mode 2, which has to initialise accumulators and lacks room. There the consumers take turns at the
+  // exponentials.
   static constexpr bool kPipelined = kInt8Pv && kConsumers == 2 && kDimPv <= 128;
   static constexpr bool kPromoteFirst = kPipelined && kMode == 2, kPromoteBetween = kPipelined && !kPromoteFirst;
-  // Whether the last tile of keys, where it is not full, has machine code of its own: what hides its columns then does not lie in
-  // the loop. Mode 3 loses 15 % with it at 64 channels; all else that was measured, there, at 40 and at 128, gains up to 12 %.
+  // Whether a partial last tile of keys has separate machine code, so that the loop does not hide columns. Mode 3 loses 15 % with
+  // separate code at 64 channels; all other measured cases, there, at 40 and at 128, gain up to 12 %.
   static constexpr bool kPeelsPartial = kMode != 3 || kPipelined || kDimPv <= 48;
   // Columns of one second product; O is the concatenation of these chunks.
   static constexpr bool kOneChunk = kDimPv <= 96 || kPipelined || (!kInt8Pv && kDimPv == 128);
@@ -123,10 +123,10 @@ struct Shape {
   static constexpr int kChunks = kDimPv / kChunk;
   // Mode 0 may take half tiles: the key tile is part of the numerics in the INT8 modes only.
   static constexpr int kKeys = kMode == 0 && kDimPv >= 128 ? kHalfTile : kKeyTile;
-  // Modes 0, 1 and 4: a thread's registers of S, and how many of the next tile's there is room for while P and O are in use.
+  // Modes 0, 1 and 4: a thread's registers of S, and the number of the next tile's that fit while P and O are in use.
   static constexpr int kScores = kKeys / 2;
   static constexpr int kAhead = kDimPv <= 64 ? kScores : kMode == 1 && kDimPv == 128 ? 0 : 32;
-  // Whether there is room for P beside the S that it may have to be computed from again.
+  // Whether P fits beside S, from which P may have to be computed again.
   static constexpr bool kOptimistic = !kBytePv && kDimPv <= 80;
   static constexpr int kQueryBytes = kQueryBlock * (kInt8Qk ? kDimQk : 2 * kDimPv);
   static constexpr int kKeyBytes = kKeys * (kInt8Qk ? kDimQk : 2 * kDimPv);
@@ -135,19 +135,19 @@ struct Shape {
   // V in 16 bits of whole 64 channels lies in blocks of 64 keys by 64 channels with the 128-byte swizzle, which the copy engine
   // writes straight from the caller's tensor; else as the images of params.h.
   static constexpr bool kSwizzled = !kBytePv && swizzled_values(kDimPv);
-  // Eight more columns of V in 16 bits, the first of ones, the others zero: the row sums of P come out of the second product.
-  // In the swizzled layout one block serves all stages; else they lie behind the channels of each 64 keys of each stage.
-  // Written once. In FP8 the pre-pass has them in the image.
+  // Eight more columns of V in 16 bits, the first of ones, the others zero: the row sums of P come out of the second product. In
+  // the swizzled layout one block serves all stages; otherwise the columns are behind the channels of each 64 keys of each stage.
+  // Written once. In FP8 the image from the pre-pass contains them.
   static constexpr int kOnes = kFp8Pv || (!kInt8Pv && kDimPv <= 96) ? 8 : 0;
   static constexpr int kOnesBytes = kSwizzled && kOnes > 0 ? kSwizzledBlock : 0;
   static constexpr int kHalfBytes = kHalfTile * 2 * (kDimPv + (kSwizzled ? 0 : kOnes));  // of 64 keys of V in 16 bits
   static constexpr int kValueRoom = kBytePv ? kValueBytes : kKeys / kHalfTile * kHalfBytes;
-  // What the tile needs of TileScales: everything in mode 2, the last 16 bytes in modes 1, 3 and 4.
+  // The tile's part of TileScales: everything in mode 2, the last 16 bytes in modes 1, 3 and 4.
   static constexpr int kScaleOffset = kMode == 2 ? 0 : offsetof(TileScales, log2_v_max);
   static constexpr int kScaleBytes = kMode == 0 ? 0 : int(sizeof(TileScales)) - kScaleOffset;
   static constexpr int kStageBytes = kValueRoom + kKeyBytes;
-  // A consumer's own: its queries, and twice, as one task's are in use until its end, what belongs to them: the rows' scales
-  // (base-2 exponents per unit of S and of K's scale) and with V in 8 bits its channels' v_scale and v_offset.
+  // A consumer's own data: its queries, and twice, because a task's data is in use until its end, the rows' scales (base-2
+  // exponents per unit of S and of K's scale) and, with V in 8 bits, the channels' v_scale and v_offset.
   static constexpr int kRowScaleBytes = kQueryBlock * int(sizeof(float));
   static constexpr int kTableBytes = kBytePv ? 2 * kDimPv * int(sizeof(float)) : 0;
   static constexpr int kBesideBytes = kRowScaleBytes + kTableBytes;
@@ -159,10 +159,10 @@ struct Shape {
                               (kStageBytes + kScaleBytes);
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
   static_assert(kStages >= 2);
-  // Whether each consumer may have keys of its own, which with few channels costs more than it saves. They share the ring, and a
-  // consumer must not ask for a phase of a barrier before the one before it is known to be complete. The turns see to that
-  // where every consumer has a stage. Without turns the stages have to be the same consumer's always, two of them, as the
-  // values of the tile before are in use.
+  // Whether each consumer may have its own keys, which costs more than it saves with few channels. Consumers share the ring, and a
+  // consumer must not ask for a phase of a barrier before the previous phase is known to be complete. Turns guarantee this if every
+  // consumer has a stage. Without turns the stages must always belong to the same consumer, two of them, because the values of the
+  // previous tile are in use.
   static constexpr bool kCanGather = kDimPv > 96 && (kPipelined ? kStages == 2 * kConsumers : kStages >= kConsumers);
   // Shared memory: the ring of stages (values, then keys) from its start, which is aligned for the swizzle, the block of ones,
   // the stages' scales, the consumers' own, the barriers.
@@ -219,8 +219,8 @@ struct Config {
                                                Shape<kFp8Mode, kDimQk, kDimPv>::kSharedBytes});
 };
 
-// Position in the ring. Each task begins with the first stage, which is a constant: the compiler has to know that descriptors are
-// the same in all lanes.
+// Position in the ring. Each task begins with the first stage, a constant: the compiler has to know that descriptors are uniform
+// over the threads.
 template <int kStages>
 struct Cursor {
   int stage = 0;
@@ -234,14 +234,14 @@ struct Cursor {
   }
 };
 
-// Of the first stage on, after so many tiles from there.
+// Cursor of the first stage, after this number of tiles.
 template <int kStages>
 __device__ __forceinline__ uint32_t phases_after(uint32_t phases, unsigned tiles) {
   constexpr uint32_t kAll = (1 << kStages) - 1;
   return phases ^ (tiles / kStages % 2 ? kAll : 0) ^ ((1 << tiles % kStages) - 1);
 }
 
-// What a thread block does of a launch: units first, first + step, … of its mode, or whatever of these is left.
+// A thread block's part of a launch: units first, first + step, … of its mode, or the remaining ones.
 struct Share {
   int mode, first, step;
   Element element;  // of a batch of one
@@ -256,7 +256,7 @@ __device__ __forceinline__ Share share_out(const int (&elements)[kModes], int ba
 #pragma unroll 1
   for (int mode = 0; mode < kModes; ++mode) {
     if (elements[mode] == 0) continue;
-    // In proportion; the modes to come need one each.
+    // In proportion; each later mode needs at least one.
     const int in_proportion = int(float(thread_blocks) * elements[mode] / left + 0.5f);
     share.mode = mode;
     share.step = min(max(in_proportion, 1), thread_blocks - --modes);
@@ -268,10 +268,10 @@ __device__ __forceinline__ Share share_out(const int (&elements)[kModes], int ba
   return share;
 }
 
-// The same in all threads of the thread block. Where the batch has several modes they share the thread blocks by their elements.
-// Uses the beginning of `shared`; a barrier has to follow before that is used otherwise.
+// The same in all threads of the thread block. Several modes of a batch share the thread blocks by their elements. Overwrites the
+// beginning of `shared`; a barrier has to follow before another use.
 __device__ __forceinline__ Share share_of(const Params& p, uint8_t* shared) {
-  // Through shuffles: the compiler has to know that they are the same in every lane.
+  // The shuffles tell the compiler that the values are uniform.
   if (p.batch == 1) {
     const Element element = element_of(p, 0);
     return {__shfl_sync(0xffffffffu, element.mode, 0), int(blockIdx.x), int(gridDim.x), element};
@@ -289,7 +289,7 @@ __device__ __forceinline__ Share share_of(const Params& p, uint8_t* shared) {
           __shfl_sync(0xffffffffu, share.step, 0), {}};
 }
 
-// The batch elements of one mode's units. A warp, all of whose lanes call it, looks at 32 elements at once and only moves on.
+// The batch elements of one mode's units. A whole warp must call it; it looks at 32 elements at once and only moves forward.
 template <int kMode>
 class Elements {
  public:
@@ -302,7 +302,7 @@ class Elements {
     }
   }
 
-  // The element that a unit belongs to and the unit's number in it; false where there is no such unit. Units must not decrease.
+  // The element of a unit and the unit's number in it; false if the unit does not exist. Units must not decrease.
   __device__ __forceinline__ bool find(const Params& p, const Schedule& schedule, int unit, int& batch, int& unit_of_element,
                                        Element& element) {
     unsigned before = __ballot_sync(0xffffffffu, end_ <= unit);
@@ -399,8 +399,8 @@ __device__ __forceinline__ Task task_of(const Params& p, const Schedule& schedul
   return task;
 }
 
-// What a consumer has to do of a task: the same in every lane, and through the shuffles the compiler knows. wgmma wants provably
-// uniform control flow.
+// A consumer's part of a task: uniform over the lanes, which the shuffles tell the compiler. wgmma needs provably uniform control
+// flow.
 template <typename S>
 struct ConsumerTask {
   int active, steps, streams;
@@ -421,7 +421,7 @@ __device__ __forceinline__ bool is_ordinary(const Params& p, const Task& task) {
   return task.ordinary(p.block_mask_heads > 0 ? Schedule::kBlockConsumers : S::kConsumers);
 }
 
-// Whether a consumer has a part in a task; where it has none, it is done with its queries and with the task at once.
+// True if a consumer has a part in a task; an idle consumer finishes its queries and the task at once.
 template <typename S>
 __device__ __forceinline__ bool takes_part(const Params& p, const ConsumerTask<S>& mine, const Task& task, int consumer,
                                            const BarrierAddresses& barriers) {
@@ -432,7 +432,7 @@ __device__ __forceinline__ bool takes_part(const Params& p, const ConsumerTask<S
   return false;
 }
 
-// A bool that the compiler knows. (std::bool_constant converts on the host only.)
+// A bool as a compile-time constant. (std::bool_constant converts on the host only.)
 template <bool kValue>
 struct Known {
   __device__ constexpr operator bool() const { return kValue; }
@@ -447,8 +447,8 @@ __device__ __forceinline__ void compute_steps(const ConsumerTask<S>& mine, const
   if (whole < mine.steps) compute_tile(whole, Known<true>());
 }
 
-// The consumers take turns at the tensor cores, in a ring of named barriers. Without it they fall into step: all wait for
-// the tensor cores, then all for the exponential unit. Between tasks it is the first consumer's turn, whoever was active.
+// The consumers take turns at the tensor cores, in a ring of named barriers. Without turns they fall into step: all wait for the
+// tensor cores, then all for the exponential unit. Between tasks it is the first consumer's turn, even if it was idle.
 class Turns {
  public:
   __device__ __forceinline__ Turns(int consumer, int consumers) : mine_(kFirstBarrier + consumer) {

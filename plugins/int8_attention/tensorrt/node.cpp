@@ -72,12 +72,12 @@ TrtConvertStrides contiguous(HeadsFirst const& shape, Attributes const& attribut
   return {batch, shape.heads * shape.dim, shape.dim};
 }
 
-// Of k and v among the heads of several nodes.
+// Strides of k and v among the heads of several nodes.
 TrtConvertStrides strides_in_shared(HeadsFirst const& shape, int64_t all_heads) noexcept {
   return {shape.tokens * all_heads * shape.dim, all_heads * shape.dim, shape.dim};
 }
 
-// Of one of the three in a packed input.
+// Strides of one of the three in a packed input.
 TrtConvertStrides strides_in_packed(HeadsFirst const& shape) noexcept {
   int64_t const token = kPacked * shape.heads * shape.dim;
   return {shape.tokens * token, token, shape.dim};
@@ -90,7 +90,7 @@ bool check_packed(Dims const& dims, Attributes const& attributes) noexcept {
   return false;
 }
 
-// Of tokens in two tensors, the second of which is input k.
+// Strides of tokens in two tensors; input k is the second tensor.
 bool check_parts(Dims const& q, Dims const& k, Attributes const& attributes) noexcept {
   if (!is_packed(q) || attributes.kv_heads > 0) {
     log(Severity::kERROR, "input 'q': with parts 2 expected [B, N, 3, H, D] and kv_heads 0, got %s and %d", ShapeText(q).text,
@@ -113,8 +113,8 @@ bool check_shared(Dims const& q, Dims const& k, Attributes const& attributes) no
   return false;
 }
 
-// Whether norms are those of a token across its heads, from the shape of their weights. Those of two parts may have the shape of
-// those across two heads: the attribute tells.
+// True if norms cover a token's heads together, from the shape of their weights. Norms of two parts may have the shape of norms
+// across two heads: the attribute decides.
 bool is_across_heads(Dims const& norm, Attributes const& attributes) noexcept {
   return attributes.norm_split == 0 && norm.nbDims == 3;
 }
@@ -170,7 +170,7 @@ bool describe_mask(PluginTensorDesc const& mask, TrtConvertAttentionParams& para
   return fits;
 }
 
-// The number of rows that an index names.
+// The number of rows of an index.
 bool check_key_index(Dims const& index, HeadsFirst const& k, int64_t& kept) noexcept {
   if (!check_rank(kKeyIndex, index, 3)) return false;
   kept = index.d[2];
@@ -191,7 +191,7 @@ bool describe_block_mask(Dims const& blocks, TrtConvertAttentionParams& params) 
   return true;
 }
 
-// What the input at a position is, or kV for an output, whose type follows q's like v's.
+// The input at a position, or kV for an output, whose type follows q like v.
 Input role_of(Attributes const& attributes, int32_t position, int32_t num_inputs) noexcept {
   if (position >= num_inputs) return kV;
   OptionalInputs const optional = optional_inputs(attributes, num_inputs);

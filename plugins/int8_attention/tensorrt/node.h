@@ -1,4 +1,4 @@
-// The node's inputs and output: their order, types and shapes, and the kernel parameters that they amount to.
+// The node's inputs and outputs: their order, types and shapes, and the kernel parameters that follow from them.
 #pragma once
 
 #include "tensorrt/abi.h"
@@ -12,10 +12,10 @@ namespace trtconvert::plugin {
 // tensors copies the parts out. So it does for k and v that several nodes compute of one tensor: in layout BNHD they may be one,
 // given twice, [B, Nk, P, D] of the P heads of all these nodes, where attributes tell which are the node's (kv_heads).
 //
-// Text and image that attend to each other have projections of their own, and TensorRT copies them beside each other for a plugin
-// that wants one tensor. With the attribute parts = 2 it takes both: q is the packed tensor [B, N1, 3, H, D] of the first tokens,
-// N1 a multiple of 128, and k and v are that of the others, [B, N2, 3, H, D], given twice. There are two outputs, [B, N1, H, D]
-// and [B, N2, H, D]; everything else counts the tokens of both: Nq = Nk = N1 + N2.
+// Text and image that attend to each other have separate projections, and TensorRT concatenates them for a plugin with one input.
+// With the attribute parts = 2 the plugin takes both: q is the packed tensor [B, N1, 3, H, D] of the first tokens, N1 a multiple of
+// 128, and k and v are the packed tensor of the others, [B, N2, 3, H, D], given twice. There are two outputs, [B, N1, H, D] and [B,
+// N2, H, D]; everything else counts the tokens of both: Nq = Nk = N1 + N2.
 enum Input : int32_t {
   kQ,          // [B, H, Nq, D] (BHND) or [B, Nq, H, D] (BNHD), FP16 or BF16
   kK,          // [B, Hkv, Nk, D] or [B, Nk, Hkv, D], as q
@@ -41,8 +41,8 @@ constexpr int32_t kPacked = 3;  // tensors in a packed one
 // Whether q, k and v are one tensor, from the shape of q.
 bool is_packed(nvinfer1::Dims const& dims) noexcept;
 
-// Positions of the optional inputs, which follow the others in the order above; -1 where a node has none. Attributes tell of
-// all but the mask, the number of inputs then of that.
+// Positions of the optional inputs, which follow the others in the order above; -1 if the node has none. Attributes say which
+// inputs exist, except for the mask, which follows from the number of inputs.
 struct OptionalInputs {
   int32_t mask = -1, block_mask = -1, key_index = -1, rotary = -1, norm = -1;
 };
@@ -51,8 +51,8 @@ OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs)
 // False, and a logged reason, unless the node has the inputs of its attributes, with or without a mask, and its outputs.
 bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_outputs) noexcept;
 
-// Whether tensor `position` (inputs, then outputs) may have this type and format. Types of q come first and decide the
-// others. No message: TensorRT asks this to find out.
+// True if tensor `position` (inputs, then outputs) may have this type and format. Types of q come first and decide the others. No
+// message: TensorRT probes combinations.
 bool supports(Attributes const& attributes, int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
               int32_t num_inputs) noexcept;
 
@@ -61,7 +61,7 @@ bool supports(Attributes const& attributes, int32_t position, nvinfer1::DynamicP
 bool describe(Attributes const& attributes, nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
               TrtConvertAttentionParams& params) noexcept;
 
-// Puts into described parameters where q, k, v and the output lie.
+// Sets the positions of q, k, v and the output in described parameters.
 void place(Attributes const& attributes, nvinfer1::Dims const& q, void const* const* inputs, void* const* outputs,
            TrtConvertAttentionParams& params) noexcept;
 

@@ -6,8 +6,7 @@
 
 namespace trtconvert::plugin {
 
-// Works from its attributes and the shapes that each call is given, so that contexts and streams share nothing they could
-// race for.
+// Uses only its attributes and the shapes of each call, so contexts and streams share no state.
 class Int8AttentionPlugin final : public PluginBase {
  public:
   // For its creator.
@@ -51,8 +50,8 @@ class Int8AttentionPlugin final : public PluginBase {
  private:
   Attributes const attributes_;
   SerializedAttributes const serialized_;
-  // enqueue() is not told the number of inputs; it is that of the last shapes. Whether there is a mask is a property of
-  // the node, so every call sets the same value.
+  // enqueue() does not receive the number of inputs; the last shapes give it. A mask is a property of the node, so every call sets
+  // the same value.
   int32_t num_inputs_ = 0;
 };
 

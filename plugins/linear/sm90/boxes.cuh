@@ -1,4 +1,4 @@
-// What epilogues do with results before they are written: 16-bit numbers, boxes.
+// Results before they are written: 16-bit numbers, boxes.
 #pragma once
 
 #include "common/activation.cuh"
@@ -10,11 +10,11 @@ namespace trtconvert::linear {
 
 constexpr int kBoxBytes = kBlockRows * kStoreColumns * 2;  // of y
 
-// What becomes of scaled sums. Each has code of its own, one piece behind the other: a tile's is run once, as long as it takes to come
-// from memory, and what lies between what is run takes as long as if it were run.
+// Epilogue of scaled sums. Each variant has separate, contiguous code: a tile's epilogue runs once, for as long as its code takes to
+// come from memory, and skipped code in between takes as long as executed code.
 enum class Finish { kPlain, kGelu, kGeluTanh, kResidual, kChange, kQuantised };
 
-// Where a thread's share of 64 rows by 16 columns goes: each thread gives the address of a row of one of four matrices of 8 by 8.
+// Address of a thread's share of 64 rows by 16 columns: each thread gives the address of a row of one of four matrices of 8 by 8.
 struct MatrixRow {
   int matrix, row;
 };
@@ -25,8 +25,8 @@ __device__ __forceinline__ MatrixRow matrix_row() {
   return {matrix, row};
 }
 
-// Sixteen columns of 64 rows of y, from a warpgroup's sums, to boxes of 32 columns one behind the other: rows of 64 bytes with the
-// 64-byte swizzle, so that eight rows of a chunk of 16 bytes lie in eight different groups of banks.
+// Writes sixteen columns of 64 rows of y, from a warpgroup's sums, to adjacent boxes of 32 columns: rows of 64 bytes with the
+// 64-byte swizzle, so that eight rows of a chunk of 16 bytes are in eight different groups of banks.
 __device__ __forceinline__ void store_in_boxes(uint32_t boxes, int sixteen, MatrixRow at, const uint32_t (&pairs)[4]) {
   const int chunk = 2 * sixteen + at.matrix / 2;
   const uint32_t box = boxes + chunk / 4 * kBoxBytes;

@@ -1,7 +1,7 @@
 // Convolutions by the kernel of INT8 rows: a row of y is a pixel, and its depth the channels of each pixel of the window in turn.
 //
-// The copy engine finds the windows' pixels itself (im2col), zeros for those that are in no image. The last channels of a pixel's tiles may
-// be beyond it: these are zeros too, so that it does not matter that the weight's are the next pixel's.
+// The copy engine finds the windows' pixels itself (im2col), with zeros outside of the image. The last channels of a pixel's tiles may be
+// beyond the pixel: these are zeros too, so the weight's channels there, which belong to the next pixel, do not count.
 #pragma once
 
 #include "linear/sm90/conv_launch.h"
@@ -9,7 +9,7 @@
 
 namespace trtconvert::linear {
 
-// Its producer has more to keep than that of rows.
+// Its producer needs more registers than the producer of rows.
 template <int kColumns, bool kAlternate, int kCluster>
 struct ConvTile : Int8Shape<kColumns, false, kAlternate, kCluster> {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;

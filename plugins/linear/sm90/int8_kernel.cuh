@@ -1,4 +1,4 @@
-// y = (x * weight^T) * (row_scale * weight_scale) + bias, of rows and weights in INT8, and what may follow.
+// y = (x * weight^T) * (row_scale * weight_scale) + bias, of rows and weights in INT8, and the epilogues.
 #pragma once
 
 #include <cmath>
@@ -23,8 +23,8 @@ struct Int8 {
   }
 };
 
-// A consumer writes its tile box by box, and waits for the room of the last but so many. Beside them it has scales and biases of each
-// pair of columns, and what quantised rows are equalised by. Boxes start where their swizzle does.
+// A consumer writes its tile box by box, and waits until all but the last few boxes are free. Beside them it has scales and biases of
+// each pair of columns, and the equalisation of quantised rows. Boxes start where their swizzle does.
 constexpr int kOutBoxes = 3;
 constexpr int kBoxAlignment = 512;
 constexpr int kPairBytes = sizeof(float4);
@@ -52,7 +52,7 @@ class ScaledEpilogue {
         equalisers_(columns_ + kPairs * kPairBytes),
         barrier_(kOwnBarrier + consumer) {}
 
-  // Asked for here, needed behind the products.
+  // Loaded here, needed behind the products.
   __device__ __forceinline__ void load(const P& p, const Place& place) {
     const int thread = threadIdx.x % kWarpgroup;
     if constexpr (kConv) {
@@ -75,7 +75,7 @@ class ScaledEpilogue {
         equaliser_ = make_float4(factor.x, factor.y, offset.x, offset.y);
       }
     }
-    if constexpr (kConv) {  // behind the other loads, as the scale's address waits for the timestep
+    if constexpr (kConv) {  // behind the other loads, because the scale's address depends on the timestep
       SampleScale scale;
       for_each_row(place, [&](int block, int half, int row) {
         row_scales_[block][half] = row < p.rows ? scale.of(p.conv, row) : 0.f;
@@ -90,7 +90,7 @@ class ScaledEpilogue {
   __device__ __forceinline__ void store(const Int8Params& p, const Maps& maps, const Place& place,
                                         const int32_t (&sums)[S::kBlocks][S::kColumns / 2]) {
     const int thread = threadIdx.x % kWarpgroup;
-    // All have read the last tile's: a barrier lies behind.
+    // All threads have read the last tile's: a barrier is behind.
     if (thread < kPairs) store_shared(columns_ + thread * kPairBytes, of_columns_);
     if constexpr (kConv) {
 #pragma unroll
@@ -137,7 +137,7 @@ class ScaledEpilogue {
     return sample.usable ? sample.x_scale : NAN;
   }
 
-  // By the consumer that has the first columns of these rows.
+  // By the consumer with the first columns of these rows.
   __device__ __forceinline__ void store_out_scales(const Int8Params& p, const Place& place) const {
     if (threadIdx.x % 4) return;
     for_each_row(place, [&](int block, int half, int row) {
@@ -223,8 +223,8 @@ class ScaledEpilogue {
     }
   }
 
-  // Rounds to 16 bits first, as where two kernels follow each other. Rows of 32 bytes with the 32-byte swizzle: their pairs lie in
-  // different banks.
+  // Rounds to 16 bits first, like two consecutive kernels. Rows of 32 bytes with the 32-byte swizzle: their pairs are in different
+  // banks.
   __device__ __forceinline__ void quantise_box(const Int8Params& p, const int32_t (&sums)[S::kColumns / 2],
                                                const float (&row_scales)[2], const float (&out_scales)[2], int box,
                                                uint32_t out) const {
@@ -252,7 +252,7 @@ class ScaledEpilogue {
     }
   }
 
-  // Of a thread's four sums of eight columns: two columns of two rows. With GEGLU of both layers.
+  // A thread's four sums of eight columns: two columns of two rows; with GEGLU of both layers.
   __device__ __forceinline__ void results(const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2], int eight,
                                           float (&y)[4]) const {
     scale(sums, eight, row_scales, y);
@@ -274,7 +274,7 @@ class ScaledEpilogue {
     }
   }
 
-  // To what rows were a step before, or to the bias, where scales are negative: what they were is not used then.
+  // Adds the previous rows, or the bias where scales are negative: the previous rows are ignored there.
   __device__ __forceinline__ void add_change(const int32_t (&sums)[S::kColumns / 2], const float (&row_scales)[2], int eight,
                                              const uint32_t (&before)[2], float (&y)[4]) const {
     const float4 of = load_shared_float4(columns_ + (4 * eight + threadIdx.x % 4) * kPairBytes);

@@ -1,4 +1,4 @@
-// Which tile takes least time, for the kernels of INT8 rows.
+// Choice of the fastest tile for the kernels of INT8 rows.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ struct Tile {
   static constexpr bool alternate = kAlternate;
 };
 
-// Of the tiles that `for_each_tile` calls what it is given with, the first one that takes least time by an estimate.
+// The tile with the least estimated time among those that `for_each_tile` enumerates.
 template <typename ForEachTile>
 Int8Instance choose_tile(ForEachTile for_each_tile, int64_t rows, int out_columns, int depth, bool geglu, bool bf16, int multiprocessors) {
   constexpr int64_t kBeside = 320;

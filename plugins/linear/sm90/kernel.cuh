@@ -1,4 +1,4 @@
-// y = x * weight^T + bias in 16 bits, or of two such products the first times the GELU of the second.
+// y = x * weight^T + bias in 16 bits, or the product of one such layer with the GELU of a second.
 #pragma once
 
 #include "linear/sm90/boxes.cuh"
@@ -30,7 +30,7 @@ class BiasEpilogue {
         bias_(static_cast<const uint32_t*>(p.bias)),
         barrier_(kOwnBarrier + consumer) {}
 
-  // Asked for here, needed behind the products.
+  // Loaded here, needed behind the products.
   __device__ __forceinline__ void load(const Params& p, const Place& place) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -69,7 +69,7 @@ class BiasEpilogue {
   static constexpr int kOut = S::kOutColumns;
   static constexpr int kOutBlockBytes = kBlockRows * kOut * 2;
 
-  // Rounds a block of a consumer's sums, with what is added to them, and leaves it in shared memory in boxes.
+  // Rounds a block of a consumer's sums, with bias, and stores it in boxes in shared memory.
   __device__ __forceinline__ void round_block(const float (&sums)[S::kColumns / 2], uint32_t out) const {
     const MatrixRow at = matrix_row();
 #pragma unroll

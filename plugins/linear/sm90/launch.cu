@@ -15,8 +15,8 @@ struct Tile {
   static constexpr bool alternate = kAlternate;
 };
 
-// Calls `with` with each of the tiles, the first ones preferred. Where consumers alternate, sums of more columns do not fit into
-// registers; where they share, others would never take less time.
+// Calls `with` for each tile, in order of preference. If consumers alternate, sums of more columns do not fit into registers; if
+// they share, other tiles would never take less time.
 template <bool kGeglu, typename With>
 void for_each_tile(With with) {
   with(Tile<128, true>());
@@ -42,9 +42,9 @@ cudaError_t launch(const Params& p, const Maps& maps, int multiprocessors, cudaS
 
 template <bool kGeglu>
 Instance choose(int64_t rows, int out_columns, int depth, bool bf16, int multiprocessors) {
-  // As measured (H200): 160 columns take 0.45 µs for each 64 of the depth, others in proportion, but narrow ones as long as their
-  // operands take to come; and a tile 0.9 µs beside, for its first operands and its last sums, where consumers alternate only the
-  // last one.
+  // Measured on an H200: 160 columns take 0.45 µs for each 64 of the depth, others in proportion, but narrow tiles take as long as
+  // their operands need to arrive. A tile takes 0.9 µs more for its first operands and its last sums; if consumers alternate, only
+  // the last tile does.
   constexpr int64_t kBeside = 320;
   const auto in = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
   Instance best = {};

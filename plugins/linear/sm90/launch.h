@@ -1,4 +1,4 @@
-// From the C API to the kernel.
+// Interface between the C API and the kernel.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,7 @@ namespace trtconvert::linear {
 
 constexpr int kTileRows = 128;
 constexpr int kBlockRows = 64;     // of a tile: those of one wgmma
-constexpr int kRowBytes = 128;     // of x and weight at a time, as the swizzle wants them
+constexpr int kRowBytes = 128;     // of x and weight at a time, as the swizzle requires
 constexpr int kTileDepth = 64;     // 16-bit channels of these
 constexpr int kStoreColumns = 32;  // of the boxes of kBlockRows in which y is written
 

@@ -1,9 +1,9 @@
-// What the kernels of linear layers have in common: a ring of tiles in shared memory, one thread that fills it by tensor copies, and two
+// The shared part of the linear layers' kernels: a ring of tiles in shared memory, one thread that fills it by tensor copies, and two
 // warpgroups, the consumers, that multiply by wgmma.
 //
-// Consumers either share a tile, with half of its rows each, or alternate: each has every other tile to itself, and while one rounds and
-// writes, the other multiplies. Thread blocks stay, and take one tile after the other. A tile of two products has half of its columns of
-// each. What becomes of the sums is a consumer's epilogue; what fills the ring may be any producer that keeps to its barriers.
+// Consumers either share a tile, with half of its rows each, or alternate: each has every other tile alone, and while one rounds and
+// writes, the other multiplies. The kernel is persistent. A tile of two products has half of its columns from each. A consumer's
+// epilogue processes the sums; any producer that uses the barriers correctly may fill the ring.
 #pragma once
 
 #include "common/early_launch.cuh"
@@ -44,9 +44,9 @@ struct Shape {
   static constexpr int kOut = kStages * kStageBytes;
   static constexpr int kBarriers = kOut + kOutBytes;
   static constexpr int kSharedBytes = kAlignment + kBarriers + kBarrierBytes;
-  // Arrivals that make a stage empty: of all consumers that read what this thread block's copies fill.
+  // Arrivals that empty a stage: of all consumers that read this thread block's copies.
   static constexpr int kReaders = (kAlternate ? 1 : kConsumers) * kCluster;
-  // Of a thread: all together are what the kernel starts with. Multicast takes more addresses.
+  // Registers of a thread: the kernel starts with the sum over all threads. Multicast takes more addresses.
   static constexpr int kProducerRegisters = kCluster > 1 ? 40 : 24;
   static constexpr int kConsumerRegisters = kCluster > 1 ? 232 : 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == (1 + kConsumers) * 168);
@@ -55,7 +55,7 @@ struct Shape {
   static_assert(kOutColumns / kCluster % 8 == 0);  // the swizzle has groups of eight rows
 };
 
-// A place in the ring, and how often it came round.
+// A place in the ring, and the number of completed rounds.
 template <int kStages>
 struct Cursor {
   int stage = 0;
@@ -83,7 +83,7 @@ struct Ring {
   __device__ __forceinline__ uint32_t full(int stage) const { return start + S::kBarriers + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(S::kStages + stage); }
 
-  // By a consumer's threads, when it has read a stage.
+  // Called by a consumer's threads when the stage has been read.
   __device__ __forceinline__ void release(int stage, int thread) const {
     if constexpr (S::kCluster == 1) {
       if (thread == 0) mbarrier_arrive(empty(stage));
@@ -98,13 +98,13 @@ struct Place {
   int row, column;
 };
 
-// Which tile comes when, told from the kernel's parameters: here all tiles of a column, then those of the next.
+// Order of the tiles, from the kernel's parameters: here all tiles of a column, then those of the next.
 template <typename S>
 __device__ __forceinline__ Place place_of(const Params& p, int tile) {
   return {tile % p.row_tiles * kTileRows, tile / p.row_tiles * S::kOutColumns};
 }
 
-// Rows of one product's weight, from an element of their depth on: of a cluster's thread blocks each has its share of them copied to all.
+// Rows of one product's weight, from an element of their depth on: each thread block of a cluster copies its share to all.
 template <typename S>
 __device__ __forceinline__ void copy_weight(const Maps& maps, uint32_t target, int depth, int row, uint32_t full) {
   if constexpr (S::kCluster == 1) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void produce(const P& p, const Maps& maps, const Ring
   }
 }
 
-// One warpgroup. Its epilogue is told the place of each tile before the products and when they are about to end, and gets the sums.
+// One warpgroup. Its epilogue gets the place of each tile before the products, a notice before they end, and the sums.
 template <typename Epilogue, typename S, typename P>
 __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring<S>& ring, int consumer) {
   using Operand = typename S::Operand;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring
     place.row += first_block * kBlockRows;
     epilogue.load(p, place);
 
-    // The parity of a stage that the other consumer has not seen filled yet would say that it is.
+    // The parity of a stage that the other consumer has not yet seen filled would be misread as filled.
     if (S::kAlternate) named_barrier_sync(kTurnBarrier + consumer, kConsumers * kWarpgroup);
     typename Operand::Sum sums[S::kBlocks][kColumns / 2];
     int previous = 0;
@@ -191,11 +191,11 @@ __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring
   if (thread == 0) bulk_wait_read();
 }
 
-// Whether a launch is for another kernel, as the data say. A 16-bit layer has one.
+// True if the data say that a launch is for another kernel. A 16-bit layer has one kernel.
 __device__ __forceinline__ bool is_for_another(const Params&) { return false; }
 
-// A kernel's body. Grid: one dimension, at most as many thread blocks as there are tiles or multiprocessors, whole clusters.
-// consume(ring, consumer) is what a consumer's warpgroup does.
+// A kernel's body. Grid: one dimension, at most as many thread blocks as tiles or multiprocessors, whole clusters. consume(ring,
+// consumer) is the code of a consumer's warpgroup.
 template <typename S, typename P, typename Consume>
 __device__ __forceinline__ void run_block(const P& p, const Maps& maps, const uint8_t* shared, Consume consume) {
   const Ring<S> ring = {(shared_address(shared) + S::kAlignment - 1) & ~uint32_t(S::kAlignment - 1)};
@@ -215,7 +215,7 @@ __device__ __forceinline__ void run_block(const P& p, const Maps& maps, const ui
   }
   wait_for_previous_kernel();
   if (is_for_another(p)) return;
-  // The same in every lane, and through the shuffle the compiler knows.
+  // The same in every lane, which the shuffle tells the compiler.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     lower_registers<S::kProducerRegisters>();
@@ -227,7 +227,7 @@ __device__ __forceinline__ void run_block(const P& p, const Maps& maps, const ui
   if constexpr (S::kCluster > 1) cluster_sync();  // others arrive at barriers here until they have read their last stage
 }
 
-// Of consumers that multiply what lies in shared memory.
+// For consumers that multiply operands in shared memory.
 template <typename S, typename Epilogue, typename P>
 __device__ __forceinline__ void multiply_tiles(const P& p, const Maps& maps, const uint8_t* shared) {
   run_block<S>(p, maps, shared, [&](const Ring<S>& ring, int consumer) { consume<Epilogue>(p, maps, ring, consumer); });

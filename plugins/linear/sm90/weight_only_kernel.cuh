@@ -1,8 +1,8 @@
-// y = (x * weight^T) * weight_scale + bias of 16-bit rows and INT8 weights, and what may follow.
+// y = (x * weight^T) * weight_scale + bias of 16-bit rows and INT8 weights, and the epilogues.
 //
-// The product is computed transposed: weights are wgmma's first operand, which may come from registers, where a consumer makes 16-bit
-// numbers of them while the products of the stage before run. So they are read from memory as INT8, x as it is, and y is turned when
-// it is written.
+// The product is computed transposed: weights are wgmma's first operand, which may come from registers, where a consumer converts
+// them to 16 bits during the products of the previous stage. Weights are therefore read from memory as INT8, x unchanged, and y is
+// transposed when it is written.
 #pragma once
 
 #include <cmath>
@@ -16,8 +16,8 @@
 
 namespace trtconvert::linear {
 
-// A stage has kRows_ rows of x and kWeightOnlyColumns of the weight, of which each consumer has half. It writes y some rows by its columns
-// at a time, in boxes, and waits for the room of the last but one.
+// A stage has kRows_ rows of x and kWeightOnlyColumns of the weight, half for each consumer. A consumer writes y in boxes of some rows by
+// its columns, and waits until all but the last box are free.
 template <int kRows_, bool kGeglu_>
 struct WeightOnlyShape {
   static constexpr bool kGeglu = kGeglu_;
@@ -57,8 +57,9 @@ __device__ __forceinline__ Place place_of(const WeightOnlyParams& p, int tile) {
 
 __device__ __forceinline__ bool is_for_another(const WeightOnlyParams& p) { return p.row_scale && !signbit(p.row_scale[0]); }
 
-// A consumer's weights of a stage as wgmma wants its first operand, 64 rows by 64 channels: a warp has 16 of the rows, in two halves of
-// eight. With GEGLU the first half are rows of the value's layer, the second those of the gate's, so that a thread has both.
+// A consumer's weights of a stage in the layout of wgmma's first operand, 64 rows by 64 channels: a warp has 16 of the rows, in two
+// halves of eight. With GEGLU the first half are rows of the value's layer, the second half those of the gate's, so that a thread has
+// both.
 template <bool kBf16, typename S>
 __device__ __forceinline__ void load_weights(uint32_t weight, int consumer, uint32_t (&a)[kTileDepth / 16][4]) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32, quad = lane % 4;
@@ -76,8 +77,8 @@ __device__ __forceinline__ void load_weights(uint32_t weight, int consumer, uint
   }
 }
 
-// Scales and rounds a consumer's sums, which lie transposed, and writes them. `of_columns` are scales and biases of a thread's two columns,
-// with GEGLU those of its column in both layers; of rows the scales lie in shared memory.
+// Scales and rounds a consumer's sums, which are transposed, and writes them. `of_columns` are scales and biases of a thread's two columns,
+// with GEGLU those of its column in both layers; scales of rows are in shared memory.
 template <Finish kFinish, bool kBf16, typename S>
 __device__ __forceinline__ void store_turned(const WeightOnlyParams& p, const Maps& maps, const Place& place, int consumer,
                                              const float (&sums)[S::kRows / 2], const float2 (&of_columns)[2], uint32_t out,
@@ -89,7 +90,7 @@ __device__ __forceinline__ void store_turned(const WeightOnlyParams& p, const Ma
     next_step = next_step + 1 == S::kSteps ? 0 : next_step + 1;
     if (thread == 0) bulk_wait_read<S::kSteps - 1>();
     named_barrier_sync(barrier, kWarpgroup);
-    // Sixteen rows of y at a time, with GEGLU 32: four matrices of 8 by 8 columns and rows, which are turned.
+    // Sixteen rows of y at a time, with GEGLU 32: four matrices of 8 by 8 columns and rows, which are transposed.
     constexpr int kEights = S::kGeglu ? 4 : 2;
 #pragma unroll
     for (int first = 0; first < S::kStepRows / 8; first += kEights) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ void consume_weight_only(const WeightOnlyParams& p, c
   const int tiles = p.row_tiles * p.column_tiles;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Place place = place_of<S>(p, tile);
-    // Asked for here, needed behind the products: of both halves' columns scales and biases, and of each row its scale.
+    // Loaded here, needed behind the products: scales and biases of both halves' columns, and the scale of each row.
     float2 of_columns[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -208,7 +209,7 @@ __device__ __forceinline__ void consume_weight_only(const WeightOnlyParams& p, c
     pin(a[1]);
     ring.release(previous, thread);
 
-    // All have read the last tile's: a barrier lies behind.
+    // All threads have read the last tile's: a barrier is behind.
 #pragma unroll
     for (int i = 0; i < int(sizeof(of_rows) / sizeof(float)); ++i)
       if (i * kWarpgroup + thread < S::kRows) store_shared(scales + (i * kWarpgroup + thread) * 4, of_rows[i]);

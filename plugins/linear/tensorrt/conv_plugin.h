@@ -1,4 +1,4 @@
-// Int8Conv as a TensorRT plugin: a two-dimensional convolution of INT8 images whose channels lie last. The work is done by the C API.
+// Int8Conv as a TensorRT plugin: a two-dimensional convolution of INT8 images with channels last. The C API does the work.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

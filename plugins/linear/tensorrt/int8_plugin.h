@@ -1,5 +1,5 @@
-// Int8Linear as a TensorRT plugin: a linear layer with INT8 weights, or GEGLU of two, on quantised rows or 16-bit ones. The work is done
-// by the C API.
+// Int8Linear as a TensorRT plugin: a linear layer with INT8 weights, or GEGLU of two, on quantised rows or 16-bit rows. The C API does
+// the work.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

@@ -1,4 +1,4 @@
-// Linear as a TensorRT plugin: a linear layer, or GEGLU of two. The work is done by the C API.
+// Linear as a TensorRT plugin: a linear layer, or GEGLU of two. The C API does the work.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

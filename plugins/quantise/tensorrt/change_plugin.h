@@ -1,5 +1,5 @@
-// QuantiseChangedRows as a TensorRT plugin: how rows change from step to step, as INT8 layers read them, and the cache of what they add up
-// to. The work is done by the C API.
+// QuantiseChangedRows as a TensorRT plugin: deltas of rows between steps for INT8 layers, and the cache of their sum. The C API does the
+// work.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

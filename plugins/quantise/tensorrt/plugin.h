@@ -1,6 +1,6 @@
-// QuantiseRows as a TensorRT plugin: rows as INT8 layers read them. The work is done by the C API.
+// QuantiseRows as a TensorRT plugin: quantised rows for INT8 layers. The C API does the work.
 //
-// INT8 tensors would want scales of their own in a strongly typed network, so that four channels travel as one INT32.
+// INT8 tensors would need scales of their own in a strongly typed network, so four channels are one INT32.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

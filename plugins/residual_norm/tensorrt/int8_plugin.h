@@ -1,5 +1,5 @@
-// Int8ResidualNorm as a TensorRT plugin: a residual connection and the layer norm behind it, as quantised rows that INT8 layers read. The
-// work is done by the C API.
+// Int8ResidualNorm as a TensorRT plugin: a residual connection and the layer norm behind it, with quantised rows for INT8 layers as
+// output. The C API does the work.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

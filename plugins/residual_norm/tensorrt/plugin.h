@@ -1,6 +1,6 @@
-// ResidualNorm as a TensorRT plugin: a residual connection and the layer norm behind it. The work is done by the C API.
+// ResidualNorm as a TensorRT plugin: a residual connection and the layer norm behind it. The C API does the work.
 //
-// Behind a plugin TensorRT computes both in kernels of their own, where without one it adds the residual inside the product before.
+// Behind a plugin TensorRT computes both in separate kernels; without a plugin it adds the residual inside the previous product.
 #pragma once
 
 #include "tensorrt/layer_plugin.h"

@@ -1,4 +1,4 @@
-/* C API of the sum of two images whose channels lie last: plain C, no TensorRT, no torch.
+/* C API of the sum of two images with channels last: plain C, no TensorRT, no torch.
  *
  *   sum = x + y                                                               rounded to the tensors' type
  *
@@ -37,7 +37,7 @@ typedef struct {
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_channels_last_add_check(const TrtConvertChannelsLastAddParams* params, char* message,
                                                                    size_t message_size);
 

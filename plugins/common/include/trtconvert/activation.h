@@ -1,4 +1,4 @@
-/* What may follow a linear layer. */
+/* Activations behind a linear layer. */
 #ifndef TRTCONVERT_ACTIVATION_H_
 #define TRTCONVERT_ACTIVATION_H_
 

@@ -1,4 +1,4 @@
-/* What the C APIs of the library have in common. */
+/* Types that the C APIs of the library share. */
 #ifndef TRTCONVERT_STATUS_H_
 #define TRTCONVERT_STATUS_H_
 
@@ -10,7 +10,7 @@
 
 typedef enum {
   TRTCONVERT_OK = 0,
-  TRTCONVERT_INVALID_ARGUMENT = 1,     /* the message names the field, what was expected and what came */
+  TRTCONVERT_INVALID_ARGUMENT = 1,     /* the message has the field, the expected and the given value */
   TRTCONVERT_UNSUPPORTED_DEVICE = 2,   /* older than sm_80, or not among the compiled architectures */
   TRTCONVERT_WORKSPACE_TOO_SMALL = 3,
   TRTCONVERT_CUDA_ERROR = 4,           /* the message carries CUDA's own error name */

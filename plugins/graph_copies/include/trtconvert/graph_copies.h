@@ -1,8 +1,8 @@
 /* C API of copies in CUDA graphs: plain C, no TensorRT, no torch.
  *
- * What a graph recorded keeps its addresses. A graph whose inputs and outputs lie elsewhere at every launch works on buffers of
- * its own instead, and one kernel node copies all inputs into buffers, another all outputs out of them. A launch tells a
- * node where the caller's tensors lie, by value, in one call of the driver; nodes of copies would take one call per tensor.
+ * A CUDA graph keeps its recorded addresses. A graph with inputs and outputs at other addresses in every launch works on its own
+ * buffers: one kernel node copies all inputs into the buffers, another copies all outputs out of them. A launch sets the
+ * addresses of the caller's tensors in a node, by value, in one call of the driver; copy nodes would take one call per tensor.
  *
  * Streams, graphs and nodes are the driver's handles, whichever CUDA runtime of the process made them. Functions return a
  * cudaError_t, 0 for success, and work on the current device, which is that of the stream. Different structs may be used by
@@ -52,8 +52,8 @@ typedef struct {
  * cudaErrorStreamCaptureUnmatched: the stream is not being captured. */
 TRTCONVERT_API int trtconvert_record_copies(void* stream, TrtConvertCopyNode* node);
 
-/* Tells the nodes which addresses moved since the launch before, and launches. Launches on their way keep the addresses that
- * they were given. After an error nothing was launched, and the next launch sets the failed node's addresses anew.
+/* Sets the addresses in the nodes that changed since the previous launch, and launches. Launches in flight keep their addresses.
+ * After an error nothing was launched, and the next launch sets the failed node's addresses anew.
  *
  * cudaErrorInvalidValue: a null pointer, also among the addresses of copies that have bytes; or a node that cannot have been recorded. */
 TRTCONVERT_API int trtconvert_launch_copies(const TrtConvertCopyingGraph* graph);

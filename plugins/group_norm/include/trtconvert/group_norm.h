@@ -1,16 +1,16 @@
-/* C API of group norms of images that lie with their channels last: plain C, no TensorRT, no torch.
+/* C API of group norms of images with channels last: plain C, no TensorRT, no torch.
  *
  *   y = x + shift                                                             rounded to the tensors' type; x where there is no shift
  *   normed = (y - mean) / sqrt(variance + epsilon) * weight + bias            (Wu and He 2018, arXiv:1803.08494)
  *   normed = normed * sigmoid(normed)                                         with silu
  *
- * or, in place of normed, what a layer with INT8 activations reads:
+ * or, in place of normed, the input of a layer with INT8 activations:
  *
  *   payload = round(normed * factor / x_scale), -127 to 127                   of normed as it would be rounded
  *
- * x_scale is the calibrated one of the sample's timestep bin, as of mode STATIC (layer_modes.h); what images get whose sample has no usable
- * scale is not said: the layer makes NaN of them. Where NaN or infinity is among a group's numbers, its mean or its variance, and all of
- * its results are NaN. INT8 has no NaN: the payload then has any codes in these channels, and one of the image's marks is not 0. A weight,
+ * x_scale is the calibrated scale of the sample's timestep bin, as in mode STATIC (layer_modes.h). Images whose sample has no usable
+ * scale have undefined codes: the layer turns them into NaN. A NaN or an infinity in a group makes its mean or its variance NaN, and so
+ * all of its results. INT8 has no NaN: the payload then has any codes in these channels, and one of the image's marks is not 0. A weight,
  * a bias and a shift that are not finite do the same. int8_conv.h turns a marked image into NaN.
  *
  * Mean and variance (divided by their number) are those of all pixels and all channels of a group, in FP32; groups are neighbouring
@@ -70,7 +70,7 @@ TRTCONVERT_API int trtconvert_group_norm_is_supported(void);
 
 /* All functions below: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_group_norm_check(const TrtConvertGroupNormParams* params, char* message,
                                                             size_t message_size);
 

@@ -1,13 +1,13 @@
 /* C API of the INT8 attention kernels: plain C, no TensorRT, no torch.
  *
- * A run launches two kernels, one more where there is a norm across heads and one or two where there is a block mask. It allocates nothing, synchronises nothing and reads
- * no device memory on the host, so CUDA graphs capture it.
+ * A run launches two kernels, one more for a norm across heads and one or two more for a block mask. A run allocates nothing,
+ * synchronises nothing and reads no device memory on the host, so CUDA graphs capture it.
  * Every function is safe to call from several threads and on several streams at once, as long as each launch in flight
  * has its own workspace.
  *
- * NaN and infinities in q, k, v and an additive mask reach the output, as attention() of trtconvert/attention/reference.py says: a
- * query its row, a key all rows that its tile of 128 keys is computed for, whether a mask hides it or not, a value one channel or all of
- * them.
+ * NaN and infinities in q, k, v and an additive mask reach the output, as attention() of trtconvert/attention/reference.py says. A
+ * broken query affects its row; a broken key all rows that its tile of 128 keys is computed for, even if a mask hides the key; a broken
+ * value one channel or all channels.
  */
 #ifndef TRTCONVERT_INT8_ATTENTION_H_
 #define TRTCONVERT_INT8_ATTENTION_H_
@@ -85,13 +85,13 @@ typedef struct {
   int64_t mask_strides[4];     /* elements, for B, H, Nq, Nk; 0 broadcasts */
   const int32_t* key_lengths;  /* [B] on the device, or null: keys at and after key_lengths[b] do not exist */
 
-  /* Scratch memory, 256-byte aligned; what it holds before does not matter. */
+  /* Scratch memory, 256-byte aligned; its content before the call is ignored. */
   void* workspace;
   size_t workspace_size;
 
   void* stream; /* cudaStream_t */
 
-  /* Layers of the network right before attention, computed in the same trip over Q and K where they are given; FP32, 16-byte
+  /* Layers of the network right before attention, computed in the same pass over Q and K if given; FP32, 16-byte
    * aligned. Each layer's result is rounded to the data type. First a root-mean-square norm of each token and head, or of each
    * token across its heads, x * rsqrt(mean(x^2) + norm_epsilon) * weight, then the rotation of neighbouring channels 2 i and
    * 2 i + 1 of a token, (x0 cos - x1 sin, x1 cos + x0 sin). */
@@ -106,8 +106,8 @@ typedef struct {
    * heads. */
   int32_t norm_split;
 
-  /* 0: all tokens lie in the tensors above. s > 0: the tokens before s do, and those from s on lie in tensors of their own, as the
-   * text and the image of joint attention come out of their projections. s < Nq = Nk, in steps of 128. Shapes are those of all
+  /* 0: all tokens are in the tensors above. s > 0: the tokens before s are there, and those from s on in separate tensors, like the
+   * projections of text and image in joint attention. s < Nq = Nk, in steps of 128. Shapes are those of all
    * tokens: where Nq = Nk = N, q holds [B, s, H, D] and second_q [B, N - s, H, D]. */
   int32_t token_split;
   const void* second_q; /* null, like the next three, with token_split 0 */
@@ -116,13 +116,13 @@ typedef struct {
   void* second_out;
   TrtConvertStrides second_q_strides, second_k_strides, second_v_strides, second_out_strides;
 
-  /* Which blocks of 128 queries by 128 keys there are: one byte for each, nonzero = attend, contiguous, on the device,
+  /* Blocks of 128 queries by 128 keys that are computed: one byte for each, nonzero = attend, contiguous, on the device,
    * [block_mask_batch, block_mask_heads, ceil(Nq / 128), ceil(Nk / 128)]. The others are neither read nor computed. A query whose row
-   * has no block gets zeros. Beside it a mask and key_lengths may hide keys of these blocks. */
+   * has no block gets zeros. A mask and key_lengths may also hide keys of these blocks. */
   const void* block_mask; /* null with block_mask_batch 0 */
 
-  /* Rows of k and v to attend to, in any order: [B, Hkv, Nk] on the device. What lies outside k is clamped. Everything that counts
-   * keys counts these: num_keys, mask, block_mask, key_lengths. Not with layers before attention or tokens in two tensors. */
+  /* Rows of k and v to attend to, in any order: [B, Hkv, Nk] on the device. Indices outside of k are clamped. num_keys,
+   * mask, block_mask and key_lengths count these rows. Not with layers before attention or tokens in two tensors. */
   const int32_t* key_index; /* null with source_keys 0 */
 
   /* The natural logarithm of each row's sum of exponentials of its scaled logits, [B, H, Nq] on the device, or null: that of the

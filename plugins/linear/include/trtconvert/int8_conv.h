@@ -4,9 +4,9 @@
  *                   * (x_scale * weight_scale[n]) + bias[n]
  *   y = y + residual                                                          where wanted
  *
- * What lies outside of an image is zero. The product is exact in INT32, the rest is FP32, and y is rounded once. x_scale is the calibrated
- * one of the sample's timestep bin, as of mode STATIC (layer_modes.h); images of a sample whose scale is not usable are NaN, and those
- * that are marked (group_norm.h).
+ * x is zero outside of the image. The product is exact in INT32, the rest is FP32, and y is rounded once. x_scale is the calibrated
+ * scale of the sample's timestep bin, as in mode STATIC (layer_modes.h). Images are NaN if the scale of their sample is not usable, or
+ * if they are marked (group_norm.h).
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
  * from several threads and on several streams at once.
@@ -56,7 +56,7 @@ typedef struct {
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_int8_conv_check(const TrtConvertInt8ConvParams* params, char* message, size_t message_size);
 
 /* Checks everything, and enqueues on `stream`, on the current device. */

@@ -8,10 +8,10 @@
  *   known = bias where row_scale < 0, else residual
  *
  * The product of INT8 rows is exact in INT32, the rest is FP32, and y is rounded once. 16-bit rows, of mode WEIGHT_ONLY, are multiplied
- * by the INT8 weights as 16-bit numbers, which they are exactly, and summed in FP32. Rows whose scale is NaN have results that are NaN.
+ * by the INT8 weights as 16-bit numbers, which is exact, and summed in FP32. Rows with the scale NaN have NaN results.
  *
- * A run launches a kernel for INT8 rows, one for 16-bit rows, or both where mode_set says that either may come: the rows themselves tell
- * which, and the other one ends at once. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is
+ * A run launches a kernel for INT8 rows, one for 16-bit rows, or both if mode_set allows both: the rows carry their format, and the
+ * other kernel ends at once. A run allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is
  * safe to call from several threads and on several streams at once.
  */
 #ifndef TRTCONVERT_INT8_LINEAR_H_
@@ -52,8 +52,8 @@ typedef struct {
 
   void* stream; /* cudaStream_t; null is the default stream */
 
-  /* Quantised rows in place of y, for the next layer, of INT8 rows only: N in steps of 16. As quantise.h would from y in mode STATIC, but
-   * that a NaN among numbers is -127 and an infinity 127 of its sign: rows that are NaN as a whole have a scale that is. mode_set 0: none,
+  /* Quantised rows in place of y, for the next layer, of INT8 rows only: N in steps of 16. Equal to quantise.h on y in mode STATIC, except
+   * that a NaN among numbers is -127 and an infinity 127 with its sign. Rows that are NaN as a whole have the scale NaN. mode_set 0: none,
    * else that of STATIC alone. */
   TrtConvertModeTable out_table;
   const float* out_factor; /* [N], or null */
@@ -63,14 +63,14 @@ typedef struct {
 
   int32_t target_arch; /* 0: the device's best kernels; 80: those of mma.sync wherever they run (for tests) */
 
-  /* 1: rows are changes since the last step, and the residual is what y was then: its row is added where the scale is positive, and the
-   * bias alone where its sign bit says that the sample begins. With mode_set 8 (static), without an activation or quantised rows. */
+  /* 1: rows are deltas since the previous step, and the residual is the previous y: the residual is added where the scale is positive,
+   * and the bias alone where the sign bit of the scale resets the sample. With mode_set 8 (static), without an activation or quantised rows. */
   int32_t changes;
 } TrtConvertInt8LinearParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_int8_linear_check(const TrtConvertInt8LinearParams* params, char* message,
                                                              size_t message_size);
 

@@ -46,7 +46,7 @@ TRTCONVERT_API int trtconvert_linear_is_supported(void);
 
 /* All other functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_linear_check(const TrtConvertLinearParams* params, char* message, size_t message_size);
 
 /* Checks everything, and enqueues on `stream`, on the current device. */

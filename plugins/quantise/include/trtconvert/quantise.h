@@ -46,14 +46,14 @@ typedef struct {
 
   void* stream; /* cudaStream_t; null is the default stream */
 
-  /* 1: the kernel may start before the one in front of it ends, where the device can; 0: not before. Its thread blocks wait in the
-   * room that is left: 1 is for behind kernels that leave little, as those of linear.h; others are slowed down by more than it gains. */
+  /* 1: the kernel may start before the previous kernel ends, if the device supports it; 0: not before. Its thread blocks wait in free
+   * room: use 1 behind kernels that leave little room, as in linear.h; other kernels are slowed down by more than the gain. */
   int32_t starts_early;
 } TrtConvertQuantiseParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_quantise_check(const TrtConvertQuantiseParams* params, char* message, size_t message_size);
 
 /* Checks everything, and enqueues on `stream`, on the current device. */

@@ -1,14 +1,14 @@
-/* C API of quantising how rows change from step to step (MoDiff, equations 13 to 20): plain C, no TensorRT, no torch.
+/* C API of quantising deltas of rows between steps (MoDiff, equations 13 to 20): plain C, no TensorRT, no torch.
  *
  *   xhat = activation(x) * factor                                             in FP32, each of a channel; x where there is none
- *   known = a_hat, 0 where the sample begins
+ *   known = a_hat, 0 where the sample is reset
  *   q = clamp(round((xhat - known) * (1 / scale)), -127, 127)                 ties to even
  *   a_next = known + q * scale                                                rounded to the type of a_hat
  *
- * A scale is that of the row's sample, from a column of a table for all layers of a model. Its sign bit says whether the sample begins:
- * then a_hat is not read. The scale of a row is the sample's with its sign, as int8_linear.h wants it with `changes`; NaN where a change
- * of the row is NaN or infinite, or the sample's is zero or not finite; a NaN is quantised as -127 then. a_next is NaN where the change
- * is not finite, so that such rows are NaN until their sample begins again.
+ * `scale` is the scale of the row's sample, from a column of a table for all layers of a model. Its sign bit resets the sample: then
+ * a_hat is ignored. The scale of a row is the sample's with its sign, as int8_linear.h needs it with `changes`. It is NaN if a delta of
+ * the row is NaN or infinite, or if the sample's scale is zero or not finite; a NaN is then quantised as -127. a_next is NaN where the
+ * delta is not finite, so such rows are NaN until their sample is reset.
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
  * from several threads and on several streams at once.
@@ -38,7 +38,7 @@ typedef struct {
   int32_t activation;   /* TrtConvertActivation of x before it is quantised: none or one of the GELUs */
   int32_t batch;        /* samples, each with as many rows, one sample behind the other: 1..65536, a divisor of the rows */
   int32_t places;       /* S: 1..65536 columns of scales, */
-  int32_t place;        /* and the one that is meant */
+  int32_t place;        /* and the column of this layer */
 
   /* Contiguous, 16-byte aligned. No output overlaps another tensor, but a_next may be a_hat. */
   const void* x;       /* [M, K] */
@@ -54,7 +54,7 @@ typedef struct {
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_quantise_change_check(const TrtConvertQuantiseChangeParams* params, char* message,
                                                                  size_t message_size);
 

@@ -3,10 +3,9 @@
  *   sum = x + residual                                                        rounded to the tensors' type
  *   normed = (sum - mean) / sqrt(variance + epsilon) * weight + bias          (Ba, Kiros and Hinton 2016, arXiv:1607.06450)
  *
- * What an INT8 layer reads of it may be written beside normed or in its place, as quantise.h would from normed: same rows, same scales.
+ * Quantised rows for an INT8 layer may be written beside normed or in its place, equal to the rows and scales of quantise.h on normed.
  *
- * Mean and variance (divided by C) are those of each row of C channels of the rounded sum, in FP32, as where two operators follow each
- * other.
+ * Mean and variance (divided by C) are those of each row of C channels of the rounded sum, in FP32, like two consecutive operators.
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
  * from several threads and on several streams at once.
@@ -48,8 +47,8 @@ typedef struct {
 
   void* stream; /* cudaStream_t; null is the default stream */
 
-  /* 1: the kernel may start before the one in front of it ends, where the device can; 0: not before. Its thread blocks wait in the
-   * room that is left: 1 is for behind kernels that leave little, as that of linear.h; others are slowed down by more than it gains. */
+  /* 1: the kernel may start before the previous kernel ends, if the device supports it; 0: not before. Its thread blocks wait in free
+   * room: use 1 behind kernels that leave little room, as in linear.h; other kernels are slowed down by more than the gain. */
   int32_t starts_early;
 
   /* Quantised rows of normed (layer_modes.h): of at most 2^31 - 1 rows, with channels in steps of 16. mode_set 0: none. */
@@ -62,7 +61,7 @@ typedef struct {
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
 
-/* Checks what needs no device and no memory: everything but pointers and the stream. */
+/* Checks everything but pointers and the stream; needs no device and no memory. */
 TRTCONVERT_API TrtConvertStatus trtconvert_residual_norm_check(const TrtConvertResidualNormParams* params, char* message,
                                                                size_t message_size);
 
