@@ -408,7 +408,7 @@ def test_a_page_runs(page, place, capsys):
 
 @pytest.mark.skipif(tensorrt.status().available, reason="looks at a machine without TensorRT")
 @pytest.mark.parametrize("page_and_part", NEED_GPU, ids=lambda of: of[0])
-def test_what_is_left_to_gpus_says_so_elsewhere(page_and_part, place):
+def test_gpu_only_features_say_so_elsewhere(page_and_part, place):
     """A block that runs must leave the list."""
     (block,) = [block for block in CODE if page_and_part in of_block(block, NEED_GPU)]
     found = names_for(block, place)

@@ -301,7 +301,7 @@ def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
     assert record.layers_us == ({} if lacking else {"plugin": 80.0, "exact": 90.0})
 
 
-def test_what_cannot_be_refitted_is_refused_before_it_is_calibrated():
+def test_models_that_cannot_be_refitted_are_refused_before_calibration():
     with pytest.raises(ValidationError, match=r"false with engine\.layers: native, which has fixed INT8 weights"):
         EngineSection(refittable=True, layers="native")
 

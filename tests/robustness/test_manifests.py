@@ -116,7 +116,7 @@ def test_every_path_lies_in_the_bundle(bundle, field, path):
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_when_it_is_read(bundle, changes, got):
+def test_inconsistent_files_are_refused_when_read(bundle, changes, got):
     change(bundle, **changes)
     refusal(run("inspect", bundle), "the manifest of", "is damaged", got)
 
@@ -208,7 +208,7 @@ def test_files_that_would_be_read_with_the_bundles_own_are_listed(bundle):
     refusal(run("inspect", bundle), "pipeline/scheduler/scheduler_config.json in the bundle", "is not listed")
 
 
-def test_what_users_and_the_program_leave_beside_them_is_no_damage(bundle):
+def test_files_of_users_and_the_program_are_no_damage(bundle):
     (bundle / "engines").mkdir()
     for name in (
         "report.html",

@@ -139,7 +139,7 @@ def test_the_whole_vocabulary_is_read():
         (("attributes", "rope"), {"part": True}, "the part 'rope' of CogVideoXDDIMScheduler"),
     ],
 )
-def test_what_cannot_be_meant_is_named(place, node, got):
+def test_inconsistent_records_are_named(place, node, got):
     record = copy.deepcopy(RECORD)
     *above, last = place
     inner: Any = record

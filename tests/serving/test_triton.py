@@ -132,7 +132,7 @@ def test_odd_options_are_refused(digits, tmp_path, options, words):
     assert not (tmp_path / "repository").exists()
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(repository, digits, tmp_path):
+def test_existing_output_stays_without_force(repository, digits, tmp_path):
     before = contents(repository)
     refusal(
         run("export-triton", digits, "-o", repository, "--name", "digits"), "has a model 'digits' already", "--force"

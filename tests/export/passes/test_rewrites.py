@@ -337,7 +337,7 @@ def test_the_interleaving_that_others_only_look_like():
     }.items(),
     ids=lambda item: item[0],
 )
-def test_what_only_looks_like_an_interleaving_stays_scatters(changes):
+def test_scatters_that_resemble_an_interleaving_stay(changes):
     model = changed(INTERLEAVING, changes[1])
     before = list(model.graph)
     assert join_interleaves(model) == 0
