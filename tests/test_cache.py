@@ -189,7 +189,7 @@ OWN_MODEL = {
     "spaced/inner.py": "",
     "unrelated.py": "",
 }
-"""A user's model in a package, of which one folder has no __init__.py, and beside it."""
+"""A user's model in a package with one folder without __init__.py, and beside the package."""
 
 
 def test_the_code_that_a_model_imports_is_part_of_its_identity(monkeypatch, tmp_path):

@@ -36,7 +36,7 @@ CODE = blocks("python")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a page runs: an empty current folder.
+    """The empty current folder in which a page runs.
 
     Attributes:
         request: for fixtures that only some pages need.
@@ -228,7 +228,7 @@ def pipeline_in_int8(place: Place) -> Names:
 # What must have come of them ------------------------------------------------------------------------------------------
 
 OUTCOMES = dict[str, Callable[[Names, str], None]]()
-"""By the page: looks at the names after the last block, and at what was printed."""
+"""Checks of each page on the names after the last block, and on the printed text."""
 
 
 def after(page: str) -> Callable[[Callable[[Names, str], None]], Callable[[Names, str], None]]:

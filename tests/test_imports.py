@@ -53,7 +53,7 @@ LAYERS: tuple[set[str], ...] = (
 """From the top: modules and folders of the package. Those of one layer may import each other."""
 LEVEL = {name: -row for row, names in enumerate(LAYERS) for name in names}
 APART = {("calib", "export")}
-"""What does not import each other although the order would allow one way."""
+"""Modules that must not import each other, although the order would allow one way."""
 
 STAGES: tuple[set[str], ...] = (
     {

@@ -165,7 +165,7 @@ STATED = functools.partial(
 )
 SEARCHED = functools.partial(tiny_recipe, attention={"modes": "auto"}, plan={"samples": 1, "steps": 2, "min_psnr": 10})
 SHOWN = {"trtconvert.progress", "trtconvert.forecast", "trtconvert.pipeline"}
-"""What may run in a stage and decides nothing: it is given to the stage, and shows how far the stage is or what a build takes."""
+"""Code that may run in a stage and decides nothing: it shows the progress of the stage or the cost of a build."""
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ CHOICE = Choice([timed_site("d", 77, 3.0, 4.0)], [[timed_site("a"), timed_site("
 
 
 def mix(times, choice=CHOICE, build=None, build_plain=None):
-    """The fastest engine of four sites, with what was timed and the watcher."""
+    """The fastest engine of four sites, the timed engines, and the watcher."""
     watch, timed = Watch(), []
     nodes = {name: node_of(Mode.BALANCED, Mode.PRECISION) for name in "abcd"}
 

@@ -25,7 +25,7 @@ X, KEPT, JOINED, BIAS = (GENERATOR.standard_normal(shape, np.float32) for shape 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch) -> Path:
-    """Where temporary folders are made."""
+    """The folder of temporary folders."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

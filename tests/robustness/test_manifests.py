@@ -179,7 +179,7 @@ def test_a_calibration_that_is_another_file_is_refused(bundle, other):
 
 
 def test_the_calibration_of_another_bundle_is_refused(bundle, digits_build, tmp_path):
-    """Where its tables are used."""
+    """The places that use its tables."""
     shutil.copyfile(digits_build.bundle / "calibration.safetensors", bundle / "calibration.safetensors")
     manifest = read_manifest(bundle)
     (bundle / MANIFEST).unlink()
@@ -279,7 +279,7 @@ def test_the_files_of_a_bundle_are_files(bundle, name):
 
 
 def test_links_to_whole_files_are_files(bundle, tmp_path):
-    """As of a store that bundles are downloaded into."""
+    """Like a store of downloaded bundles."""
     shutil.move(bundle / "denoiser.onnx", tmp_path / "blob")
     (bundle / "denoiser.onnx").symlink_to(tmp_path / "blob")
     assert run("inspect", bundle).exit_code == 0

@@ -1,4 +1,4 @@
-"""What manifests say of calls by pipelines, damaged at random by a seed: read and called, or refused as users are owed."""
+"""Manifest records of pipeline calls, damaged at random by a seed: read and called, or refused with a user error."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def component(record: Any) -> ComponentRecord:
 
 
 def called(record: Any) -> tuple[torch.Tensor, ...]:
-    """What a pipeline gets of a denoiser that predicts zeros."""
+    """Output of a denoiser that predicts zeros, for a pipeline."""
     made = component(record)
     assert made.diffusers is not None
     denoiser = DiffusersDenoiser(

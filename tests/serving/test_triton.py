@@ -225,7 +225,7 @@ def pixels(file: bytes) -> np.ndarray:
 
 
 def test_requests_of_one_execution_are_drawn_as_they_were_alone(model, digits):
-    """Of several shapes and sizes; each answer has its own images and seeds."""
+    """Requests of several shapes and sizes; each answer has its own images and seeds."""
     requests = [
         inputs(PROMPT=["3", "4", "5", "6"], SEED=[1, 2, 3, 4]),
         inputs(SEED=[5], STEPS=[2]),

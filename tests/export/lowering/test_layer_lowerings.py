@@ -291,7 +291,7 @@ def test_products_of_concatenations_are_still_split(static):
 
 
 def test_convolutions_of_single_pixels_that_become_products_of_tokens_stay_int8():
-    """As around attention in U-Nets."""
+    """Like layers around attention in U-Nets."""
 
     def tokens(self, x):
         return self.proj(x).flatten(2).transpose(1, 2)

@@ -43,7 +43,7 @@ class Stacks(nn.Module):
 
 
 class Masks(nn.Module):
-    """Where of booleans in several forms."""
+    """The operator Where on booleans, in several forms."""
 
     def forward(self, x):
         shown, beyond = x > 0, x[:1] > 1
@@ -61,7 +61,7 @@ class Projects(nn.Module):
 
 
 class Interleaves(nn.Module):
-    """As rotary embeddings do, and with heads first as attention reads them. `first` is the half that is written first."""
+    """Like rotary embeddings, also with heads first, as attention reads them. `first` is the half that is written first."""
 
     def __init__(self, first: int = 0):
         super().__init__()
