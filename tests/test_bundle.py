@@ -126,7 +126,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(bundle):
         (b'{"format": 1}', "model: Field required"),
     ],
 )
-def test_a_manifest_that_is_none_of_ours_is_refused(bundle, content, got):
+def test_foreign_manifests_are_refused(bundle, content, got):
     (bundle / MANIFEST).unlink()
     if content is not None:
         (bundle / MANIFEST).write_bytes(content)
@@ -188,7 +188,7 @@ def test_names_that_lead_out_of_the_bundle_are_refused(bundle, fields, got):
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_what_users_put_into_a_bundle_moves_to_the_one_that_replaces_it(bundle, tmp_path, monkeypatch, linked):
+def test_user_files_move_to_the_replacing_bundle(bundle, tmp_path, monkeypatch, linked):
     if not linked:
         monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError("no links here")))
     new = tmp_path / "new"
@@ -213,7 +213,7 @@ def test_plans_that_a_killed_compile_left_are_no_users_files(bundle, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["nowhere", "file"])
-def test_what_is_no_bundle_is_refused(tmp_path, place):
+def test_folders_that_are_not_bundles_are_refused(tmp_path, place):
     (tmp_path / "file").write_text("")
     refused(tmp_path / place, "is not a bundle")
 

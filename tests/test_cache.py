@@ -56,7 +56,7 @@ def test_another_name_or_other_reads_are_another_stage(cache, name, reads):
     assert first.key != second.key and first.folder != second.folder
 
 
-def test_what_killed_processes_left_of_other_stages_goes(cache):
+def test_leftovers_of_killed_processes_in_other_stages_are_removed(cache):
     """Their inputs will not come again, for example after an option that ran out of memory."""
     cache.folder.mkdir()
     killed, running = (cache.folder / f".engine-{name}.partial-8letters" for name in ("killed", "running"))
@@ -189,7 +189,7 @@ OWN_MODEL = {
     "spaced/inner.py": "",
     "unrelated.py": "",
 }
-"""A user's model in a package, of which one folder has no __init__.py, and beside it."""
+"""A user's model in a package with one folder without __init__.py, and beside the package."""
 
 
 def test_the_code_that_a_model_imports_is_part_of_its_identity(monkeypatch, tmp_path):
@@ -210,7 +210,7 @@ def test_the_code_that_a_model_imports_is_part_of_its_identity(monkeypatch, tmp_
     assert identity(section) != first
 
 
-def test_of_what_is_installed_a_model_s_own_package_is_part_of_its_identity(monkeypatch, tmp_path):
+def test_a_models_own_package_is_part_of_its_identity(monkeypatch, tmp_path):
     place = tmp_path / "libraries"
     (place / "otherlib-1.0.dist-info").mkdir(parents=True)
     for name, text in {"ownlib/__init__.py": "import otherlib\n", "otherlib.py": ""}.items():

@@ -25,7 +25,7 @@ from trtconvert.files import sha256
 from trtconvert.progress import Reporter, say
 
 
-def test_what_is_not_ours_is_not_replaced(tiny_build, tmp_path):
+def test_foreign_folders_are_not_replaced(tiny_build, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("mine too")
@@ -46,7 +46,7 @@ def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tiny_build, 
     assert contents(tmp_path) == mine
 
 
-def test_what_users_put_into_a_bundle_outlives_the_next_build(tiny_build, tmp_path):
+def test_user_files_in_a_bundle_survive_the_next_build(tiny_build, tmp_path):
     output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     assert run("report", output, "-o", output / "report.html").exit_code == 0
     (output / "notes").mkdir()
@@ -78,7 +78,7 @@ def test_engines_that_a_new_bundle_has_not_are_named(tiny_build, tmp_path):
     assert "notice: engines" not in run(*arguments).output
 
 
-def test_what_comes_into_the_place_of_a_bundle_while_it_is_built_stays(tiny_build, tmp_path, monkeypatch):
+def test_files_that_appear_at_the_output_during_a_build_stay(tiny_build, tmp_path, monkeypatch):
     def leave_something(*arguments, **options):
         (tmp_path / "bundle").mkdir()
         (tmp_path / "bundle" / "thesis.txt").write_text("years of work")
@@ -283,7 +283,7 @@ def test_an_interrupt_that_was_lost_on_its_way_up_is_not_the_last(monkeypatch):
 
 
 @pytest.mark.soak
-def test_what_the_process_ignores_stays_ignored(tmp_path, monkeypatch):
+def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):
     """Like Ctrl-C for background jobs of a shell."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     recipe = signalling_recipe(tmp_path)

@@ -151,7 +151,7 @@ def test_unfit_calibration_data_is_refused(tmp_path, kind, part):
     ],
     ids=lambda value: None if isinstance(value, list) else json.dumps(value),
 )
-def test_what_the_model_does_not_have_is_refused(tmp_path, sections, parts):
+def test_names_that_the_model_lacks_are_refused(tmp_path, sections, parts):
     recipe = tiny_recipe(tmp_path, **sections)
     refusal(run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache"), *parts)
     assert contents(tmp_path).keys() == {"recipe.yaml"}

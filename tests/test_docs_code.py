@@ -36,7 +36,7 @@ CODE = blocks("python")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a page runs: an empty current folder.
+    """The empty current folder in which a page runs.
 
     Attributes:
         request: for fixtures that only some pages need.
@@ -228,7 +228,7 @@ def pipeline_in_int8(place: Place) -> Names:
 # What must have come of them ------------------------------------------------------------------------------------------
 
 OUTCOMES = dict[str, Callable[[Names, str], None]]()
-"""By the page: looks at the names after the last block, and at what was printed."""
+"""Checks of each page on the names after the last block, and on the printed text."""
 
 
 def after(page: str) -> Callable[[Callable[[Names, str], None]], Callable[[Names, str], None]]:
@@ -408,7 +408,7 @@ def test_a_page_runs(page, place, capsys):
 
 @pytest.mark.skipif(tensorrt.status().available, reason="looks at a machine without TensorRT")
 @pytest.mark.parametrize("page_and_part", NEED_GPU, ids=lambda of: of[0])
-def test_what_is_left_to_gpus_says_so_elsewhere(page_and_part, place):
+def test_gpu_only_features_say_so_elsewhere(page_and_part, place):
     """A block that runs must leave the list."""
     (block,) = [block for block in CODE if page_and_part in of_block(block, NEED_GPU)]
     found = names_for(block, place)

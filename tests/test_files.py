@@ -89,7 +89,7 @@ def test_a_file_is_written_through_a_link_or_takes_its_place(tmp_path):
     assert contents(tmp_path / "folder") == {"link": b"2"}
 
 
-def test_what_is_no_file_keeps_its_place(tmp_path):
+def test_outputs_that_are_not_files_keep_their_place(tmp_path):
     """A pipe stands in for devices: a failing test must not replace a device."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
@@ -356,7 +356,7 @@ def hold_a_temporary_folder(parent: Path, ready) -> None:
         signal.pause()
 
 
-def test_what_a_killed_process_left_among_temporary_files_is_swept_by_the_next(tmp_path, monkeypatch):
+def test_temporary_files_of_a_killed_process_are_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "another's").write_bytes(b"stays")
     ready = SPAWN.Event()

@@ -42,7 +42,7 @@ def test_calls_are_those_of_the_stages(tmp_path):
     assert fewer < found["the search"] < exact, "probes take as long for any number of choices"
 
 
-def test_what_is_stated_is_not_searched(tmp_path):
+def test_stated_modes_are_not_searched(tmp_path):
     stated = forecast(recipe_of(tmp_path, attention={"modes": "precision"}), "cpu", choices=200, sites=SITES, step=1.0)
     assert "the search" not in stated and "the choice of steps" not in stated
     reused = forecast(

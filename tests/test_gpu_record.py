@@ -142,7 +142,7 @@ def test_parts_of_two_runs_are_not_joined(changes):
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/2/3", "-1/2", "a/b", "1/0"])
-def test_what_is_no_part_is_refused(text):
+def test_invalid_parts_are_refused(text):
     with pytest.raises(ValueError, match=r"--part: expected .* such as 1/2, got"):
         gpu_record.Part.read(text)
 

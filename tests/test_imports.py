@@ -54,7 +54,7 @@ LAYERS: tuple[set[str], ...] = (
 """From the top: modules and folders of the package. Those of one layer may import each other."""
 LEVEL = {name: -row for row, names in enumerate(LAYERS) for name in names}
 APART = {("calib", "export")}
-"""What does not import each other although the order would allow one way."""
+"""Modules that must not import each other, although the order would allow one way."""
 
 STAGES: tuple[set[str], ...] = (
     {
@@ -124,7 +124,7 @@ def test_every_module_has_one_place():
     assert len(LEVEL) == sum(map(len, LAYERS))
 
 
-def test_nothing_imports_upwards():
+def test_no_module_imports_upwards():
     found = []
     for path, source in SOURCES.items():
         if path == Path(
@@ -159,6 +159,6 @@ def test_no_stage_imports_another_one():
         ("calib", "from trtconvert.export.trace import trace"),
     ],
 )
-def test_what_goes_against_the_order_is_found(place: str, source: str):
+def test_imports_against_the_order_are_found(place: str, source: str):
     assert len(upwards(place, source)) == 1
     assert upwards("cli", source) == []

@@ -49,7 +49,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr("trtconvert.files.DAY", 0.4)
 
 
-def test_who_has_the_lock_of_some_work_is_told_and_the_wait_ends(impatient, tmp_path, capsys):
+def test_lock_holder_is_named_and_the_wait_ends(impatient, tmp_path, capsys):
     work = tmp_path / "work"
     with holding("one_at_a_time", work) as process, pytest.raises(UserError) as refused, one_at_a_time(work):
         pass

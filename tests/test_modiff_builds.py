@@ -124,7 +124,7 @@ def test_triton_which_mixes_clients_is_refused(bundle):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_a_calibration(tmp_path, monkeypatch, sections, parts):
+def test_impossible_settings_are_refused_before_a_calibration(tmp_path, monkeypatch, sections, parts):
     monkeypatch.setattr("trtconvert.calib.calibrate._run", lambda *_: pytest.fail("a calibration ran"))
     refusal(run("build", recipe_of(tmp_path, **sections), "-o", tmp_path / "b", "--cache", tmp_path / "c"), *parts)
 

@@ -105,7 +105,7 @@ def test_the_gpu_memory_of_each_stage_is_told(monkeypatch):
     assert [event.gpu_bytes for event in told if event.event == "finished"] == [7, 3]
 
 
-def test_what_the_cache_had_is_told(built):
+def test_reused_stages_are_reported(built):
     code, result, events = told(*build_command(built[0], "other"))
     assert code == 0 and result is not None and "calibrate" in result["reused"]
     assert {event.stage for event in events if event.event == "finished" and event.reused} == set(result["reused"])
@@ -169,7 +169,7 @@ def test_both_options_are_refused():
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_what_ends_a_command_is_told_by_its_kind(error, code, kind):
+def test_errors_of_a_command_have_their_kind(error, code, kind):
     made = failure(error, code)
     assert (made.kind, made.exit_code) == (kind, code) and made.problem
 
@@ -186,7 +186,7 @@ def test_results_are_json_of_any_reader():
     assert json.loads(stream.getvalue(), parse_constant=pytest.fail) == {"psnr": None, "name": "名", "of": [None, 1.5]}
 
 
-def test_what_libraries_print_does_not_reach_the_result(capsys):
+def test_output_of_libraries_does_not_reach_the_result(capsys):
     out = Output("json")
     with out.kept_clean():
         print("a library speaks")
@@ -258,7 +258,7 @@ def test_steps_that_were_skipped_say_nothing_of_the_time():
         assert bar._total == 6 and bar.left() == pytest.approx(20)
 
 
-def test_where_there_is_no_terminal_a_line_tells_how_far_a_stage_is(monkeypatch):
+def test_progress_lines_without_a_terminal(monkeypatch):
     report, screen, now = lines_of(monkeypatch)
     with report.live(), report.stage("search [all]") as bar:
         bar.print_line()

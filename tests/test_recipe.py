@@ -292,7 +292,7 @@ def test_modes_are_one_per_bin(tmp_path):
         (b"model:\n  source: a\n  options: {b: 2026-01-01}\n", "got: a date"),
     ],
 )
-def test_what_is_no_recipe_is_refused(tmp_path, content, problem):
+def test_files_that_are_not_recipes_are_refused(tmp_path, content, problem):
     message = refused(tmp_path, content)
     assert problem in message and "got: " in message
 
@@ -307,7 +307,7 @@ def test_aliases_of_aliases_are_counted_before_they_are_replaced(tmp_path, level
     assert time.monotonic() - started < 1
 
 
-def test_of_many_mistakes_some_are_told_and_long_values_are_cut(tmp_path):
+def test_many_mistakes_are_limited_and_long_values_cut(tmp_path):
     message = refused(tmp_path, MODEL + f"attention:\n  include: [{'1, ' * 5000}]\n  scaling: {'x' * 5000}\n")
     assert len(message) < 50_000 and "'attention.include.0' does not fit" in message
     assert "x" * 300 not in refused(tmp_path, MODEL + f"attention:\n  scaling: {'x' * 5000}\n")

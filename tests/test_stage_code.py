@@ -64,12 +64,12 @@ def test_no_import_is_overlooked(path):
         ("import torch\nfrom other.trtconvert import a\n", set()),
     ],
 )
-def test_what_counts_as_an_import(source, names):
+def test_statements_that_count_as_imports(source, names):
     assert imported_names(source) == names
 
 
 @pytest.mark.parametrize("package", ON_DEMAND)
-def test_what_a_package_imports_on_demand_counts_where_it_is_asked_for(package):
+def test_lazy_imports_of_a_package_count_at_their_use(package):
     module = importlib.import_module(package)
     for name in module.__all__:
         place = getattr(getattr(module, name), "__module__", package)
@@ -165,7 +165,7 @@ STATED = functools.partial(
 )
 SEARCHED = functools.partial(tiny_recipe, attention={"modes": "auto"}, plan={"samples": 1, "steps": 2, "min_psnr": 10})
 SHOWN = {"trtconvert.progress", "trtconvert.forecast", "trtconvert.pipeline"}
-"""What may run in a stage and decides nothing: it is given to the stage, and shows how far the stage is or what a build takes."""
+"""Code that may run in a stage and decides nothing: it shows the progress of the stage or the cost of a build."""
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_models_of_few_steps_get_few(tmp_path):
         ("folder", ["is not a diffusers pipeline", "got: notes.txt"]),
     ],
 )
-def test_what_no_recipe_can_be_for_is_refused(tmp_path, monkeypatch, model, told):
+def test_sources_without_a_possible_recipe_are_refused(tmp_path, monkeypatch, model, told):
     (tmp_path / "model.onnx").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").touch()

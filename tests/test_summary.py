@@ -161,7 +161,7 @@ def with_parts(manifest, recipe, sites=None, layers=None):
     )
 
 
-def test_nothing_is_said_where_most_is_in_int8(manifest, digits_build):
+def test_no_hint_if_most_is_in_int8(manifest, digits_build):
     assert told_why(manifest, digits_build.bundle) == ""
 
 

@@ -45,7 +45,7 @@ def test_a_gpu_draws_what_the_recipe_asks_for_on_one(tmp_path, on_gpu, place, ex
         ({"samples": 3, "on_gpu": {"samples": 6, "steps": 7}}, (6, 7)),
     ],
 )
-def test_what_callers_of_optimize_say_counts_on_a_gpu_too(tmp_path, asked, expected):
+def test_arguments_of_optimize_count_on_a_gpu_too(tmp_path, asked, expected):
     sections = _merged({"verify": asked}, {}, None, offload=False)
     sections["model"] = {"source": "tiny_models:build"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(sections))

@@ -53,7 +53,7 @@ def test_packed_masks_come_back(counts):
     assert torch.equal(unpack(pack(masks), *counts), masks)
 
 
-def test_what_any_sample_or_batch_needs_is_kept_in_its_own_bin():
+def test_blocks_of_any_sample_or_batch_are_kept_in_their_bin():
     calls = [call(1, (10.0, 600.0)), call(2, (20.0, 30.0))]
     observer = BlockObserver([SITE], SHARES, 1000.0, 4)
     found = []

@@ -151,7 +151,7 @@ def test_masks_hide_keys():
     assert error(int4_attention(q, k, v, mask=of_keys), exact(q, k, v, of_keys[None])) < tolerances.INT4_ERROR
 
 
-def test_what_is_no_number_stays_none():
+def test_values_that_are_not_finite_reach_the_output():
     q, k, v = tensors()
     k[0, 0, 3, 5] = math.inf
     out = int4_attention(q, k, v)

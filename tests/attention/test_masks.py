@@ -132,7 +132,7 @@ def test_block_sparse_attention_is_attention_under_the_mask() -> None:
         (lambda: neighbourhood_mask((8, 8), 3, text="middle"), "place"),  # type: ignore[arg-type]
     ],
 )
-def test_what_does_not_fit_is_refused(make, named: str) -> None:
+def test_mismatched_inputs_are_refused(make, named: str) -> None:
     with pytest.raises(UserError, match=named) as refusal:
         make()
     assert refusal.value.remedy

@@ -502,7 +502,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("given", [nn.Linear(3, 3), object(), "pipeline", None])
-def test_what_has_no_attention_is_refused(given) -> None:
+def test_models_without_attention_are_refused(given) -> None:
     for act in (replace_attention_with_int8, restore_attention, attention_report):
         with pytest.raises(UserError, match="no attention to replace"):
             act(given)

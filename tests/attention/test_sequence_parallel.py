@@ -125,12 +125,12 @@ def test_one_process_is_a_ring_too(results) -> None:
 
 
 @pytest.mark.parametrize("said", [*refusals(0, None, *tensors())])  # type: ignore[arg-type]
-def test_what_does_not_fit_is_refused_by_every_process(results, said: str) -> None:
+def test_every_process_refuses_mismatched_inputs(results, said: str) -> None:
     for result in results:
         assert said in result[said] and "remedy" in result[said]
 
 
-def test_what_one_process_refuses_keeps_none_waiting(results) -> None:
+def test_refusal_by_one_process_keeps_none_waiting(results) -> None:
     assert "0 to 1000" in results[1]["a timestep of one"] and "5005" in results[1]["a timestep of one"]
     assert "invalid ones on rank 1" in results[0]["a timestep of one"] and "remedy" in results[0]["a timestep of one"]
     assert all(isinstance(result[name], Tensor) for result in results for name in ("none", "unchecked"))

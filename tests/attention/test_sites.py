@@ -177,7 +177,7 @@ def test_forwards_of_one_model_run_side_by_side():
     ("attention", "reason"),
     [(Wide(), "head_dim 264"), (Attention(is_causal=True), "causal"), (Attention(dropout_p=0.5), "dropout")],
 )
-def test_what_the_kernels_cannot_take_is_left_with_a_reason(attention, reason):
+def test_sites_that_kernels_do_not_support_stay_with_a_reason(attention, reason):
     chosen, left = select_sites(find_sites(Model(Attention(), attention), INPUTS, "timestep"), ["*"], [])
     assert [site.name for site in chosen] == ["blocks.0"]
     assert reason in left[0].obstacle
@@ -277,7 +277,7 @@ def test_patterns_choose():
         (Model(Attention()), ["*"], ["*"], "no attention site can be converted"),
     ],
 )
-def test_nothing_to_convert_is_an_error_that_says_what_is_there(model, include, exclude, message):
+def test_nothing_to_convert_is_an_error_that_lists_the_modules(model, include, exclude, message):
     with pytest.raises(UserError, match=message.replace("*", r"\*")) as raised:
         select_sites(find_sites(model, INPUTS, "timestep"), include, exclude)
     assert raised.value.expected and raised.value.remedy

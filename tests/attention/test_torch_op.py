@@ -107,7 +107,7 @@ def test_gradients_are_those_of_unquantised_attention(layout: str, kind: str) ->
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_what_lies_behind_the_key_length_has_no_gradient_and_no_effect() -> None:
+def test_keys_beyond_the_length_have_no_gradient_and_no_effect() -> None:
     args = inputs(grad=True)
     lengths = torch.tensor([100, 128], dtype=torch.int32)
     clean = OP(*args, None, lengths)

@@ -423,7 +423,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize(("form", "reason"), LEFT.items(), ids=lambda x: getattr(x, "__name__", ""))
-def test_what_cannot_be_handed_over_is_named_and_left(form: Form, reason: str) -> None:
+def test_unsupported_attention_is_named_and_left(form: Form, reason: str) -> None:
     first, site = found(by_matmul, form)
     assert (first.name, first.obstacle) == ("blocks.0", "")
     assert (site.name, site.obstacle) == ("blocks.1", reason)
@@ -437,7 +437,7 @@ def test_models_with_a_soft_choice_that_is_no_attention_have_no_site_for_it() ->
     assert not found(lambda x, context: x * x.softmax(-1))
 
 
-def test_what_is_written_to_scores_later_is_seen() -> None:
+def test_later_writes_to_scores_are_seen() -> None:
     def written_to(x: Tensor, context: Tensor) -> Tensor:
         q, k, v = qkv(x, context)
         scores = q @ k.mT
@@ -460,7 +460,7 @@ def test_probabilities_that_are_kept_elsewhere_are_not_written_to() -> None:
     assert site.obstacle == "its scores or probabilities are also read by __setitem__"
 
 
-def test_nothing_is_kept_of_a_forward() -> None:
+def test_forward_keeps_no_memory() -> None:
     """Scores are freed when the model frees them."""
     alive = []
 

@@ -156,7 +156,7 @@ def test_a_missing_layer_is_no_empty_one(tmp_path):
 
 
 def test_a_batch_that_another_process_replaced_is_read_anew(tmp_path):
-    """As a run does that observes a batch again from which an earlier run skipped samples."""
+    """Like a run that observes a batch again after an earlier run skipped samples of the batch."""
     writing, reading = Shards(tmp_path), Shards(tmp_path)
     for value in (1.0, 2.0):
         writing.write(0, {}, [], observed(call(torch.full((1, 8, 16), value), [1.0])))

@@ -34,7 +34,7 @@ VAE = "vae_decoder"
 
 @dataclass
 class Builder:
-    """A builder whose plans are no engines, but each another one.
+    """A builder whose plans are not engines; all plans differ.
 
     Attributes:
         meanwhile: called with a component's name while its engine is built.

@@ -136,7 +136,7 @@ def test_two_that_compile_one_bundle_keep_each_others_engines(bundle, gpu, monke
     assert [engine.target for engine in manifest.components["denoiser"].engines] == ["sm90", "sm80"]
 
 
-def test_what_is_no_bundle_is_refused(tmp_path, gpu):
+def test_folders_that_are_not_bundles_are_refused(tmp_path, gpu):
     with pytest.raises(UserError, match="is not a bundle"):
         compiled(tmp_path)
 

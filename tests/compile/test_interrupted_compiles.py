@@ -236,7 +236,7 @@ def test_a_bundle_that_goes_while_another_process_has_its_lock_is_named(bundle, 
 
 
 def flock_of_nfs(handle, operation):
-    """As on NFS 4, which turns it into a lock of a byte range."""
+    """Like NFS 4, which turns the lock into a lock of a byte range."""
     if stat.S_ISREG(os.fstat(handle).st_mode) and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return FLOCK(handle, operation)

@@ -284,7 +284,7 @@ def test_layers_that_cannot_be_compared_stay_int8(builds, monkeypatch):
 def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
     builds, monkeypatch, tmp_path, lacking, said
 ):
-    """They are compared with 16-bit layers, and the build tells what is missing."""
+    """They are compared with 16-bit layers, and the build names the missing part."""
     kept = tmp_path / "unquantised"
     if lacking != "file":
         kept.touch()
@@ -301,7 +301,7 @@ def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
     assert record.layers_us == ({} if lacking else {"plugin": 80.0, "exact": 90.0})
 
 
-def test_what_cannot_be_refitted_is_refused_before_it_is_calibrated():
+def test_models_that_cannot_be_refitted_are_refused_before_calibration():
     with pytest.raises(ValidationError, match=r"false with engine\.layers: native, which has fixed INT8 weights"):
         EngineSection(refittable=True, layers="native")
 

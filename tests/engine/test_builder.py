@@ -178,7 +178,7 @@ def test_a_node_that_cannot_be_parsed_is_named():
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model"])
-def test_what_is_no_model_is_refused(content):
+def test_files_that_are_not_models_are_refused(content):
     refused("cannot be parsed", model=content)
 
 

@@ -51,7 +51,7 @@ CHOICE = Choice([timed_site("d", 77, 3.0, 4.0)], [[timed_site("a"), timed_site("
 
 
 def mix(times, choice=CHOICE, build=None, build_plain=None):
-    """The fastest engine of four sites, with what was timed and the watcher."""
+    """The fastest engine of four sites, the timed engines, and the watcher."""
     watch, timed = Watch(), []
     nodes = {name: node_of(Mode.BALANCED, Mode.PRECISION) for name in "abcd"}
 
@@ -127,7 +127,7 @@ def test_a_mix_that_cannot_be_built_does_not_keep_a_slower_engine():
     assert "TensorRT's own attention at every site stays, not compared with mixes of the two" in watch.notices[0]
 
 
-def test_where_the_plugins_engine_cannot_be_built_tensorrts_own_attention_stays():
+def test_tensorrts_attention_stays_if_the_plugins_engine_fails():
     with pytest.raises(TrtconvertError, match="no such engine"):
         mix({}, build=refuse)
     chosen, timed, watch = mix({}, build=lambda native: b"" if len(native) == 4 else refuse())
@@ -191,7 +191,7 @@ def test_a_site_of_unknown_lengths_does_not_have_the_first_engine_built_again():
 
 
 @pytest.mark.parametrize("native_us", [100.0, 10.0])
-def test_of_all_plans_only_the_fastest_is_kept(native_us):
+def test_only_the_fastest_plan_is_kept(native_us):
     """A plan is as large as the model."""
 
     class Plan:

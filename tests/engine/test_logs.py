@@ -66,7 +66,7 @@ def test_a_call_is_heard_by_its_log_alone(library):
     assert (outer.last(), inner.last(), other.last()) == ("of the outer", "of the inner", "no reason was logged")
 
 
-def test_what_other_threads_log_is_heard_by_all(library):
+def test_log_messages_of_other_threads_reach_all(library):
     """The builder logs from its own threads."""
     logs = [make_log(library) for _ in range(2)]
     with logs[0]:

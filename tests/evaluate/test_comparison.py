@@ -15,7 +15,7 @@ SIDE = Side(
 )  # fmt: skip
 
 
-def test_what_differs_stands_out():
+def test_differences_are_highlighted():
     other = replace(
         SIDE, title="two <b>", figures={"PSNR": "50.0 dB", "Size": "3 MiB"}, engines={"NVIDIA H200": 187.2}, settings={}
     )

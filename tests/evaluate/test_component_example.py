@@ -83,7 +83,7 @@ def test_whole_numbers_and_truth_values_are_compared():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_in_full_precision_is_refused(value):
+def test_full_precision_that_is_not_finite_is_refused(value):
     x = torch.ones(2, 3)
     x[1, 1] = value
     model = source(Sums(), "y", x=x)

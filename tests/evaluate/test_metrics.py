@@ -286,7 +286,7 @@ def test_functions_of_one_file_see_different_things():
 
 
 @pytest.mark.parametrize("name", ["a_module", "a_partial"])
-def test_whatever_can_be_called_extracts(name):
+def test_any_callable_extracts_features(name):
     extractor = load_extractor(f"test_metrics:{name}")
     assert extractor(torch.rand(3, 1, 4, 4)).pooled.shape == (3, 16)
     assert len(extractor.identity) == 64

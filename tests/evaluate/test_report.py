@@ -154,7 +154,7 @@ def test_an_evaluation_of_another_bundle(bundle, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"points": []}', FRONTIER.model_dump_json().replace("1.9", '"x"')])
-def test_a_frontier_that_is_none(digits_build, tmp_path, content):
+def test_invalid_frontiers_are_refused(digits_build, tmp_path, content):
     folder = tmp_path / "bundle"
     shutil.copytree(digits_build.bundle, folder)
     (folder / "frontier.json").write_text(content)
@@ -226,7 +226,7 @@ def test_the_frontier_puts_faster_to_the_right_and_better_up():
     assert charts.frontier(FRONTIER.model_copy(update={"chosen": ""})).chosen is None
 
 
-def test_of_several_exact_plans_the_fastest_is_named():
+def test_fastest_of_several_exact_plans_is_named():
     slower = FRONTIER.points[-1].model_copy(update={"name": "exact too", "speed": FRONTIER.points[-1].speed / 1.01})
     found = charts.frontier(FRONTIER.model_copy(update={"points": [*FRONTIER.points, slower]}))
     assert [point.exact for point in found.points[-2:]] == [True, False]

@@ -152,7 +152,7 @@ def test_ranges_are_what_the_scales_cover(report, bundle):
     assert re.findall(r">([\d.]+)<", row) == [f"{127 * x:#.3g}".rstrip(".") for x in scales["skip"].x_scale.tolist()]
 
 
-def test_of_many_layers_the_weakest_are_shown_and_the_others_folded_away(many):
+def test_weakest_layers_are_shown_and_others_folded(many):
     folder, manifest = many
     html = section(render(folder, manifest, None), "layers")
     shown, folded = html.split("<details>")

@@ -30,7 +30,7 @@ def local():
 
 @pytest.fixture(scope="module")
 def tables(local):
-    """Of several modes, FP16 among them."""
+    """A plan of several modes, including FP16."""
     found = {}
     modes = torch.tensor([Mode.PRECISION, Mode.FP16, Mode.BALANCED, Mode.AGGRESSIVE], dtype=torch.int32)
 

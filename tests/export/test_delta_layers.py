@@ -19,7 +19,7 @@ from trtconvert.export.nodes.deltas import LINEAR, QUANTISE, delta_nodes, modula
 from trtconvert.export.nodes.layers import layer_nodes
 
 EDGES = 0.01
-"""What falls on the other side of INT8's rounding edges, since sums are rounded elsewhere, of steps that follow each other."""
+"""Tolerance for values beyond INT8's rounding edges in consecutive steps, because sums are rounded elsewhere."""
 
 
 CLOSE = 1.35

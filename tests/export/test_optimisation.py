@@ -29,7 +29,7 @@ def kinds(of: torch.onnx.ONNXProgram) -> list[str]:
     return [node.op_type for node in of.model.graph]
 
 
-def test_what_it_leaves_is_what_onnxscript_leaves_by_itself():
+def test_result_equals_that_of_onnxscript_alone():
     ours, theirs = program(5), program(5)
     optimise(ours)
     theirs.optimize()

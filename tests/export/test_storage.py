@@ -25,7 +25,7 @@ X, KEPT, JOINED, BIAS = (GENERATOR.standard_normal(shape, np.float32) for shape 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch) -> Path:
-    """Where temporary folders are made."""
+    """The folder of temporary folders."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -89,7 +89,7 @@ def state(folder: Path) -> dict[Path, tuple[int, int]]:
 
 @pytest.mark.parametrize("load", [ir.load, storage.load])
 @pytest.mark.parametrize("location", ["model.onnx.data", "a folder/of/weights.data"])
-def test_what_was_joined_is_read_from_a_file_like_the_rest(tmp_path, temporary, location, load):
+def test_joined_weights_are_read_from_a_file_like_the_rest(tmp_path, temporary, location, load):
     path = stored(tmp_path / "bundle", location)
     with storage.for_parser(extended(load(path))) as content:
         where = places(content)
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written_is_not_written(tmp_path, temporary):
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("when", ["while weights are written", "while the parser runs"])
-def test_nothing_is_left_of_what_ends_early(tmp_path, temporary, failure, when):
+def test_early_ends_leave_nothing_behind(tmp_path, temporary, failure, when):
     def compute():
         assert list(temporary.iterdir())
         if when == "while weights are written":

@@ -274,7 +274,7 @@ class LooksAtValues(CountsImages):
         return self.attn(x) if float(x.sum()) > 0 else x
 
 
-def test_of_a_model_that_cannot_be_traced_the_message_alone_is_printed(capfd):
+def test_models_that_cannot_be_traced_print_only_the_message(capfd):
     model = replace(tiny_models.build(), denoiser=LooksAtValues().eval().requires_grad_(False))
     x = torch.randn(2, 1, 16, 32)
     tables = tables_from_data(x, x, x, Mode.BALANCED)

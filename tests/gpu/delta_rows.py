@@ -50,7 +50,7 @@ def blank(x: Tensor) -> Deltas:
 def params(
     x: Tensor, a_hat: Tensor, scales: Tensor, out: Deltas, factor: Tensor | None = None, /, **changed: object
 ) -> DeltaParams:
-    """Of scales [batch, places]."""
+    """The reference for scales [batch, places]."""
     given = {
         "struct_size": ctypes.sizeof(DeltaParams), "version": 1, "rows": x.shape[0], "channels": x.shape[1],
         "data_type": DATA_TYPES[x.dtype], "batch": scales.shape[0], "places": scales.shape[1], "x": x.data_ptr(),

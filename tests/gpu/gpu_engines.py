@@ -13,7 +13,7 @@ from trtconvert.engine.logs import make_log
 
 
 def output_of_plan(trt: Any, plan: bytes, feed: Mapping[str, Tensor]) -> Tensor:
-    """What an engine of one FP16 output gives for inputs on the GPU, by name."""
+    """Output of an engine with one FP16 output, for inputs on the GPU by name."""
     log = make_log(trt)
     runtime, engine = load_engine(trt, log, plan)
     assert runtime is not None and engine is not None, log.last()

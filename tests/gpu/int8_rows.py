@@ -134,7 +134,7 @@ def dynamic_scale(xhat: Tensor) -> Tensor:
 
 
 def are_steps_of(q: Tensor, xhat: Tensor, scale: Tensor) -> bool:
-    """Whether INT8 rows are rounded quotients: a few may be a step off, next to the middle of two integers."""
+    """True if INT8 rows are rounded quotients. A few may be a step off, next to the middle of two integers."""
     expected = (xhat / scale[:, None]).round().clamp(-127, 127)
     off = (q.float() - expected).abs()
     return bool((off <= 1).all() and (off > 0).double().mean() < 1e-5)

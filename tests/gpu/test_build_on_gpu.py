@@ -1,4 +1,4 @@
-"""The main job on a GPU: what computes there, and that the engine which ships is what is verified."""
+"""The main job on a GPU: the stages that compute there, and the verification of the shipped engine."""
 
 from __future__ import annotations
 

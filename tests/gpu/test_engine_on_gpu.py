@@ -128,7 +128,7 @@ def test_weight_streaming(trt):
 
 
 def test_version_compatible(trt):
-    """Where the library has its lean runtime, which such plans carry; it is a package of its own."""
+    """The lean runtime of the library, which such plans contain, is a separate package."""
     try:
         plan = build(trt, version_compatible=True)
     except TrtconvertError as error:
@@ -275,7 +275,7 @@ def test_an_engine_with_group_norms_of_plugins_computes_the_same(trt, attention,
 
 
 def output_of(trt, model):
-    """What an engine of a tiny model gives for another batch than the one that its profile is tuned for."""
+    """Output of an engine of a tiny model for a batch that its profile is not tuned for."""
     generator, shapes = torch.Generator("cuda").manual_seed(0), {x.name: list(x.shape)[1:] for x in model.graph.inputs}
     feed = {name: torch.randn(3, *shape, generator=generator, device="cuda").half() for name, shape in shapes.items()}
     feed["timestep"] = torch.full((3,), 400.0, device="cuda")
@@ -352,7 +352,7 @@ def bundle(tmp_path_factory):
 
 @pytest.mark.parametrize("attention", ["auto", "plugin", "native"])
 def test_compile_finishes_a_bundle(bundle, tmp_path, attention):
-    """What is computed is what ONNX Runtime computes: the INT8 arithmetic with the plugin, exact attention without."""
+    """Results equal those of ONNX Runtime: the INT8 arithmetic with the plugin, exact attention without."""
     folder = shutil.copytree(bundle, tmp_path / "bundle")
     _with_attention(folder, attention)
     manifest = compile_bundle(folder, Reporter(Console(quiet=True)), Cache(tmp_path / "cache"))

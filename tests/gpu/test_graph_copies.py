@@ -1,6 +1,6 @@
-"""Graphs that copy their inputs and outputs: what arrives, bit for bit, wherever the caller's memory is. Without TensorRT.
+"""Graphs that copy their inputs and outputs, bit for bit, for any address of the caller's memory. Without TensorRT.
 
-tests/plugins/test_copies_api.py has what is refused without a GPU.
+tests/plugins/test_copies_api.py has the refusals, without a GPU.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_norms(batch, pixels, channels, groups, silu, dtype):
 
 @pytest.mark.parametrize("pixels", [64, 4096])
 def test_images_far_from_zero(pixels):
-    """Where the mean is a hundred times the deviation, a sum of squares would cancel."""
+    """With a mean of a hundred times the deviation, a sum of squares would cancel."""
     x, shift, weight, bias = draw(1, pixels, 320, torch.float16, offset=300.0)
     x[:, 1:, 5] -= 600  # the first pixel is not like the others either
     normed = torch.full_like(x, torch.nan)

@@ -230,7 +230,7 @@ def test_fp8_is_computed_alike_whatever_comes_first(kind: str, keys: int) -> Non
 
 
 def test_fp8_keeps_sums_of_one_sign() -> None:
-    """Half of the values are of one sign, and attention finds them: the tensor cores alone would lose what is added last."""
+    """Half of the values are of one sign, and attention finds them: the tensor cores alone would lose the last terms."""
     q, k, v = draw("gauss", 1, 4, 4, 200, 17160, 128)
     direction = torch.nn.functional.normalize(torch.randn(1, 4, 1, 128, device="cuda"), dim=-1) * 128**0.5 / 4
     sign = torch.where(torch.rand(1, 4, 17160, 1, device="cuda") < 0.5, 1.0, -1.0)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 DIMS = (40, 64, 80, 96, 128, 160, 192, 256)
 SHAPES = ((1, 1), (2, 1), (1, 4), (2, 4))
-"""Of a block mask's batch and heads, for batch 2 and 4 heads."""
+"""Batch and heads of a block mask, for batch 2 and 4 heads."""
 
 # Largest and typical error of the log-sum-exp: of sums of 16-bit weights and of unrounded ones, and of sums of weights that were
 # rounded to 8 bits. Where one weight of a row is most of its sum and falls on the other side of a rounding edge, the sum changes
@@ -47,7 +47,7 @@ def kept_rows(batch: int, kv_heads: int, keys: int, kept: int) -> Tensor:
 
 
 def given_keys(k: Tensor) -> Tensor:
-    """Those that are numbers: of keys behind a length tests make NaN."""
+    """The elements that are numbers: tests set keys behind a length to NaN."""
     return k.nan_to_num(0)
 
 

@@ -68,7 +68,7 @@ def params(
 
 
 def params_16bit(x: Tensor, *rest: Tensor | None, **changed: object) -> Params:
-    """Of rows as they are, without scales."""
+    """The reference for unquantised rows, without scales."""
     return params(Rows(x, x), *rest, **{"mode_set": 1 << WEIGHT_ONLY, "row_scale": None} | changed)
 
 
@@ -99,7 +99,7 @@ def blank(rows: int, weight: Tensor, dtype: torch.dtype = torch.float16) -> Tens
 
 
 def exact(rows: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of one layer in float64, and what FP32 may be off: half a last place of sum, scale and result."""
+    """One layer in float64, and the tolerance of FP32: half a last place of sum, scale and result."""
     sums = rows.payload.view(torch.int8).double() @ weight.double().T
     y = sums * rows.scale.double()[:, None] * scale.double()
     magnitude = y.abs()
@@ -109,7 +109,7 @@ def exact(rows: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tup
 
 
 def is_rounded(y: Tensor, expected: Tensor, off: Tensor) -> bool:
-    """Whether y is the expected number, which may be off by so much, rounded to its type."""
+    """True if y is the expected number within the tolerance, rounded to its type."""
     unit = torch.finfo(y.dtype).eps / 2
     rounded = unit * (expected.abs() + off) + unit * torch.finfo(y.dtype).smallest_normal
     return bool(((y.double() - expected).abs() <= off + rounded).all())  # NaN is not
@@ -142,7 +142,7 @@ def test_products(rows, channels, biased, dtype, arch):
 @pytest.mark.parametrize("channels", [(16, 8), (80, 200), (320, 1280), (640, 2560), (1280, 5120)], ids=str)
 @pytest.mark.parametrize("rows", [1, 129, 2048, 8200])
 def test_geglu(rows, channels, biased, dtype, arch):
-    """Of one layer times the GELU of another, which has a slope of at most 1.13 and is off by 8e-8 of its argument."""
+    """One layer times the GELU of another. GELU has a slope of at most 1.13 and an error of 8e-8 of its argument."""
     given, weight, scale, bias = draw(rows, channels, 2)
     y = blank(rows + 3, weight, dtype)
     assert run(params(given, weight, scale, bias if biased else None, y, target_arch=arch)) == (0, "")
@@ -184,7 +184,7 @@ def test_residuals(rows, channels, in_place, dtype, arch):
 def exact_deltas(
     rows: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `exact`, added to the row before, or to the bias where the row's scale is negative."""
+    """Like `exact`, added to the previous row, or to the bias if the row's scale is negative."""
     y, off = exact(Rows(rows.payload, rows.scale.abs()), weight, scale, None)
     of_bias = y.new_zeros(()) if bias is None else bias.double()
     known = torch.where(rows.scale.signbit()[:, None], of_bias, before.double())
@@ -258,7 +258,7 @@ def test_rows_whose_scale_is_nan_are_nan(arch):
 
 
 def draw_16bit(rows: int, channels: tuple[int, int], dtype: torch.dtype, layers: int = 1) -> tuple[Tensor, ...]:
-    """As `draw`, with rows in 16 bits."""
+    """Like `draw`, with rows in 16 bits."""
     _, weight, scale, bias = draw(rows, channels, layers)
     generator = torch.Generator("cuda").manual_seed(rows)
     x = torch.randn(rows, channels[0], generator=generator, device="cuda")
@@ -266,7 +266,7 @@ def draw_16bit(rows: int, channels: tuple[int, int], dtype: torch.dtype, layers:
 
 
 def exact_16bit(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of one layer in float64, and what FP32 may be off: sums as those of tests/gpu/test_linear.py, and what follows."""
+    """One layer in float64, and the tolerance of FP32: sums like those of tests/gpu/test_linear.py, and the epilogue."""
     wide, weights = x.double(), weight.double()
     y = wide @ weights.T * scale.double()
     off = (x.shape[1] + 1) * 2.0**-24 * (wide.abs() @ weights.abs().T) * scale.double()

@@ -72,7 +72,7 @@ def blank(rows: int, like: Tensor) -> Tensor:
 
 
 def is_right(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether y is what a single rounding behind FP32 sums allows.
+    """True if y is within a single rounding behind FP32 sums.
 
     Products of 16-bit numbers are exact in FP32. A sum of K of them and a bias in any order, each addition rounded or cut,
     is off by at most (K + 1) * 2^-24 of the sum of magnitudes: tensor cores cut each of 16 products and the sum before
@@ -120,9 +120,10 @@ def test_products(rows, channels, biased, dtype):
 @pytest.mark.parametrize("channels", [(8, 8), (72, 200), (320, 1280), (640, 2560), (1280, 5120)], ids=str)
 @pytest.mark.parametrize("rows", [1, 129, 2048, 8200])
 def test_geglu(rows, channels, biased, dtype):
-    """Of one layer times the GELU of another.
+    """One layer times the GELU of another.
 
-    Both sums are off as in `is_right`; GELU has a slope of at most 1.13 and is off by 8e-8 of its argument; one rounding follows.
+    Both sums have the error of `is_right`; GELU has a slope of at most 1.13 and an error of 8e-8 of its argument. One
+    rounding follows.
     """
     depth, width = channels
     x, weight, bias = draw(rows, (depth, 2 * width), dtype)

@@ -116,7 +116,7 @@ def test_compiled_models_compute_the_same():
 
 @pytest.mark.parametrize("modulated", [True, False])
 def test_recorded_calls_are_the_denoisers(modulated):
-    """Of two sizes by turns, and after each reset."""
+    """Two sizes in turns, and after each reset."""
     found, wanted = (modulate(unet(), DYNAMIC) if modulated else unet() for _ in range(2))
     recorded = Graphed(found)
     for count in (3, 2, 3):
@@ -128,7 +128,7 @@ def test_recorded_calls_are_the_denoisers(modulated):
 
 
 def test_samples_drawn_compiled_are_those_drawn_eager(tmp_path):
-    """Of the shipped model, in two batches of which the second is smaller; the sampler works on the GPU."""
+    """Samples of the shipped model in two batches, the second smaller; the sampler works on the GPU."""
     workspace = Workspace(
         digits_model(WEIGHTS), "cuda", torch.float32, 6, "ddim", 4, 4, AdaRound(iterations=0), tmp_path
     )

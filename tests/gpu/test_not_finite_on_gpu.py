@@ -230,7 +230,7 @@ def broken_rows(x: Tensor, value: float) -> Tensor:
 
 
 def only_struck(y: Tensor, whole: Tensor) -> bool:
-    """Whether no number of the struck rows is finite, and the others are bit by bit those of `whole`."""
+    """True if no number of the affected rows is finite, and the others equal those of `whole` bit for bit."""
     others = torch.ones(len(y), dtype=torch.bool, device=y.device)
     others[STRUCK] = False
     return not y[STRUCK].isfinite().any() and is_same(y[others], whole[others])
@@ -308,7 +308,7 @@ def test_residual_norms(channels, dtype):
 @pytest.mark.parametrize("mode", [WEIGHT_ONLY, DYNAMIC, STATIC])
 @pytest.mark.parametrize("activation", range(4))
 def test_layers_of_rows(activation, mode, arch):
-    """What follows the sums included: GEGLU, GELU, a residual, and rows that are quantised for the next layer."""
+    """Includes the epilogues: GEGLU, GELU, a residual, and quantised rows for the next layer."""
     geglu = activation == test_int8_linear.GEGLU
     _, weight, scale, bias = test_int8_linear.draw(ROWS, (80, 208), 1 + geglu)
     x = torch.randn(ROWS, 80, device="cuda").half()

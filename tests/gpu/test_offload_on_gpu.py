@@ -1,5 +1,5 @@
-"""Models on a GPU whose weights lie in host memory: what is computed is what is computed without, in less of the GPU's memory
-than the weights take."""
+"""Models on a GPU with weights in host memory: results equal those without offloading, in less GPU memory than
+the weights take."""
 
 from __future__ import annotations
 

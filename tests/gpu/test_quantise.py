@@ -38,7 +38,7 @@ def draw(rows: int, channels: int, dtype: torch.dtype = torch.float16) -> tuple[
 
 
 def untouched(out: Rows, channels: int) -> bool:
-    """Whether what lies behind INT8 rows is as it was."""
+    """True if the memory behind INT8 rows is unchanged."""
     return bool((out.payload.flatten()[len(out.scale) * channels :] == 0x80).all())
 
 

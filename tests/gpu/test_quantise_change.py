@@ -79,7 +79,7 @@ def test_activations(channels, activation, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [48, 640, 4608])
 def test_a_cache_in_place_comes_as_near_as_its_scale(channels, dtype):
-    """What is clipped in a step is in the next one's delta."""
+    """The next step's delta contains the clipped part of a step."""
     x, a_hat, _, factor = draw(130, channels, 10, dtype)
     out = blank(x)
     out.a_next.copy_(a_hat)

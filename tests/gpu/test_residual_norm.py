@@ -81,7 +81,7 @@ def test_sums_and_norms(rows, channels, dtype):
 
 
 def test_rows_far_from_zero():
-    """Where the mean is a hundred times the deviation a sum of squares would cancel."""
+    """With a mean of a hundred times the deviation, a sum of squares would cancel."""
     given = draw(64, 1280, torch.float16, offset=300.0)
     total, normed = blank(given[0])
     assert run(params(*given, total, normed))[0] == 0
@@ -109,7 +109,7 @@ def test_in_place_and_beyond_the_rows():
 def quantised(
     given: list[Tensor], of: Table, normed: Tensor | None, factor: Tensor | None = None, offset: Tensor | None = None
 ) -> Rows:
-    """What is written beside the norm, or in its place."""
+    """Quantised rows beside the norm, or in its place."""
     out, total = blank_rows(*given[0].shape, of.mode_set), torch.empty_like(given[0])
     called = params(
         *given, total, total, normed=address(normed), table=of.given(), factor=address(factor), offset=address(offset),

@@ -241,7 +241,7 @@ def test_a_bundle_is_found_loaded_and_loaded_again_when_it_changes(node, tmp_pat
         (None, "v_prediction", "V_PREDICTION"),
     ],
 )
-def test_what_a_unet_predicts_is_what_its_scheduler_says(node, tmp_path, says, asked, expected):
+def test_prediction_of_a_unet_follows_its_scheduler(node, tmp_path, says, asked, expected):
     nodes = sys.modules[f"{node.__name__}.nodes"]
     if says is not None:
         file = tmp_path / nodes._SCHEDULER

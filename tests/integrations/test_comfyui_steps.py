@@ -127,7 +127,7 @@ def test_a_conditioning_that_comes_back_begins_anew(loaded):
     assert computed == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_nothing_of_a_run_that_fails_is_left(loaded):
+def test_failed_runs_leave_nothing_behind(loaded):
     patcher = loaded.load()
 
     def failing(model, x, sigmas, extra_args):

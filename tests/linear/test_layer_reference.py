@@ -170,7 +170,7 @@ def test_padding_is_zero_whatever_the_factors_are(mode):
 
 
 @pytest.mark.parametrize("clipped", [1.0, 0.5])
-def test_what_lies_beyond_the_range_is_clipped(clipped):
+def test_values_beyond_the_range_are_clipped(clipped):
     x = torch.linspace(-1, 1, 16).repeat(2, 1)
     tables = tables_of(x, outputs=16, moved=False)
     identity = LEVELS * torch.eye(16, dtype=torch.int8)

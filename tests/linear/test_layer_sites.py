@@ -257,7 +257,7 @@ def test_the_handlers_result_takes_the_place_of_the_call_and_knows_all_of_it():
     assert call.timestep.tolist() == [1.0, 2.0] and call.channel_axis == 2
 
 
-def test_what_the_finder_computes_is_the_models_own():
+def test_finder_computes_the_models_own_results():
     model, x = Layered().eval(), random(2, 1, 4, 4)
     finder = LayerFinder(model)
     with torch.no_grad():
@@ -320,7 +320,7 @@ def test_layers_of_few_rows_keep_16bit_activations(monkeypatch):
     assert [layer.weight_only for layer in chosen] == [True, True]
 
 
-def test_what_stays_says_why():
+def test_unconverted_layers_have_a_reason():
     reasons = {layer.name: layer.obstacle for layer in select_layers(ended(), ["*"], ["middle"], 2)[1]}
     assert reasons == {
         "first": "it is the first layer; name it in layers.include to convert it",
@@ -330,7 +330,7 @@ def test_what_stays_says_why():
     }
 
 
-def test_what_kinds_leave_out_says_so_by_its_own_kind(layers):
+def test_layers_excluded_by_kinds_are_reported_by_kind(layers):
     for kind, words in (("conv", "linear layers"), ("linear", "convolutions")):
         chosen, left = select_layers(layers, ["*"], [], 2, kinds=(kind,))
         assert {layer.kind for layer in chosen} == {kind}

@@ -238,6 +238,6 @@ def test_a_variant_of_nan_leaves_the_other_rows(work, tmp_path, monkeypatch):
     assert outcome.exit_code == 2 and "in full precision" in outcome.output and "--dtype bfloat16" in outcome.output
 
 
-def test_nothing_is_compiled_on_a_cpu(tmp_path):
+def test_no_compilation_on_a_cpu(tmp_path):
     outcome = script(modiff_study, "digits-dit", *FEW, "--compile", "-n", "10", "-o", tmp_path / "a.md")
     assert outcome.exit_code == 2 and "--device cuda" in outcome.output

@@ -203,7 +203,7 @@ def test_caches_are_taken_and_checked():
     found.check_caches()
 
 
-def test_what_cannot_be_modulated_is_said():
+def test_layers_that_cannot_be_modulated_are_reported():
     found = modulated()
     with pytest.raises(UserError, match="already"):
         modulate(found.model, DYNAMIC)

@@ -71,7 +71,7 @@ def test_caches_are_the_input_and_its_product(kind, settings):
     assert max(errors[20:]) < 1.5 * max(errors[1:10]) < 0.15
 
 
-def test_what_stays_is_known_exactly_after_some_steps():
+def test_constant_inputs_are_exact_after_some_steps():
     layer, x = ModulatedLinear.of(linear(), DYNAMIC), walk((2, 5, 64), 1)[0]
     state, errors = None, []
     for _ in range(6):

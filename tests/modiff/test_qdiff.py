@@ -196,7 +196,7 @@ def test_another_model_or_other_bits_are_refused(calibration: Calibration):
         modulate(tiny(), dataclasses.replace(SETTINGS, activation_bits=6), calibration=calibration)
 
 
-def test_what_cannot_be_calibrated_is_said():
+def test_models_that_cannot_be_calibrated_are_reported():
     with pytest.raises(UserError, match="nothing to calibrate with"):
         calibrate(tiny(), [])
     with pytest.raises(UserError, match="no layers to calibrate"):

@@ -142,7 +142,7 @@ def test_extrapolations_go_as_far_as_fits(timesteps, predictions):
         assert missed(schedule.ahead[step]) <= min(missed(schedule.ahead[step] + off) for off in (-0.02, 0.02))
 
 
-def test_what_is_fitted_is_known_at_calibrated_timesteps_alone(timesteps, predictions):
+def test_fits_exist_at_calibrated_timesteps_only(timesteps, predictions):
     found = replace(trajectories(predictions, timesteps), fitted=True, correction=1.0)
     longer = torch.cat([timesteps, torch.tensor([5.0, 1.0])])
     for schedule in best_schedules(found, longer, "mean").values():
@@ -176,7 +176,7 @@ def test_errors_fall_with_computed_steps_down_to_none(timesteps, predictions):
     assert errors == sorted(errors, reverse=True) and errors[-1] == 0 and len(set(errors)) == len(errors)
 
 
-def test_what_goes_in_a_line_is_computed_twice(timesteps):
+def test_linear_trajectories_compute_two_steps(timesteps):
     line = torch.ones(1, 1, ELEMENTS, dtype=torch.float64) * (timesteps[:, None] / 1000)
     schedule = least_computed(trajectories(line, timesteps), timesteps, "worst", 1e-12)
     assert schedule.count == 2 and schedule.computed[:2] == (True, True)

@@ -73,11 +73,11 @@ class Command:
 
 
 OTHERS = ("Microsoft", "matplotlib", "torchinductor_root", ".ses")
-"""What libraries keep in the folders for caches and temporary files."""
+"""Files of libraries in the folders for caches and temporary files."""
 
 
 def left(folder: Path) -> dict[str, str]:
-    """What a folder holds, by path: a hash of each file, of an evaluation without the time at which it was made."""
+    """Contents of a folder by path: a hash of each file; an evaluation without its time."""
     found = {}
     for path in sorted(folder.rglob("*")):
         place = path.relative_to(folder)

@@ -1,4 +1,4 @@
-"""Damage for tests: what is done to values of JSON, to text and to files. All of it follows from a seed."""
+"""Damage for tests to values of JSON, to text and to files, determined by a seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = int(os.environ.get("TRTCONVERT_SOAK", "0"))
 """How many inputs of each kind are damaged, by `make soak`; where it is not set, as many as take a few seconds."""
 
 SECONDS = 5
-"""What any of them may take, on a machine that does other things too. A second is what it is to take."""
+"""Most seconds of any of them, on a machine with other work. The goal is a second."""
 
 
 def rounds(usual: int) -> range:
@@ -28,7 +28,7 @@ def rounds(usual: int) -> range:
 
 
 class Watch:
-    """Counts what was read and what was refused, and fails for anything else."""
+    """Counts reads and refusals, and fails for anything else."""
 
     def __init__(self) -> None:
         self.read = self.refused = 0
@@ -110,7 +110,7 @@ TOKENS = (
         "[" * 50,
     ),
 )
-"""What YAML gives a meaning to, and some that it does not."""
+"""Characters with a meaning in YAML, and some without."""
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -191,7 +191,7 @@ def damage_file(path: Path, others: list[Path], generator: random.Random, *, dev
 
 
 def fresh_copy(source: Path, target: Path) -> Path:
-    """A copy of a folder in the place of what was there."""
+    """Replaces a folder by a copy of another."""
     if target.exists():
         shutil.rmtree(target)
     return shutil.copytree(source, target)

@@ -13,9 +13,9 @@ from damage import ROUNDS
 from support import PARTIAL
 
 MOMENTS = min(ROUNDS, 20)
-"""Of each command, by `make soak`."""
+"""Rounds of each command in `make soak`."""
 FEW = {"calibrate": 1, "quantize": 1}
-"""Of each command that is quick, by every test run."""
+"""Rounds of each quick command in every test run."""
 PAGE, LARGE = 4096, 64 * 2**20
 
 

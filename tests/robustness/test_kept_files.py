@@ -1,5 +1,5 @@
-"""What builds keep beside manifests, each damaged at random by a seed: measurements in the cache, finished stages, recorded
-calls, trajectories; and what a recipe says of a model's noise."""
+"""Files of builds beside manifests, damaged at random by a seed: measurements in the cache, finished stages, recorded calls,
+trajectories; and a recipe's parametrisation of noise."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def all_kept(kept: KeptSearch) -> tuple[list[Tensor], dict[str, float] | None]:
 
 
 def test_damaged_searches_are_measured_again(tmp_path: Path):
-    """And nothing else comes of them than what was measured."""
+    """Damaged files give the measured values or nothing."""
     whole, watch = tmp_path / "whole", Watch()
     all_kept(kept := KeptSearch(whole))
     kept.keep_figures(PLAN, FIGURES)
@@ -113,7 +113,7 @@ def mutated_tensors(tensors: dict[str, Tensor], generator: random.Random) -> dic
 
 
 def test_damaged_recorded_calls(stepped_build, tmp_path: Path):
-    """What is read has a prediction for each of its calls."""
+    """Accepted files have a prediction for each call."""
     source, path, watch = stepped_build.bundle / "verify.safetensors", tmp_path / "calls.safetensors", Watch()
     content, tensors = source.read_bytes(), load_file(source)
     others = [stepped_build.bundle / "calibration.safetensors", source]
@@ -193,7 +193,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def test_parametrisations(tmp_path: Path):
-    """What is taken has finite noise levels, and inputs that say them."""
+    """Accepted recipes have finite noise levels, and inputs for them."""
     assert CHOICES.keys() == {field.name for field in fields(Trained)}
     watch = Watch()
     for seed in rounds(400):

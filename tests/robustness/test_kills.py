@@ -11,9 +11,9 @@ from commands import COMMANDS, Command, left, undisturbed
 from damage import ROUNDS
 
 KILLS = min(ROUNDS, 200)
-"""Of each command, by `make soak`."""
+"""Kills of each command in `make soak`."""
 FEW = {"calibrate": 2, "quantize": 2}
-"""Of each command that is quick, by every test run."""
+"""Kills of each quick command in every test run."""
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if KILLS or c.name in FEW], ids=lambda c: c.name)

@@ -116,7 +116,7 @@ def test_every_path_lies_in_the_bundle(bundle, field, path):
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_when_it_is_read(bundle, changes, got):
+def test_inconsistent_files_are_refused_when_read(bundle, changes, got):
     change(bundle, **changes)
     refusal(run("inspect", bundle), "the manifest of", "is damaged", got)
 
@@ -179,7 +179,7 @@ def test_a_calibration_that_is_another_file_is_refused(bundle, other):
 
 
 def test_the_calibration_of_another_bundle_is_refused(bundle, digits_build, tmp_path):
-    """Where its tables are used."""
+    """The places that use its tables."""
     shutil.copyfile(digits_build.bundle / "calibration.safetensors", bundle / "calibration.safetensors")
     manifest = read_manifest(bundle)
     (bundle / MANIFEST).unlink()
@@ -208,7 +208,7 @@ def test_files_that_would_be_read_with_the_bundles_own_are_listed(bundle):
     refusal(run("inspect", bundle), "pipeline/scheduler/scheduler_config.json in the bundle", "is not listed")
 
 
-def test_what_users_and_the_program_leave_beside_them_is_no_damage(bundle):
+def test_files_of_users_and_the_program_are_no_damage(bundle):
     (bundle / "engines").mkdir()
     for name in (
         "report.html",
@@ -279,7 +279,7 @@ def test_the_files_of_a_bundle_are_files(bundle, name):
 
 
 def test_links_to_whole_files_are_files(bundle, tmp_path):
-    """As of a store that bundles are downloaded into."""
+    """Like a store of downloaded bundles."""
     shutil.move(bundle / "denoiser.onnx", tmp_path / "blob")
     (bundle / "denoiser.onnx").symlink_to(tmp_path / "blob")
     assert run("inspect", bundle).exit_code == 0

@@ -85,7 +85,7 @@ def whole(folder: Path) -> None:
 
 
 def test_damaged_bundles(tiny_build, tmp_path: Path):
-    """Every damage is found; what is not read is that which changed nothing."""
+    """Every damage is found, except damage without effect."""
     watch, before = Watch(), {path.name: path.read_bytes() for path in tiny_build.bundle.iterdir()}
     for seed in rounds(150):
         generator, folder = random.Random(seed), fresh_copy(tiny_build.bundle, tmp_path / "bundle")
@@ -112,7 +112,7 @@ def test_bundles_that_end_anywhere(tiny_build, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["tiny_build", "layered_build"])
 def test_mutated_manifests_whose_digests_fit(request, tmp_path: Path, kind: str):
-    """What is read is shown, and run by ONNX Runtime."""
+    """Accepted bundles are shown, and run by ONNX Runtime."""
     build = request.getfixturevalue(kind)
     folder, watch, content = tmp_path / "bundle", Watch(), json.loads((build.bundle / MANIFEST).read_text())
     fresh_copy(build.bundle, folder)

@@ -1,4 +1,4 @@
-"""What manifests say of calls by pipelines, damaged at random by a seed: read and called, or refused as users are owed."""
+"""Manifest records of pipeline calls, damaged at random by a seed: read and called, or refused with a user error."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def component(record: Any) -> ComponentRecord:
 
 
 def called(record: Any) -> tuple[torch.Tensor, ...]:
-    """What a pipeline gets of a denoiser that predicts zeros."""
+    """Output of a denoiser that predicts zeros, for a pipeline."""
     made = component(record)
     assert made.diffusers is not None
     denoiser = DiffusersDenoiser(
@@ -139,7 +139,7 @@ def test_the_whole_vocabulary_is_read():
         (("attributes", "rope"), {"part": True}, "the part 'rope' of CogVideoXDDIMScheduler"),
     ],
 )
-def test_what_cannot_be_meant_is_named(place, node, got):
+def test_inconsistent_records_are_named(place, node, got):
     record = copy.deepcopy(RECORD)
     *above, last = place
     inner: Any = record

@@ -52,7 +52,7 @@ def test_batches_that_are_not_taken_go_in_parts(profiles, count, sizes):
     assert component.sizes == sizes
 
 
-def test_what_is_no_batch_is_refused_by_the_component():
+def test_component_refuses_inputs_without_a_batch():
     drawn = AnyBatch(Recording({"batch": (1, 2, 4)}))
     for x, timestep in ((torch.zeros(5, 2), torch.zeros(3)), (torch.zeros(5, 7), torch.zeros(5))):
         with pytest.raises(UserError, match="remedy: "):

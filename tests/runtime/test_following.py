@@ -54,7 +54,7 @@ def followed(line: Line, times=TIMES, computed=COMPUTED) -> Following:
     return found
 
 
-def test_what_goes_in_a_line_is_extrapolated_exactly(line, x):
+def test_linear_predictions_are_extrapolated_exactly(line, x):
     denoiser = followed(line)
     for t in TIMES:
         torch.testing.assert_close(denoiser(x, at(t)), Line()(x, at(t)), rtol=1e-6, atol=1e-4)
@@ -80,7 +80,7 @@ def test_a_computed_step_takes_back_what_its_gap_has_moved(x):
     assert last == pytest.approx(1 + 0.5 * (1 - line)) and (denoiser.calls, denoiser.computed) == (5, 3)
 
 
-def test_nothing_is_corrected_behind_a_gap_that_was_computed(x):
+def test_computed_steps_need_no_correction(x):
     corrections = (0.0, 0.0, 0.0, 0.0, 0.5)
     denoiser = Following(Curve(), StatedSchedule(Schedule(COMPUTED, 0.0, (), corrections)), TIMES)
     wide = torch.zeros(3, 4)

@@ -197,7 +197,7 @@ def first_sample(u: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
 @pytest.mark.parametrize("write", [first_channel, first_sample, lambda u: u.view(-1).mul_(2), lambda u: u.T.zero_()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_written_into_a_view_is_in_the_sum(mode, write, dtype):
+def test_sum_contains_writes_into_a_view(mode, write, dtype):
     def drawn(both: Tensor) -> Tensor:
         u, c = both.to(dtype).chunk(2)
         write(u)
@@ -232,7 +232,7 @@ def test_conditions_of_other_samples_are_told_in_the_call():
 
 
 @pytest.mark.parametrize("x", [X[None], X[:0]])
-def test_what_is_no_batch_is_left_to_the_denoiser_to_refuse(x):
+def test_denoiser_refuses_inputs_without_a_batch(x):
     def refusing(**inputs: Tensor) -> Tensor:
         raise UserError(f"x has the shape {list(inputs['x'].shape)}")
 

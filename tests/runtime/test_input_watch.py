@@ -39,7 +39,7 @@ def far(name, factor):
     return {name: factor * inputs[name]}
 
 
-def test_what_the_denoiser_was_calibrated_on_is_in_the_manifest(bundle):
+def test_manifest_records_calibration_data_of_the_denoiser(bundle):
     component = read_manifest(bundle).components["denoiser"]
     floating = {spec.name for spec in component.inputs if spec.dtype != "int64"} - {component.timestep_input}
     assert component.input_ranges.keys() == floating
@@ -72,7 +72,7 @@ def test_timesteps_beyond_the_schedule_warn_once(bundle, timestep):
         assert calls(loaded["denoiser"], **beyond) == []
 
 
-def test_nothing_is_checked_unless_asked(bundle):
+def test_checks_are_off_by_default(bundle):
     with runtime.load(bundle) as loaded:
         assert calls(loaded["denoiser"], **far(tiny_models.build().inputs[0].name, 20.0)) == []
 

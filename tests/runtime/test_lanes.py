@@ -137,7 +137,7 @@ def test_an_error_says_what_was_logged_since_the_one_before(plan_of, cuda):
     assert "memory" not in plan.failure("a call").got
 
 
-def test_what_an_engine_logs_is_no_reason_of_another(plan_of, cuda, machine, monkeypatch):
+def test_log_of_one_engine_is_no_reason_of_another(plan_of, cuda, machine, monkeypatch):
     plan, other = (replace(plan_of(HostEngine(cuda)), log=make_log(TRT)) for _ in range(2))
 
     def refuse(*_arguments):

@@ -287,7 +287,7 @@ def test_weights_are_given_in_parts(tiny, tmp_path, small_parts):
     assert loaded.set_loras([]) == 3 and all(torch.equal(x, built[name]) for name, x in engine().items())
 
 
-def test_what_cannot_be_set_half_way_is_undone(tiny, tmp_path, small_parts):
+def test_failed_weight_changes_are_undone(tiny, tmp_path, small_parts):
     """The LoRAs from before are restored, even if their files were replaced."""
     module, loaded = tiny
     layers, file = file_of(tmp_path, module, ["embed", "out"])

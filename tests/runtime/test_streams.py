@@ -23,7 +23,7 @@ def test_a_layout_that_is_found_late_is_refused_as_at_once(component, tmp_path):
     assert computes(made)
 
 
-def test_of_more_streams_the_one_that_was_idle_longest_gives_its_memory_back(machine, component, tmp_path):
+def test_longest_idle_stream_releases_its_memory(machine, component, tmp_path):
     made, scratch = component(tmp_path / "x.plan", streams=2)
     for machine.current in (11, 12, 11, 13):
         assert computes(made)
@@ -96,7 +96,7 @@ def test_a_stream_that_its_owner_destroyed_holds_up_nothing(machine, component, 
     made.close()
 
 
-def test_what_fails_while_a_component_closes_is_said(machine, component, tmp_path):
+def test_failures_while_a_component_closes_are_reported(machine, component, tmp_path):
     """An error of the device in its kernels, which the caller may not know yet."""
     made, scratch = component(tmp_path / "x.plan")
     assert computes(made)

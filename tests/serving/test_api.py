@@ -87,7 +87,7 @@ GOOD = {"prompt": "a cat"}
         ({"quality": "high"}, "quality", "leave it out"),
     ],
 )
-def test_what_a_field_cannot_be_is_refused_by_its_name(change, param, words):
+def test_invalid_fields_are_refused_by_name(change, param, words):
     error = refused(GOOD | change)
     assert error["param"] == param and words in error["message"]
 
@@ -142,7 +142,7 @@ def test_random_damage_is_never_more_than_a_refusal():
         ({"prompt": "7", "size": "64x32"}, LABELS, "widths 32, heights 32"),
     ],
 )
-def test_what_a_bundle_does_not_draw_is_refused(content, offer, words):
+def test_requests_that_a_bundle_does_not_support_are_refused(content, offer, words):
     assert words in refused(content, offer)["message"]
 
 

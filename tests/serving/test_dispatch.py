@@ -117,7 +117,7 @@ def test_no_shape_waits_for_one_that_is_asked_for_more():
     with_queue(work, wait=0)
 
 
-def test_what_has_no_place_is_refused_whole():
+def test_requests_beyond_the_queue_are_refused_whole():
     async def work(dispatcher: Dispatcher, pool: Replicas) -> None:
         first = asyncio.create_task(dispatcher.draw(SMALL, orders(1, 2, 3)))
         await asyncio.sleep(0.01)
@@ -131,7 +131,7 @@ def test_what_has_no_place_is_refused_whole():
     with_queue(work, limit=5)
 
 
-def test_what_a_lost_replica_had_is_drawn_again_and_answered_once():
+def test_requests_of_a_lost_replica_are_redrawn_and_answered_once():
     lost = []
 
     def ends(batch: Batch) -> bool:
@@ -173,7 +173,7 @@ def test_a_replica_that_fails_is_a_fault_and_nothing_hangs():
     with_queue(work, Failing())
 
 
-def test_who_leaves_the_queue_is_not_drawn():
+def test_requests_that_leave_the_queue_are_not_drawn():
     async def work(dispatcher: Dispatcher, pool: Replicas) -> None:
         busy = [asyncio.create_task(dispatcher.draw(LARGE, orders(seed, seed, seed, seed))) for seed in range(2)]
         await asyncio.sleep(0.01)

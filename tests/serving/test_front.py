@@ -108,7 +108,7 @@ def test_other_paths_and_methods_are_refused_in_the_apis_shape(method, path, sta
         (b'{"prompt": "odd"}', JSON, 500, "it failed"),
     ],
 )
-def test_what_is_refused_says_why(body, headers, status, words):
+def test_refusals_have_a_reason(body, headers, status, words):
     async def work(front: Front, pool: Replicas) -> None:
         pool.go.set()
         reply = await ask(front.app, "POST", PATH, body, headers)
@@ -159,7 +159,7 @@ def test_a_request_ends_after_its_seconds():
     served(work, seconds=0.05)
 
 
-def test_who_leaves_is_not_drawn():
+def test_cancelled_requests_are_not_drawn():
     async def work(front: Front, pool: Replicas) -> None:
         busy = [asyncio.create_task(ask(front.app, "POST", PATH, {"prompt": "a", "n": 3, "steps": n})) for n in (1, 2)]
         await asyncio.sleep(0.02)
@@ -175,7 +175,7 @@ def test_who_leaves_is_not_drawn():
     served(work)
 
 
-def test_what_is_not_finished_at_the_end_is_told():
+def test_unfinished_requests_are_reported_at_the_end():
     async def work(front: Front, pool: Replicas) -> None:
         asking = asyncio.create_task(ask(front.app, "POST", PATH, {"prompt": "a"}))
         await asyncio.sleep(0.02)

@@ -132,7 +132,7 @@ def test_odd_options_are_refused(digits, tmp_path, options, words):
     assert not (tmp_path / "repository").exists()
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(repository, digits, tmp_path):
+def test_existing_output_stays_without_force(repository, digits, tmp_path):
     before = contents(repository)
     refusal(
         run("export-triton", digits, "-o", repository, "--name", "digits"), "has a model 'digits' already", "--force"
@@ -225,7 +225,7 @@ def pixels(file: bytes) -> np.ndarray:
 
 
 def test_requests_of_one_execution_are_drawn_as_they_were_alone(model, digits):
-    """Of several shapes and sizes; each answer has its own images and seeds."""
+    """Requests of several shapes and sizes; each answer has its own images and seeds."""
     requests = [
         inputs(PROMPT=["3", "4", "5", "6"], SEED=[1, 2, 3, 4]),
         inputs(SEED=[5], STEPS=[2]),

@@ -45,7 +45,7 @@ def test_figures_of_each_tensor(tmp_path):
         assert text in output
 
 
-def test_what_is_not_finite_is_listed(tmp_path):
+def test_tensors_that_are_not_finite_are_listed(tmp_path):
     tensors = weights()
     tensors["blocks.0.mlp.fc1.weight"][0, :3] = torch.nan
     found, output = analysed(save(tmp_path / "m", tensors), tmp_path)

@@ -91,7 +91,7 @@ def test_the_error_of_what_vanishes_is_all_of_it(granularity):
     assert blocks.relative_error(x, scale) == 1
 
 
-def test_what_is_not_finite_is_counted():
+def test_values_that_are_not_finite_are_counted():
     x = matrix(300, 300)
     x[0, 0], x[299, 299], x[150, 7] = torch.nan, torch.inf, -torch.inf
     assert blocks.measure(x).nonfinite == 3

@@ -113,7 +113,7 @@ def test_every_option_decides(tmp_path, options, name, dtype):
     assert made(tmp_path / "m", tmp_path / "with", *options)[name].dtype == dtype
 
 
-def test_what_int8_would_spoil_stays(tmp_path):
+def test_weights_that_int8_would_spoil_stay(tmp_path):
     """One weight of a thousand times the others' size leaves zeros of the rest of its block, though outliers are few."""
     tensors = weights()
     spoiled = torch.full((128, 128), 1e-3)
@@ -405,7 +405,7 @@ def test_a_kill_as_the_output_takes_its_place_leaves_nothing_else(tmp_path, mome
     assert left == {"m", "q", "wanted"}
 
 
-def test_what_the_disk_changes_is_found(tmp_path, monkeypatch):
+def test_changes_on_disk_are_found(tmp_path, monkeypatch):
     save(tmp_path / "m", weights())
     place = tensor_files.TensorWriter._verify
 

@@ -52,12 +52,12 @@ def test_scales_multiply_what_they_are_of(scale, factor):
         ({"b.weight.quant_state.bitsandbytes__nf4": torch.ones(3, dtype=torch.uint8)}, "bitsandbytes__nf4"),
     ],
 )
-def test_what_cannot_be_undone_is_refused_by_name(more, told):
+def test_weights_that_cannot_be_dequantised_are_refused_by_name(more, told):
     with pytest.raises(UserError, match=rf"(?s)weights in file are quantised.*got: .*{told}.*remedy: "):
         dequantised({"a.weight": WEIGHT} | more, "file")
 
 
-def test_what_is_no_fp8_is_left_as_it_is():
+def test_tensors_that_are_not_fp8_stay_unchanged():
     given = {"a.weight": torch.ones(2, dtype=torch.bfloat16), "ids": torch.arange(3), "a.scale_weight": torch.ones(1)}
     got = dequantised(given, "file")
     assert got.keys() == {"a.weight", "ids"} and got["a.weight"] is given["a.weight"]

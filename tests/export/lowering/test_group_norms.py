@@ -185,7 +185,7 @@ def same_function(model: ir.Model, before: ir.Model, x: Tensor) -> bool:
         (InFrontOfOne, 1, 0),
     ],
 )
-def test_what_a_norm_takes_along(make: type[Images], silu: int, shift: int, dims: dict[str, int]):
+def test_operations_that_a_norm_absorbs(make: type[Images], silu: int, shift: int, dims: dict[str, int]):
     model, x = images(make(), **dims)
     before = model.clone()
     assert fuse_group_norms(model) == 1

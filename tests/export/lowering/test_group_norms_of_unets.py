@@ -127,7 +127,7 @@ def test_engines_have_them_where_they_can(monkeypatch, kernel: bool, options: di
 
 
 def test_a_model_without_sites_keeps_its_norms(monkeypatch):
-    """As a VAE with images too large for the kernel."""
+    """Like a VAE with images that are too large for the kernel."""
     monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     model = unet()
     lower_to_native(model, list(attention_nodes(model)))

@@ -158,7 +158,7 @@ def test_small_convolutions_stay_and_are_of_16_bits():
     assert count == 0 and not named(graph, INT8_CONV)
 
 
-def test_nothing_is_left_for_tensorrts_own(everywhere):
+def test_no_product_is_left_for_tensorrts_own_kernels(everywhere):
     assert quantise_products(lowered([3])[0]) == 0
 
 

@@ -262,7 +262,7 @@ def test_plugins_compute_what_the_layers_specify(everywhere, modes, timesteps):
 
 
 def test_layers_whose_modes_change_with_the_timestep_are_plugins_between_norms_of_tensorrts_own():
-    """Of any size: the plan chose INT8, and Q/DQ cannot compute mixed modes."""
+    """Layers of any size: the plan chose INT8, and Q/DQ cannot compute mixed modes."""
     graph, count, inputs, expected = lowered([1, 3], mixed=True)
     operators = [node.op_type for node in graph.graph if node.domain == DOMAIN]
     assert count == operators.count(INT8_LINEAR) == 10 and set(operators) == {INT8_LINEAR, QUANTISE_ROWS}

@@ -93,7 +93,7 @@ def test_layers_become_products_that_remember_their_integers(request, of, offset
     assert expand_layers(graph) == 0
 
 
-def test_what_is_done_to_a_tensor_is_done_once_for_all_that_read_it(moved):
+def test_operations_on_a_tensor_run_once_for_all_readers(moved):
     graph = moved.graph()
     before = count(graph, "Sub"), count(graph, "Mul")
     expand_layers(graph, offsets=True)
@@ -105,7 +105,7 @@ def test_what_is_done_to_a_tensor_is_done_once_for_all_that_read_it(moved):
     assert q.inputs[0] is k.inputs[0] is v.inputs[0]
 
 
-def test_what_is_neither_moved_nor_equalised_costs_nothing(plain):
+def test_no_cost_without_offsets_and_equalisation(plain):
     graph = plain.graph()
     before, output = {op: count(graph, op) for op in ("Sub", "Mul", "Concat")}, graph.graph.outputs[0].name
     expand_layers(graph)
@@ -291,7 +291,7 @@ def test_products_of_concatenations_are_still_split(static):
 
 
 def test_convolutions_of_single_pixels_that_become_products_of_tokens_stay_int8():
-    """As around attention in U-Nets."""
+    """Like layers around attention in U-Nets."""
 
     def tokens(self, x):
         return self.proj(x).flatten(2).transpose(1, 2)

@@ -26,7 +26,7 @@ from trtconvert.library import has_linear_kernel
 from trtconvert.recipe import EngineSection
 
 PROFILES = [{"batch": 2048}]
-"""Of 16 tokens each: with 64 channels as many outputs as the kernel wants at least."""
+"""Inputs of 16 tokens: with 64 channels the fewest outputs that the kernel takes."""
 
 
 def blocks(module: nn.Module | None = None, width: int = 64, dtype: torch.dtype = torch.float16) -> ir.Model:

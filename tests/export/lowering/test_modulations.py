@@ -65,7 +65,7 @@ def pixart() -> tuple[Denoiser, Tensor]:
 
 @pytest.mark.first_case
 @pytest.mark.parametrize("make", [wan, pixart], ids=lambda make: make.__name__)
-def test_what_all_blocks_are_given_is_computed_in_rows(make: Callable[[], tuple[Denoiser, Tensor]]):
+def test_modulations_shared_by_all_blocks_are_computed_in_rows(make: Callable[[], tuple[Denoiser, Tensor]]):
     torch.manual_seed(0)
     module, x = make()
     program = export(module, x)
@@ -83,7 +83,7 @@ def test_what_all_blocks_are_given_is_computed_in_rows(make: Callable[[], tuple[
     assert split_modulations(model) == 0
 
 
-def test_what_each_block_is_given_is_computed_in_rows():
+def test_modulations_of_each_block_are_computed_in_rows():
     """Flux: six rows of text and of image for each double block, three for each single one, two at the end."""
 
     class Flux(nn.Module):

@@ -122,7 +122,7 @@ def test_packing_for_the_plugin_and_one_cast_for_the_three():
     assert node.inputs[0].producer().op_type == "Cast" and node.inputs[0].dtype == ir.DataType.FLOAT16
 
 
-def test_what_else_reads_the_output_of_an_fp32_model_reads_fp32():
+def test_other_readers_of_an_fp32_models_output_read_fp32():
     model = tiny_models.traced_projections("unbound")
     (node,) = attention_nodes(model).values()
     model.graph.outputs.append(node.outputs[0])  # heads first
@@ -388,7 +388,7 @@ def test_weights_in_files_are_joined_in_a_file(crossed, tmp_path):
         (1, {"wide": (0, 3), "grouped": (0, 2), "masked": (0, 1)}),
     ],
 )
-def test_what_many_sites_share_is_several_tensors(crossed, monkeypatch, most, first_heads):
+def test_tensors_shared_by_many_sites_are_split(crossed, monkeypatch, most, first_heads):
     """24 channels of text to 3, 2 and 1 heads of 32, for keys and for values, in float32: 18,432, 12,288 and 6,144 bytes."""
     monkeypatch.setattr(shared, "WIDEST", most)
     model, original = crossed.clone(), crossed.clone()

@@ -18,7 +18,7 @@ from trtconvert.recipe import EngineSection
 
 
 class Embeds(nn.Module):
-    """As diffusers' transformers do: of images or videos."""
+    """Like diffusers' transformers, for images or videos."""
 
     def __init__(self, patch: tuple[int, ...], **options: object) -> None:
         super().__init__()

@@ -277,7 +277,7 @@ def test_full_precision_is_left():
     ],
     ids=["every token's", "more axes", "a product", "a product read twice"],
 )
-def test_what_is_no_bias_is_added_to_the_whole_sum(op, shape, reads):
+def test_addends_that_are_no_bias_are_added_to_the_whole_sum(op, shape, reads):
     model = product(bias=False)
     out = model.graph.outputs[0]
     out.name = "product"

@@ -436,7 +436,7 @@ def test_other_norms_are_left():
     assert [node.name for node in model.graph] == before
 
 
-def test_what_is_rotated_and_normed_in_fp32_is_left():
+def test_rotations_and_norms_in_fp32_are_left():
     """The plugin would rotate numbers rounded to FP16."""
     model = traced(Blocks("norm", "norm alone", "across heads alone"), ROTATED, torch.float32)
     assert (fuse_rotary(model), fuse_norms(model)) == (0, 0)

@@ -142,7 +142,7 @@ class StableDiffusion3(nn.Module):
 
 
 class Joined(nn.Module):
-    """Text and image, each with projections and norms of its own; what is out of the ordinary, by its name."""
+    """Text and image, each with its own projections and norms; unusual variants have a name."""
 
     def __init__(self, kind: str):
         super().__init__()

@@ -135,6 +135,6 @@ def test_qwen_image(dtype):
     assert relative_error(torch.from_numpy(out).float(), expected) < limit
 
 
-def test_what_cannot_be_exported_is_named():
+def test_unsupported_operations_are_named():
     with pytest.raises(UserError, match=r"cannot be exported to ONNX(?s:.*)got: No ONNX function found for .*complex"):
         tiny_models.traced(described(known=False))

@@ -89,7 +89,7 @@ def test_of_an_axis_that_does_not_vary_beside_one_that_does():
 
 @pytest.mark.first_case
 @pytest.mark.parametrize("reader", ["Relu", "Transpose", "output"])
-def test_what_is_also_read_between_the_transposes_keeps_them(reader):
+def test_readers_between_transposes_keep_the_transposes(reader):
     """Rows of the transposed tensor are joined."""
     module, x = Overwrites(1, 2, 5), torch.randn(6, 6, 6, 6)
     model = export(module, x)

@@ -43,7 +43,7 @@ class Stacks(nn.Module):
 
 
 class Masks(nn.Module):
-    """Where of booleans in several forms."""
+    """The operator Where on booleans, in several forms."""
 
     def forward(self, x):
         shown, beyond = x > 0, x[:1] > 1
@@ -61,7 +61,7 @@ class Projects(nn.Module):
 
 
 class Interleaves(nn.Module):
-    """As rotary embeddings do, and with heads first as attention reads them. `first` is the half that is written first."""
+    """Like rotary embeddings, also with heads first, as attention reads them. `first` is the half that is written first."""
 
     def __init__(self, first: int = 0):
         super().__init__()
@@ -337,7 +337,7 @@ def test_the_interleaving_that_others_only_look_like():
     }.items(),
     ids=lambda item: item[0],
 )
-def test_what_only_looks_like_an_interleaving_stays_scatters(changes):
+def test_scatters_that_resemble_an_interleaving_stay(changes):
     model = changed(INTERLEAVING, changes[1])
     before = list(model.graph)
     assert join_interleaves(model) == 0

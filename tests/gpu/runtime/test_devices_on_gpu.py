@@ -32,7 +32,7 @@ def together(request, folder) -> Iterator[DataParallel]:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 32])
 def test_samples_are_those_of_one_session(together, denoiser, batch):
-    """Of three samples the engine's profiles take no parts of two and one together in one of them, and each in its own."""
+    """No single profile of the engine takes both parts of three samples, two and one; each part has its own profile."""
     inputs = make_inputs(batch)
     expected = torch.cat([denoiser(*(x[start : start + 16] for x in inputs)) for start in range(0, batch, 16)])
     found = together(*inputs)

@@ -89,7 +89,7 @@ def test_inputs_may_go_while_the_device_is_still_busy(denoiser):
 
 
 def test_memory_that_the_driver_had_back_meanwhile_is_read(denoiser):
-    """A graph's copies keep addresses from launch to launch; what is behind an address may be mapped anew."""
+    """A graph's copies keep addresses between launches; the memory at an address may be mapped anew."""
     expected = [denoiser(*make_inputs(seed=seed)) for seed in range(4)]
     for _ in range(3):
         for seed in range(4):
@@ -159,7 +159,7 @@ def test_a_call_is_part_of_the_callers_own_graph(denoiser):
 
 @pytest.mark.parametrize("graphs", [0, 4])
 def test_the_callers_own_graph_outlives_other_shapes_and_streams(folder, graphs):
-    """What it refers to is neither told other shapes nor given to another stream."""
+    """Its context gets no other shapes and no other stream."""
     with runtime.load(folder, backend="tensorrt", graphs=graphs, streams=1) as bundle:
         denoiser, inputs, stream = bundle["denoiser"], make_inputs(2), torch.cuda.Stream()
         expected = [denoiser(*make_inputs(2, seed)) for seed in range(3)]

@@ -98,7 +98,7 @@ def test_bundles_on_two_gpus_serve_at_once(folder, denoiser, digits):
 
 
 def two_engines(folder: Path, **options: int) -> tuple[Scratch, list[TensorRTComponent]]:
-    """Of the denoiser, in one scratch memory."""
+    """Contexts of the denoiser share one scratch memory."""
     component = read_manifest(folder).components["denoiser"]
     (record,) = component.engines
     scratch = Scratch(torch.device("cuda", 0))
@@ -305,7 +305,7 @@ def test_a_weight_budget_is_for_engines_that_stream(folder):
 
 
 def test_a_full_gpu_is_named_with_what_is_needed(folder, loaded, denoiser):
-    """Room for nothing: neither for a context of what is loaded, nor for loading."""
+    """No free memory: neither for a context of a loaded engine, nor for a load."""
     inputs = make_inputs()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
