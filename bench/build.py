@@ -75,7 +75,7 @@ EXACT: dict[str, Any] = {
     "layers": {"modes": "off"},
     "components": {},
     "calibration": {"samples": 1, "batch": 1, "steps": 10, "bins": 10},
-    "verify": {"samples": 1, "steps": 10, "min_psnr": 0, "min_site_sqnr": -20, "max_prediction_error": None},
+    "verify": RECIPE["verify"] | {"samples": 1, "steps": 10},
 }
 """Sections of a model that TensorRT computes in its own type by itself. No sample matters."""
 

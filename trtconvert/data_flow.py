@@ -32,10 +32,6 @@ class DataFlow(TorchDispatchMode):
         self._bits: dict[Hashable, int] = {}
         self._shares: dict[int, int] = {}  # names whose results are in a storage, as bits
 
-    def __enter__(self) -> DataFlow:
-        self._shares.clear()
-        return super().__enter__()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = {key: self._shares.get(key, 0) for key in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))

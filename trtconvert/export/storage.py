@@ -40,8 +40,9 @@ def save(model: ir.Model, path: Path) -> None:
                 value.const_value = _row_by_row(tensor)
             ir.save(model, path, external_data=weights_file(path).name, size_threshold_bytes=SMALL)
         else:
-            for value, tensor in elsewhere:
-                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+            read = ir.external_data.convert_tensors_from_external([tensor for _, tensor in elsewhere])
+            for (value, _), tensor in zip(elsewhere, read, strict=True):
+                value.const_value = tensor
             ir.save(model, path)
     finally:
         for value, tensor in weights:

@@ -347,16 +347,14 @@ def _refuse_further_results(record: DiffusersRecord, output: Any, images: Collec
     further = {name: type(x).__name__ for name, x in fields if not isinstance(x, (Tensor, list, tuple))}
     if further:
         name, kind = next(iter(further.items()))
+        without = (
+            f"remove {' and '.join(images)} from model.images, if the pipeline draws without; or " if images else ""
+        )
         raise UserError(
             f"{record.model} returns '{name}' beside its prediction, which {record.pipeline} passes to its next calls",
             expected="predictions, which are tensors: an engine keeps nothing from one call for the next",
             got=f"'{name}', a {kind}",
-            remedy=(
-                f"remove {' and '.join(images)} from model.images, if the pipeline draws without; or keep"
-                if images
-                else "keep"
-            )
-            + f" the pipeline's own {record.component}, and do not convert this pipeline",
+            remedy=f"{without}keep the pipeline's own {record.component}, and do not convert this pipeline",
         )
 
 

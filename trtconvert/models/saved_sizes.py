@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from trtconvert.documents import parse_json
 from trtconvert.models.saved import DENOISERS, INDEX
+from trtconvert.runtime.pipeline import names_class
 
 FEW_STEPS = 4
 """Steps of models that are distilled to few steps."""
@@ -40,11 +41,7 @@ def parts_of(folder: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     named = index.items() if isinstance(index, dict) else ()
-    return {
-        name: of[1]
-        for name, of in named
-        if isinstance(of, list) and len(of) == 2 and all(isinstance(x, str) for x in of) and (folder / name).is_dir()
-    }
+    return {name: entry[1] for name, entry in named if names_class(entry) and (folder / name).is_dir()}
 
 
 def denoiser_config(folder: Path) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trtconvert.documents import read_json
 from trtconvert.errors import BackendUnavailable, UserError, did_you_mean, first_line
@@ -108,6 +108,11 @@ def component_names(kind: Any) -> list[str]:
     ]
 
 
+def names_class(entry: Any) -> TypeGuard[list[str]]:
+    """Return whether an entry of an index is a library and a class, as two texts."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
+
+
 def component_entries(kind: Any, index: Mapping[str, Any]) -> dict[str, tuple[str, str] | None]:
     """Return the library and class of each component in an index; None for a component that was saved as None.
 
@@ -124,7 +129,7 @@ def component_entries(kind: Any, index: Mapping[str, Any]) -> dict[str, tuple[st
     for name, entry in index.items():
         if name not in components:
             continue
-        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry):
+        if names_class(entry):
             entries[name] = (entry[0], entry[1])
         elif entry == [None, None]:
             entries[name] = None
