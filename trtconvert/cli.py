@@ -263,8 +263,8 @@ def build(
 ) -> None:
     """Convert the model of RECIPE and write a bundle.
 
-    RECIPE may also be an ONNX file, for which the recipe of `trtconvert init` is used, or digits-dit, a small model that comes
-    with the program.
+    RECIPE may also be an ONNX file or digits-dit. An ONNX file is built with the recipe of `trtconvert init`; digits-dit is a
+    small model that comes with the program.
     """
     from trtconvert import pipeline, summary
 

@@ -49,7 +49,7 @@ def optimize(
             the last reference to the old model.
         folder: folder of the bundles, one for each set of weights; default: in the user's cache.
         recipe: sections and fields that replace those of the default recipe, such as {"attention": {"modes": "auto"}}.
-        device: "cpu" runs ONNX Runtime, which is slow and for checking; otherwise a GPU, on which the conversion computes too.
+        device: "cpu" runs ONNX Runtime, which is slow and for checking; other devices are GPUs, where the conversion computes.
         offload: keep the converted model's weights in host memory and copy them to the GPU block by block. By default models
             that do not fit beside `pipe` are offloaded.
         quiet: show no progress.

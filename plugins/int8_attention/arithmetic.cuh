@@ -21,7 +21,7 @@ __device__ __forceinline__ float refined_reciprocal(float x) {
 }
 
 // x / divisor, correctly rounded, for normal quotients, infinity and NaN; `inverse` is the divisor's refined_reciprocal
-// (Markstein). A plain division is a call, for which the compiler reserves registers.
+// (Markstein). The compiler makes a plain division a call, and reserves registers for the call.
 __device__ __forceinline__ float quotient(float x, float divisor, float inverse) {
   const float nearly = x * inverse;
   return isinf(nearly) ? nearly : fmaf(fmaf(-nearly, divisor, x), inverse, nearly);

@@ -204,7 +204,7 @@ def test_histograms_of_a_ramp_are_its_closed_forms(bits):
     x = (torch.arange(200_000) + 0.5) / 200_000 * limits[:, None] * torch.tensor([1, -1]).repeat(100_000)
     histogram = Histogram(3, bits)
     histogram.add(x, torch.arange(3)[:, None])
-    # Interpolation is exact for a uniform density, except in the last step, in which the ramp ends.
+    # Interpolation is exact for a uniform density. The last step is an exception: the ramp ends there.
     torch.testing.assert_close(histogram.percentile(50.0), limits / 2, rtol=1e-3, atol=0)
     assert ((histogram.least_error_range() / limits).log2().abs() <= 2**-bits * math.log2(math.e)).all()
 

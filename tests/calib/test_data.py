@@ -191,7 +191,7 @@ def test_images_are_shown_at_stratified_timesteps(digits, tmp_path):
 
 
 def test_images_are_never_shown_beyond_the_schedule(digits, tmp_path, monkeypatch):
-    """Draws the largest FP32 number below 1, with which FP32 rounds a sum up."""
+    """Draws the largest FP32 number below 1. FP32 rounds a sum with this number up."""
     write_images(tmp_path / "images")
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, 1 - 2.0**-24))
     seen, _ = inputs_of(digits, tmp_path / "images", steps=20)

@@ -185,7 +185,7 @@ def test_without_the_plugin_library_tensorrt_says_so(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_gpu_that_cuda_cannot_use_is_refused_with_its_reason(version):
-    """Such as a driver older than CUDA, for which TensorRT's Runtime would end the process."""
+    """A driver older than CUDA is an example: TensorRT's Runtime would end the process."""
     code = "tensorrt.library_path = lambda: 'there'\ntensorrt.cuda_problem = problem\n" + STATUS
     keep = "problem = tensorrt.cuda_problem\n"
     found = with_tensorrt(code, version, first=keep)

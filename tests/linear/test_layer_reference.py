@@ -319,7 +319,7 @@ def test_weights_below_the_smallest_scale_of_engines_are_rounded_to_it(size):
 
 
 def test_rows_that_begin_as_if_they_were_quantised():
-    """The scale depends on all columns, of which some are checked first."""
+    """The scale depends on all columns; the quantiser checks the first columns before the others."""
     scale, integers = 0.01171875, torch.arange(-60, 60).repeat(3, 1) * 2.0  # a scale of eight bits
     integers[:, 0] = 119  # the largest, so that the next smaller scale has 127 steps for it
     whole = integers * scale

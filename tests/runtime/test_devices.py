@@ -1,4 +1,4 @@
-"""A bundle on several devices, for which sessions on the CPU stand in, that share the samples of a call."""
+"""A bundle on several devices that share the samples of a call. Sessions on the CPU stand in for the devices."""
 
 from __future__ import annotations
 

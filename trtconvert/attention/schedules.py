@@ -26,7 +26,7 @@ SIGMA_DATA = 0.5
 """EDM's standard deviation of images in [-1, 1] (Karras et al. 2022, table 1)."""
 
 AGGRESSIVE_ABOVE, PRECISION_BELOW = 5.0, 0.1
-"""Thresholds of σ/σ_mid outside of which a step is not balanced (commissioning report, 9.2)."""
+"""Thresholds of σ/σ_mid: steps outside of the thresholds are not balanced (commissioning report, 9.2)."""
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "cosine")
 SIGMA_SCHEDULES = ("karras", *BETA_SCHEDULES, "flow")

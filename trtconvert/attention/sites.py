@@ -326,7 +326,7 @@ def too_many(elements: int) -> str:
 
 
 def _signature(call: SiteCall) -> Tensor:
-    """[B, D + D] means of queries and keys over heads and tokens, by which a batch element is recognised."""
+    """Returns [B, D + D] means of queries and keys over heads and tokens. The means identify a batch element."""
     return torch.cat([x.float().mean((1, 2)) for x in (call.q, call.k)], 1)
 
 

@@ -434,7 +434,7 @@ def load_calibration(
 
     Args:
         modulated: input groups whose deltas from step to step are quantised.
-        shares: shares of attention that may be lost, for which block masks are needed.
+        shares: shares of attention that may be lost; each share needs block masks.
 
     Raises:
         UserError: the file is not a calibration, or belongs to another model or other timestep bins, or lacks a site, a layer,

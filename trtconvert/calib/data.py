@@ -39,7 +39,7 @@ def batches_of(count: int, size: int) -> list[range]:
 
 
 def samples_for_errors(sites: Iterable[Site], samples: int) -> int:
-    """Returns the number of samples, of a recipe's, on which the errors of converted sites and layers are measured."""
+    """Returns the number of samples for the errors of converted sites and layers; samples: number in the recipe."""
     fewest = max(1, min((site.query_tokens for site in sites), default=1))
     return min(samples, SITE_SAMPLES, max(2, -(-ENOUGH_TOKENS // fewest)))
 

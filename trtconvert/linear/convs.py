@@ -18,7 +18,7 @@ LEAST_DEPTH = 640
 """Least elements of a window: below this, reading the images dominates."""
 
 IMAGE_MARKS = 32
-"""Bytes per image in which the norm in front marks NaN and infinity, see layer_modes.h."""
+"""Bytes of marks per image: the norm in front marks NaN and infinity, see layer_modes.h."""
 
 PIXELS = "of single pixels, which are products"
 NOT_NORMED = "without a group norm in front that writes INT8"

@@ -51,7 +51,7 @@ def steps_of(timestep: Tensor, last: Tensor, falls: bool) -> Steps:
         falls: whether timesteps fall during a trajectory. The cache negates rising ones.
     """
     now = timestep.float() if falls else -timestep.float()
-    # A NaN timestep, for which attention gives NaN, leads to a reset in the next step.
+    # A NaN timestep makes attention NaN, and leads to a reset in the next step.
     return Steps(now > last, torch.where(now.isnan(), torch.full_like(now, -math.inf), now))
 
 

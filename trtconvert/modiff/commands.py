@@ -58,7 +58,7 @@ def drawing_options(command: Command) -> Command:
             click.option(
                 "--work",
                 type=click.Path(path_type=Path),
-                help="Folder of finished work, from which a killed command goes on; in the user's cache by default.",
+                help="Folder of finished work; a killed command resumes there. Default: in the user's cache.",
             ),
         )
     ):

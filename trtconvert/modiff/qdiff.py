@@ -102,7 +102,7 @@ def calibrate(
         widths: see `modulate`; by default found by following concatenations.
         calls: number of calls for the rounding, spread evenly over all calls.
         timestep_input, timestep_max: see `modulate`.
-        work: folder of finished work, from which a killed calibration goes on.
+        work: folder of finished work; a killed calibration resumes there.
         seed: of all random numbers.
         on_progress: gets the stage, the number of finished steps, and their total.
     Raises:

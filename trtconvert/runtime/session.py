@@ -51,7 +51,7 @@ class OnnxRuntimeComponent:
         self._outputs = [output.name for output in component.outputs]
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        # Samplers alternate with torch, from which spinning threads would take the cores.
+        # Samplers alternate with torch: spinning threads would take the cores from torch.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._types = [dtype_of(output) for output in component.outputs]
         self._caches = component.caches

@@ -57,7 +57,7 @@ class Replica:
 
     Args:
         bundle: folder of the bundle, the same path on every machine; device: see `Drawer`.
-        place: the server's current folder, from which weights and modules of entry points are loaded.
+        place: the server's current folder; weights and modules of entry points are loaded from there.
     """
 
     def __init__(self, bundle: str, device: str, place: str) -> None:

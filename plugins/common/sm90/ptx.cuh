@@ -103,7 +103,7 @@ __device__ __forceinline__ void tensor_copy(uint32_t target, const CUtensorMap* 
 }
 
 // Copies pixels of images [images, height, width, channels] at the positions of a convolution's window, starting at one window: its
-// channel, x, y and image. Of each window the pixel at the given distance to the right of and below the first is copied.
+// channel, x, y and image. The pixel that is copied lies `right` and `below` pixels away from the first pixel of each window.
 __device__ __forceinline__ void im2col_copy(uint32_t target, const CUtensorMap* map, const int (&at)[4], int right, int below,
                                             uint32_t barrier) {
   asm volatile(

@@ -126,7 +126,7 @@ struct Shape {
   // Modes 0, 1 and 4: a thread's registers of S, and the number of the next tile's that fit while P and O are in use.
   static constexpr int kScores = kKeys / 2;
   static constexpr int kAhead = kDimPv <= 64 ? kScores : kMode == 1 && kDimPv == 128 ? 0 : 32;
-  // Whether P fits beside S, from which P may have to be computed again.
+  // True if the registers hold P beside S: the kernel may have to compute P from S again.
   static constexpr bool kOptimistic = !kBytePv && kDimPv <= 80;
   static constexpr int kQueryBytes = kQueryBlock * (kInt8Qk ? kDimQk : 2 * kDimPv);
   static constexpr int kKeyBytes = kKeys * (kInt8Qk ? kDimQk : 2 * kDimPv);

@@ -35,7 +35,7 @@ ONE_BIN = (LayerMode.STATIC,)
 
 @pytest.fixture(scope="module")
 def static() -> Int8Model:
-    """Layers of one timestep bin, for which Q/DQ equals the reference."""
+    """Layers of one timestep bin: Q/DQ equals the reference for these layers."""
     return int8_model(modes=ONE_BIN)
 
 

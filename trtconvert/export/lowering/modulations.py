@@ -47,7 +47,7 @@ def split_modulations(model: ir.Model) -> int:
 
 
 _MOST_SAMPLES = 64
-"""Products of more rows are products of tokens, for which one product is faster."""
+"""Products of more rows are products of tokens: one product is faster for tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Splits products of a concatenation into products of its parts, which avoids the copy.
 
-The single blocks of Flux and HunyuanVideo compute Linear(cat([attention, mlp], dim=2)), for which TensorRT copies both parts.
+The single blocks of Flux and HunyuanVideo compute Linear(cat([attention, mlp], dim=2)). TensorRT copies both parts.
 """
 
 from __future__ import annotations

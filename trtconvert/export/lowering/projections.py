@@ -72,7 +72,7 @@ def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> 
     Args:
         parts: of one type, all with a bias or none.
         sizes: of the axes that the channels of all parts are split into.
-        before: node in front of which the product is inserted.
+        before: the product is inserted in front of this node.
     Returns:
         [B, N, *sizes].
     """
