@@ -179,7 +179,7 @@ def test_bindings_whose_library_does_not_load_are_refused():
 def test_without_the_plugin_library_tensorrt_says_so(version):
     found = with_tensorrt(f"tensorrt.library_path = lambda: None\n{STATUS}", version)
     assert found.startswith(
-        "False; libtrtconvert.so, the plugin library, is not installed; pip install --force-reinstall"
+        "False; libtrtconvert.so, the plugin library, is not installed; run pip install --force-reinstall --no-deps"
     )
 
 
