@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from trtconvert.bundle import EngineRecord
 from trtconvert.errors import BackendUnavailable
 
 BackendName = Literal["tensorrt", "tensorrt_rtx", "onnxruntime"]
+SerializedEngine: TypeAlias = bytes | memoryview
+"""A view of the builder's own memory needs no second copy: plans of large models take tens of gigabytes."""
 
 
 class BuildWatcher(Protocol):
@@ -28,7 +30,7 @@ class BuildWatcher(Protocol):
 class BuiltEngine:
     """A serialized engine, and its record in the manifest."""
 
-    plan: bytes
+    plan: SerializedEngine
     record: EngineRecord
 
 

@@ -12,6 +12,7 @@ from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 
 from trtconvert.attention.modes import Mode
+from trtconvert.engine import SerializedEngine
 from trtconvert.engine.attention_choice import AttentionCase, CaseTimes, one_node_model, timestep_of
 from trtconvert.engine.engine_timer import ROTATION, EngineRunner, timing_failures
 from trtconvert.errors import TrtconvertError
@@ -28,7 +29,7 @@ class AttentionTimer:
         trt: the bindings' module. build: builds a plan from a lowered model. notice: receives failures.
     """
 
-    def __init__(self, trt: Any, build: Callable[[ir.Model], bytes], notice: Callable[[str], None]) -> None:
+    def __init__(self, trt: Any, build: Callable[[ir.Model], SerializedEngine], notice: Callable[[str], None]) -> None:
         self._trt, self._build, self._notice = trt, build, notice
 
     def __call__(self, case: AttentionCase, modes: Collection[Mode]) -> CaseTimes:

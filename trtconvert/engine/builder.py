@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtconvert.bundle import ComponentRecord, Dims, TensorRecord
-from trtconvert.engine import BuildWatcher
+from trtconvert.engine import BuildWatcher, SerializedEngine
 from trtconvert.engine.logs import Log, lacks_memory, make_log
 from trtconvert.engine.signals import DeferredSignals
 from trtconvert.engine.timing_cache import load_timings, store_timings
@@ -39,7 +39,7 @@ def build_plan(
     watch: BuildWatcher,
     title: str,
     timing_cache: Path | None = None,
-) -> bytes:
+) -> SerializedEngine:
     """Parses an ONNX model and builds one serialized engine.
 
     Args:
@@ -84,7 +84,7 @@ def build_plan(
     if plan is None:
         raise _builder_refusal(log, title)
     watch.share("", 1.0)
-    return bytes(plan)
+    return memoryview(plan)
 
 
 def _profile(builder: Any, inputs: Sequence[TensorRecord], dims: Dims) -> Any:

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import onnx_ir as ir
 
 from trtconvert.bundle import NativeSite
-from trtconvert.engine import BuildWatcher
+from trtconvert.engine import BuildWatcher, SerializedEngine
 from trtconvert.engine.attention_choice import Choice, bin_modes
 from trtconvert.errors import TrtconvertError
 from trtconvert.export.nodes.attention import block_mask_of
@@ -55,7 +55,7 @@ class ChosenEngine:
         layers: the kind of its INT8 layers, "" without a comparison. layer_times: µs of a call by kind.
     """
 
-    plan: bytes
+    plan: SerializedEngine
     with_plugin: bool
     native_sites: list[NativeSite]
     times: EngineTimes | None
@@ -68,10 +68,10 @@ class ChosenEngine:
 class BuildWithLayers(Protocol):
     """Builds a plan with TensorRT's own attention at some sites, and INT8 layers of a kind."""
 
-    def __call__(self, native: Collection[str], /, *, layers: LayerKind) -> bytes: ...
+    def __call__(self, native: Collection[str], /, *, layers: LayerKind) -> SerializedEngine: ...
 
 
-TimeEngine = Callable[[bytes, Mapping[float, int]], float]
+TimeEngine = Callable[[SerializedEngine, Mapping[float, int]], float]
 """Returns µs of a call of a plan: the mean over timesteps, weighted by their numbers of bins."""
 
 
@@ -95,8 +95,8 @@ def distinct_bins(nodes: Iterable[ir.Node]) -> dict[float, int]:
 def fastest_engine(
     choice: Choice,
     nodes: Mapping[str, ir.Node],
-    build: Callable[[Collection[str]], bytes],
-    build_plain: Callable[[], bytes] | None,
+    build: Callable[[Collection[str]], SerializedEngine],
+    build_plain: Callable[[], SerializedEngine] | None,
     time_engine: TimeEngine,
     watch: BuildWatcher,
 ) -> ChosenEngine:
@@ -192,8 +192,8 @@ def with_fastest_layers(
 def _fastest_mix(
     choice: Choice,
     nodes: Mapping[str, ir.Node],
-    build: Callable[[Collection[str]], bytes],
-    timed: Callable[[bytes], float],
+    build: Callable[[Collection[str]], SerializedEngine],
+    timed: Callable[[SerializedEngine], float],
     watch: BuildWatcher,
 ) -> ChosenEngine:
     if len(choice.native) == len(nodes):
@@ -260,7 +260,10 @@ def _fastest_mix(
 
 
 def _unless_plain_is_faster(
-    engine: ChosenEngine, build_plain: Callable[[], bytes], timed: Callable[[bytes], float], watch: BuildWatcher
+    engine: ChosenEngine,
+    build_plain: Callable[[], SerializedEngine],
+    timed: Callable[[SerializedEngine], float],
+    watch: BuildWatcher,
 ) -> ChosenEngine:
     """Returns the engine, or the one without plugins if that is faster."""
     try:
@@ -280,7 +283,7 @@ def _unless_plain_is_faster(
     return replace(engine, plan=plain, with_plugin=False, plain_times=times, is_plain=True)
 
 
-def _timer(time_engine: TimeEngine, nodes: Mapping[str, ir.Node]) -> Callable[[bytes], float]:
+def _timer(time_engine: TimeEngine, nodes: Mapping[str, ir.Node]) -> Callable[[SerializedEngine], float]:
     """Returns a timer of plans in µs, rounded as in the manifest, so that the manifest explains the choice."""
     bins = distinct_bins(nodes.values())
     return lambda plan: round(time_engine(plan, bins), 2)

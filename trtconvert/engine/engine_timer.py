@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trtconvert.attention.device_time import device_microseconds
 from trtconvert.bundle import Dims, TensorRecord
+from trtconvert.engine import SerializedEngine
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError, first_line
@@ -57,7 +58,7 @@ class EngineRunner:
         TrtconvertError: TensorRT does not load the plan.
     """
 
-    def __init__(self, trt: Any, plan: bytes) -> None:
+    def __init__(self, trt: Any, plan: SerializedEngine) -> None:
         self._log = make_log(trt)
         self._runtime, engine = load_engine(trt, self._log, plan)
         context = None if engine is None else engine.create_execution_context()
@@ -113,7 +114,7 @@ def denoiser_microseconds(
     inputs: Sequence[TensorRecord],
     timestep_input: str,
     profiles: Sequence[Dims],
-    plan: bytes,
+    plan: SerializedEngine,
     bins: Mapping[float, int],
 ) -> float:
     """Returns the device time of one call of a denoiser's engine in µs: the mean over bins, summed over the opt shapes.

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from trtconvert.engine import SerializedEngine
 from trtconvert.engine.logs import Log
 from trtconvert.engine.signals import DeferredSignals
 
 
-def load_engine(trt: Any, log: Log, plan: bytes) -> tuple[Any, Any | None]:
+def load_engine(trt: Any, log: Log, plan: SerializedEngine) -> tuple[Any, Any | None]:
     """Loads a plan onto the current device, and waits for the device.
 
     TensorRT returns earlier. Dropping an engine before the device is done made later CUDA calls fail with "unspecified launch

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import ComponentRecord, Dims, EngineRecord, TensorRecord, opt_sizes, unquantised_file
-from trtconvert.engine import BackendStatus, BuildWatcher, BuiltEngine, lowered_model, version_numbers
+from trtconvert.engine import (
+    BackendStatus,
+    BuildWatcher,
+    BuiltEngine,
+    SerializedEngine,
+    lowered_model,
+    version_numbers,
+)
 from trtconvert.engine.builder import build_plan, tell_mixed
 from trtconvert.engine.driver import cuda_problem, device_architecture, device_name, driver_problem
 from trtconvert.engine.lowered_model import lowered
@@ -194,7 +201,7 @@ def build_engine(
 
     kinds = _layer_kinds(component, model, onnx, options, watch)
 
-    def build(native: Collection[str], options: EngineSection = options, *, layers: LayerKind) -> bytes:
+    def build(native: Collection[str], options: EngineSection = options, *, layers: LayerKind) -> SerializedEngine:
         options = options.model_copy(update={"layers": layers})
         here = lowered(model, native, options, profiles)
         return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watch)
@@ -210,7 +217,7 @@ def build_engine(
     attention = _attention_here(options, watch) if nodes else "native"
     if attention == "auto":
 
-        def time_engine(plan: bytes, bins: Mapping[float, int]) -> float:
+        def time_engine(plan: SerializedEngine, bins: Mapping[float, int]) -> float:
             told = at_place(component.noise_input, torch.tensor([*bins], dtype=torch.float64)).tolist()
             counts = dict(zip(told, bins.values(), strict=True))
             return denoiser_microseconds(trt, component.all_inputs, component.timestep_input, profiles, plan, counts)
@@ -380,7 +387,7 @@ def build_lowered(
     profiles: Sequence[Dims],
     options: EngineSection,
     watch: BuildWatcher,
-) -> bytes:
+) -> SerializedEngine:
     """Builds a serialized engine for this machine's GPU from a model of `lowered`.
 
     A plan with plugins holds the plugin library, and runs without trtconvert.
@@ -457,7 +464,7 @@ def choose_alone(
     # An engine of one node has no weights.
     speed = options.model_copy(update={"refittable": False, "weight_streaming": False})
 
-    def build_one(one: ir.Model) -> bytes:
+    def build_one(one: ir.Model) -> SerializedEngine:
         inputs = [
             TensorRecord(name=str(x.name), dtype=str(x.dtype), shape=list(x.shape.numpy()) if x.shape else [])
             for x in one.graph.inputs
