@@ -142,6 +142,13 @@ def _in_float32(_: nn.Module, inputs: Any, output: Any) -> Tensor:
     return first_tensor(output).float()
 
 
+def fits_in_float32(model: DiffusionModel) -> bool:
+    """Whether the current GPU has free memory for a copy of the denoiser in FP32, with activations."""
+    import torch
+
+    return sum(x.numel() * 4 for x in model.denoiser.parameters()) * ROOM <= torch.cuda.mem_get_info()[0]
+
+
 def denoiser_in_float32(model: DiffusionModel) -> Denoiser | None:
     """Returns the denoiser in FP32 on the current GPU, to measure the error of its own type; None where it does not fit.
 
@@ -152,8 +159,7 @@ def denoiser_in_float32(model: DiffusionModel) -> Denoiser | None:
 
     from trtconvert.models.denoiser import intercepted
 
-    size = sum(x.numel() * 4 for x in model.denoiser.parameters())
-    if size * ROOM > torch.cuda.mem_get_info()[0]:
+    if not fits_in_float32(model):
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     return intercepted(replace(model, denoiser=_copied(model.denoiser, device, torch.float32)))
@@ -161,8 +167,6 @@ def denoiser_in_float32(model: DiffusionModel) -> Denoiser | None:
 
 def empty_gpu(model: DiffusionModel) -> None:
     """Frees the device memory of a placed copy of a model, and moves the pipeline's other models to the CPU."""
-    import gc
-
     import torch
 
     from trtconvert.models.denoiser import others_of
@@ -171,7 +175,16 @@ def empty_gpu(model: DiffusionModel) -> None:
     for part in others_of(model):
         if isinstance(part, torch.nn.Module):
             move(part, "cpu")
-    gc.collect()
-    torch.cuda.empty_cache()
+    collect_garbage()
     if hasattr(torch.accelerator, "empty_host_cache"):  # older torch keeps pinned memory until the process ends
         torch.accelerator.empty_host_cache()
+
+
+def collect_garbage() -> None:
+    """Frees the device memory of models without references. Models with hooks are reference cycles."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from trtconvert.cache import Cache, Stage
 from trtconvert.entry_point import names_of_ours
 from trtconvert.files import sha256
 from trtconvert.library import library_path
-from trtconvert.models.placed import Place, empty_gpu, placed
+from trtconvert.models.placed import Place, collect_garbage, empty_gpu, placed
 from trtconvert.recipe import Recipe
 from trtconvert.stages.common import run_stage
 
@@ -83,7 +84,14 @@ class Build:
 
     def stage(self, name: str, reads: Mapping[str, Any], make: Callable[[Path, Bar], None]) -> Stage:
         """Runs a stage that may load the model; see `run_stage`."""
-        return run_stage(name, reads, make, self.cache, self.report, self.code)
+
+        @functools.wraps(make)  # keeps the module, which is part of the stage's key
+        def made(folder: Path, bar: Bar) -> None:
+            make(folder, bar)
+            if self.place.on_gpu:
+                collect_garbage()
+
+        return run_stage(name, reads, made, self.cache, self.report, self.code)
 
     @cached_property
     def code(self) -> set[str]:

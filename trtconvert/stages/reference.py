@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtconvert.cache import Stage
-from trtconvert.stages.build import Build
+from trtconvert.stages.build import Build, Source
 from trtconvert.stages.common import FULL, VERIFY
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trtconvert.diffusion_model import Denoiser
+    from trtconvert.evaluate.recorded_calls import CallRecorder
     from trtconvert.progress import Bar
 
 
@@ -25,21 +29,37 @@ def reference_stage(build: Build) -> Stage:
 
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
-        from trtconvert.evaluate.recorded_calls import CallRecorder
-        from trtconvert.models.cuda_graphs import graphed
-        from trtconvert.models.placed import denoiser_in_float32
 
-        source = build.source.placed()
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
-        batch = source.inputs[0].shape[0]
-        rows = source.dims[batch][1] if isinstance(batch, str) else batch
-        recorder = CallRecorder(source, bins, rows)
-        images = verify.draw(source, recorder.around(graphed(source, source.denoiser)), section, bar)
+        images, recorder = _drawn(build, bar)
         # Offloading leaves no room for a whole copy in FP32.
         in_float32 = place.on_gpu and place.dtype != "float32" and not place.offload
-        calls = recorder.calls(lambda: denoiser_in_float32(build.source.model()) if in_float32 else None)
+        calls = recorder.calls(lambda: _in_float32(build.source) if in_float32 else None)
         calls.save(folder / VERIFY)
         save_file({"images": images.contiguous()}, folder / FULL)
         bar.step()
 
     return build.stage("reference", reads, make)
+
+
+def _drawn(build: Build, bar: Bar) -> tuple[Tensor, CallRecorder]:
+    """Returns the images, and the recorder of their calls, which does not hold the copy on the GPU."""
+    from trtconvert.evaluate import verify
+    from trtconvert.evaluate.recorded_calls import CallRecorder
+    from trtconvert.models.cuda_graphs import graphed
+
+    source = build.source.placed()
+    batch = source.inputs[0].shape[0]
+    rows = source.dims[batch][1] if isinstance(batch, str) else batch
+    recorder = CallRecorder(build.source.model(), build.recipe.calibration.bins, rows)
+    denoiser = recorder.around(graphed(source, source.denoiser))
+    return verify.draw(source, denoiser, build.recipe.verify, bar), recorder
+
+
+def _in_float32(source: Source) -> Denoiser | None:
+    """Returns the denoiser in FP32 on the GPU, alone there if the copy in the model's own type leaves too little memory."""
+    from trtconvert.models.placed import denoiser_in_float32, fits_in_float32
+
+    if not fits_in_float32(source.model()):
+        source.leave_gpu()
+    return denoiser_in_float32(source.model())
