@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -122,17 +123,21 @@ def test_offsets_are_pages(tmp_path):
         )
 
 
-def test_weights_are_computed_one_at_a_time(tmp_path):
-    alive = []
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_weights_that_are_computed_at_once_fit_a_limit(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(storage, "_BYTES_AT_ONCE", at_once * JOINED.nbytes)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    made, most = [], []
 
     def compute():
-        assert [array() for array in alive] == [None] * len(alive)
         array = JOINED.copy()
-        alive.append(weakref.ref(array))
+        made.append(weakref.ref(array))
+        time.sleep(0.02)
+        most.append(sum(array() is not None for array in made))
         return array
 
-    with storage.for_parser(extended(storage.load(stored(tmp_path)), compute, compute, compute)):
-        assert len(alive) == 3
+    with storage.for_parser(extended(storage.load(stored(tmp_path)), *[compute] * 12)):
+        assert len(made) == 12 and max(most) <= at_once
 
 
 def test_the_model_stays_as_it_is(tmp_path):
@@ -196,11 +201,13 @@ def refused(model: ir.Model) -> str:
     return str(error.value)
 
 
-def test_a_disk_without_room_is_named_with_what_helps(tmp_path, temporary):
+@pytest.mark.parametrize(("cores", "reason"), [(1, "requested and "), (8, os.strerror(errno.EFBIG))])
+def test_a_disk_without_room_is_named_with_what_helps(tmp_path, temporary, monkeypatch, cores, reason):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     model = extended(storage.load(stored(tmp_path / "bundle")), *[lambda: JOINED] * 99)
     with files_of_at_most(100_000):
         message = refused(model)
-    for part in (f"written to {temporary}", "expected: 2 MiB of free space", "requested and ", "MiB free", "TMPDIR"):
+    for part in (f"written to {temporary}", "expected: 2 MiB of free space", reason, "MiB free", "TMPDIR"):
         assert part in message
     assert not list(temporary.iterdir())
 

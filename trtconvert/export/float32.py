@@ -58,9 +58,6 @@ def _widen_value(value: ir.Value) -> None:
 
 def _widened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     def numbers() -> ir.Tensor:
-        read = tensor.numpy().astype(np.float32)
-        if isinstance(tensor, ir.ExternalTensor):
-            tensor.release()
-        return ir.Tensor(read, dtype=_FP32, name=tensor.name)
+        return ir.Tensor(storage.numbers_of(tensor).astype(np.float32), dtype=_FP32, name=tensor.name)
 
     return ir.LazyTensor(numbers, _FP32, ir.Shape(tensor.shape.numpy()), name=tensor.name)  # type: ignore[union-attr]

@@ -25,6 +25,15 @@ ROOT = Path("/")
 _PAGE = 4096
 """Bytes."""
 
+_BLOCK = 256
+"""Rows and columns of a block."""
+
+_BYTES_AT_ONCE = 2**30
+"""Size of the weights that are computed at the same time."""
+
+_MOST_THREADS = 16
+"""The disk limits more."""
+
 
 def save(model: ir.Model, path: Path) -> None:
     """Writes a model. Weights over `INLINE_LIMIT` go to the file `weights_file(path)`.
@@ -38,7 +47,8 @@ def save(model: ir.Model, path: Path) -> None:
         if beside:
             for value, tensor in weights:
                 value.const_value = _row_by_row(tensor)
-            ir.save(model, path, external_data=weights_file(path).name, size_threshold_bytes=SMALL)
+            name = weights_file(path).name
+            ir.save(model, path, external_data=name, size_threshold_bytes=SMALL, **_at_once())
         else:
             read = ir.external_data.convert_tensors_from_external([tensor for _, tensor in elsewhere])
             for (value, _), tensor in zip(elsewhere, read, strict=True):
@@ -105,7 +115,12 @@ def _written(tensors: Sequence[ir.TensorProtocol], folder: Path) -> list[ir.Exte
     """Writes tensors to a new file, aligned to pages for parsers that map files."""
     try:
         return ir.external_data.convert_tensors_to_external(
-            [_row_by_row(tensor) for tensor in tensors], folder, "joined.data", alignment=_PAGE, align_threshold=0
+            [_row_by_row(tensor) for tensor in tensors],
+            folder,
+            "joined.data",
+            alignment=_PAGE,
+            align_threshold=0,
+            **_at_once(),
         )
     except OSError as error:
         if not is_disk_full(error):
@@ -158,9 +173,38 @@ def _row_by_row(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         return tensor
 
     def copied() -> ir.Tensor:
-        return ir.Tensor(np.ascontiguousarray(tensor.raw), dtype=tensor.dtype)
+        return ir.Tensor(row_major(tensor.raw), dtype=tensor.dtype)
 
     return ir.LazyTensor(copied, tensor.dtype, tensor.shape, name=tensor.name)
+
+
+def numbers_of(tensor: ir.TensorProtocol) -> np.ndarray:
+    """Returns a tensor's numbers. A file is mapped anew for each array, until the array is freed: threads share no mapping."""
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor = _moved(tensor, Path(tensor.path))
+    return tensor.numpy()
+
+
+def blocks_of(matrix: np.ndarray) -> Iterator[tuple[slice, slice]]:
+    """Yields the places of blocks that fit the processor's cache, where numpy reads rows and columns equally fast."""
+    for row in range(0, matrix.shape[0], _BLOCK):
+        for column in range(0, matrix.shape[1], _BLOCK):
+            yield slice(row, row + _BLOCK), slice(column, column + _BLOCK)
+
+
+def row_major(array: np.ndarray) -> np.ndarray:
+    """Returns an array in C order; as `np.ascontiguousarray`, but several times as fast for transposed matrices."""
+    if array.ndim != 2 or array.flags.c_contiguous:
+        return np.ascontiguousarray(array)
+    copy = np.empty(array.shape, array.dtype)
+    for block in blocks_of(array):
+        copy[block] = array[block]
+    return copy
+
+
+def _at_once() -> dict[str, int]:
+    """Returns limits for onnx_ir: how many weights are computed and written at the same time."""
+    return {"max_workers": min(_MOST_THREADS, len(os.sched_getaffinity(0))), "max_in_flight_bytes": _BYTES_AT_ONCE}
 
 
 def weights_file(path: Path) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from trtconvert.export.lowering.int8_weights import Int8Weight
+from trtconvert.export.storage import numbers_of, row_major
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
@@ -37,7 +38,7 @@ def lazy_initializer(
         return graph.initializers[name]
 
     def computed() -> ir.Tensor:
-        return ir.Tensor(np.ascontiguousarray(numbers()), dtype=dtype)
+        return ir.Tensor(row_major(numbers()), dtype=dtype)
 
     return add_initializer(graph, ir.LazyTensor(computed, dtype, ir.Shape(shape), name=name))
 
@@ -53,7 +54,7 @@ def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Val
         return add_initializer(graph, tensor.part(name, 0, start, count))
     shape = ir.Shape([count, *tensor.shape[1:]])  # type: ignore[arg-type]
     if not isinstance(tensor, ir.ExternalTensor):
-        return lazy_initializer(graph, name, tensor.dtype, shape, lambda: tensor.numpy()[start : start + count])
+        return lazy_initializer(graph, name, tensor.dtype, shape, lambda: numbers_of(tensor)[start : start + count])
     row = tensor.nbytes // tensor.shape.numpy()[0]
     offset = (tensor.offset or 0) + start * row
     rows = ir.ExternalTensor(
@@ -95,10 +96,4 @@ def changed_initializer(
     if axis is not None and isinstance(tensor, Int8Weight) and name not in graph.initializers:
         return add_initializer(graph, tensor.changed(name, change, shape, axis))
 
-    def changed() -> np.ndarray:
-        result = np.array(change(tensor.numpy()), order="C").reshape(shape)  # a copy: the file is released
-        if isinstance(tensor, ir.ExternalTensor):
-            tensor.release()
-        return result
-
-    return lazy_initializer(graph, name, dtype, shape, changed)
+    return lazy_initializer(graph, name, dtype, shape, lambda: change(numbers_of(tensor)).reshape(shape))

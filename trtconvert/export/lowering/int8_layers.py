@@ -27,6 +27,7 @@ from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.matching import constant_of, geglu_behind, only_reader, producer_behind_reshapes, producer_of
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
+from trtconvert.export.storage import row_major
 from trtconvert.linear.modes import LayerMode
 
 INT8_LINEAR, QUANTISE_ROWS, INT8_RESIDUAL_NORM = "Int8Linear", "QuantiseRows", "Int8ResidualNorm"
@@ -476,7 +477,7 @@ def _packed(graph: ir.Graph, weight: Int8Weight, rows: tuple[int, ...], name: st
 
     def packed() -> np.ndarray:
         integers = weight.integers()
-        return np.ascontiguousarray(integers if weight.axis == 0 else integers.T).view(np.int32).reshape(shape)
+        return row_major(integers if weight.axis == 0 else integers.T).view(np.int32).reshape(shape)
 
     return lazy_initializer(graph, name, ir.DataType.INT32, shape, packed)
 

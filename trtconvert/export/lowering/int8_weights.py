@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from trtconvert.export.storage import blocks_of
 from trtconvert.linear.modes import LayerMode
 
 Integers = Callable[[], np.ndarray]
-"""Computes a weight's integers on demand."""
+"""Computes a weight's integers on demand, in any order of memory. Threads may call it at once."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,13 @@ class Int8Weight(ir.LazyTensor):
         self.integers_name = f"{name}, INT8"
 
     def _computed(self) -> ir.Tensor:
-        shape = [1] * len(self.shape)
+        integers, shape = self.integers(), [1] * len(self.shape)
         shape[self.axis] = -1
-        numbers = self.integers().astype(np.float32) * self.scale.reshape(shape)
-        return ir.Tensor(numbers.astype(self.dtype.numpy()), dtype=self.dtype)
+        scale = np.broadcast_to(self.scale.reshape(shape), integers.shape)
+        numbers = np.empty(integers.shape, self.dtype.numpy())
+        for block in blocks_of(integers) if integers.ndim == 2 else (...,):
+            numbers[block] = integers[block].astype(np.float32) * scale[block]
+        return ir.Tensor(numbers, dtype=self.dtype)
 
     def part(self, name: str, axis: int, start: int, count: int) -> Int8Weight:
         """Returns a slice along an axis."""
@@ -91,11 +95,7 @@ class Int8Weight(ir.LazyTensor):
         shape[axis] = count
         scale = self.scale[start : start + count] if axis == self.axis else self.scale
         integers = self.integers
-
-        def of_part() -> np.ndarray:
-            return np.ascontiguousarray(integers()[tuple(chosen)])
-
-        return Int8Weight(name, of_part, shape, scale, self.axis, self.activation, self.dtype)
+        return Int8Weight(name, lambda: integers()[tuple(chosen)], shape, scale, self.axis, self.activation, self.dtype)
 
     def changed(
         self, name: str, change: Callable[[np.ndarray], np.ndarray], shape: Sequence[int], axis: int
@@ -106,11 +106,10 @@ class Int8Weight(ir.LazyTensor):
             axis: of the output channels in the result.
         """
         integers = self.integers
-
-        def of_changed() -> np.ndarray:
-            return np.array(change(integers()), order="C").reshape(shape)
-
-        return Int8Weight(name, of_changed, shape, self.scale, axis, self.activation, self.dtype)
+        # A view: plugins take linear layers transposed back.
+        return Int8Weight(
+            name, lambda: change(integers()).reshape(shape), shape, self.scale, axis, self.activation, self.dtype
+        )
 
     @staticmethod
     def beside(name: str, weights: Sequence[Int8Weight]) -> Int8Weight:

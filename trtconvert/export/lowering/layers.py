@@ -30,6 +30,7 @@ from trtconvert.export.nodes.layers import (
     layer_nodes,
     table_of,
 )
+from trtconvert.export.storage import numbers_of
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS
 
@@ -212,11 +213,11 @@ def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
     tensor = ir.convenience.get_const_tensor(inputs["weight"])
     assert tensor is not None and inputs["weight"].name is not None
     factor, scale = table_of(inputs["x_factor"]), table_of(inputs["weight_scale"])
-    read, shape = _read(tensor), tensor.shape.numpy()  # type: ignore[union-attr]
+    shape = tensor.shape.numpy()  # type: ignore[union-attr]
     places = [1] * (len(shape) - 2)
 
     def weight() -> np.ndarray:
-        return read().astype(np.float32) * scale.reshape(-1, 1, *places) * factor.reshape(1, -1, *places)
+        return numbers_of(tensor).astype(np.float32) * scale.reshape(-1, 1, *places) * factor.reshape(1, -1, *places)
 
     bias = _without_offset(node)
     named, bias_named = exact_names(node, name)
@@ -249,7 +250,7 @@ def _without_offset(node: ir.Node) -> np.ndarray:
         return bias
     tensor = ir.convenience.get_const_tensor(inputs["weight"])
     assert tensor is not None
-    sums = _read(tensor)().astype(np.float64) @ (offset * table_of(inputs["x_factor"])).astype(np.float64)
+    sums = numbers_of(tensor).astype(np.float64) @ (offset * table_of(inputs["x_factor"])).astype(np.float64)
     return (bias - sums * table_of(inputs["weight_scale"])).astype(np.float32)
 
 
@@ -296,7 +297,7 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, re
     assert tensor is not None
     # Tied layers share one initialiser.
     in_place = Int8Weight(
-        f"{stored.name}, expanded", _read(tensor), tensor.shape.numpy(), scale, 0, activation, new.dtype
+        f"{stored.name}, expanded", lambda: numbers_of(tensor), tensor.shape.numpy(), scale, 0, activation, new.dtype
     )  # type: ignore[union-attr]
     may_have_bias = refittable and (BIAS_METADATA in metadata or offset.any())
     of_bias = new.constant(bias_name(name, new.dtype), bias) if bias.any() or may_have_bias else None
@@ -316,19 +317,6 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, re
     turned = in_place.changed(f"{in_place.name}.T", np.transpose, (channels, outputs), axis=1)
     of_weight = product("MatMul", [x, _weight(new, turned)], None)
     return of_weight if of_bias is None else new.op("Add", [of_weight, of_bias], result)
-
-
-def _read(tensor: ir.TensorProtocol):
-    """Returns a function that reads a tensor's numbers, and releases its file."""
-
-    def read() -> np.ndarray:
-        if not isinstance(tensor, ir.ExternalTensor):
-            return tensor.numpy()
-        numbers = np.array(tensor.numpy())
-        tensor.release()
-        return numbers
-
-    return read
 
 
 def _weight(new: _New, weight: Int8Weight) -> ir.Value:

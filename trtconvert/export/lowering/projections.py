@@ -12,6 +12,7 @@ import onnx_ir as ir
 from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.lowering.int8_weights import Int8Weight, all_of_one_activation
 from trtconvert.export.matching import is_same_shape, producer_of
+from trtconvert.export.storage import numbers_of
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,7 @@ def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
     shape = ir.Shape([*first.shape[:-1], sum(int(tensor.shape[-1]) for tensor in tensors)])  # type: ignore[arg-type]
 
     def together() -> ir.Tensor:
-        joined = np.concatenate([tensor.numpy() for tensor in tensors], axis=-1)
-        for tensor in tensors:
-            if isinstance(tensor, ir.ExternalTensor):
-                tensor.release()
-        return ir.Tensor(joined, dtype=first.dtype)
+        return ir.Tensor(np.concatenate([numbers_of(tensor) for tensor in tensors], axis=-1), dtype=first.dtype)
 
     # Names are short: TensorRT allows 4096 bytes. A module called twice has its weights joined twice.
     name = base = f"{weights[0].name} and {len(weights) - 1} more"
