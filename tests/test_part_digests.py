@@ -123,8 +123,9 @@ def test_the_end_of_a_hashing_cancels_pending_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_sha256_of_part", slow)
     (path := tmp_path / "file").write_bytes(CONTENT)
+    found = []
     with pytest.raises(KeyboardInterrupt), Hashing() as hashing:
-        found = [hashing.digest(path, 1) for _ in range(100)]
+        found += [hashing.digest(path, 1) for _ in range(100)]
         started.wait(10)
         threading.Timer(0.1, goes_on.set).start()
         raise KeyboardInterrupt
