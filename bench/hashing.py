@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from trtconvert.bundle import FileRecord, Manifest, check_files, file_record
-from trtconvert.files import copy_files, digests, sha256
+from trtconvert.files import copy_files, sha256
 
 
 def write(path: Path, size: int) -> Path:
@@ -71,7 +71,7 @@ def main() -> None:
             for path in paths:
                 sha256(path)
 
-        compare("one file", sizes[0], asked.rounds, lambda: sha256(paths[0]), lambda: digests(paths[:1]))
+        compare("one file", sizes[0], asked.rounds, lambda: sha256(paths[0]), lambda: file_record(paths[0]))
         for what, records in (("check_files", parts), ("check_files of an earlier version's bundle", plain)):
             compare(what, size, asked.rounds, one_by_one, partial(check_files, folder, manifest_of(records)))
         copies = {path.with_suffix(".copy"): path for path in paths}

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -28,7 +28,7 @@ from pydantic.functional_serializers import SerializerFunctionWrapHandler
 from trtconvert import __version__
 from trtconvert.documents import JSON_BYTES, read_json
 from trtconvert.errors import TrtconvertError, UserError, first_line, first_problem
-from trtconvert.files import Hashing, digests, is_partial, link_files, read_limited
+from trtconvert.files import PART_BYTES, digests, is_partial, link_files, read_limited
 from trtconvert.manifest_checks import contradiction
 from trtconvert.noise_input import NoiseInput
 from trtconvert.recipe import LayerModeName, ModelSection, ModeName, Recipe, changed_paths
@@ -598,14 +598,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
     files = {
         str(path.relative_to(folder)): FileRecord(**vars(found))
-        for path, found in zip(paths, digests(paths), strict=True)
+        for path, found in zip(paths, digests((path, PART_BYTES) for path in paths), strict=True)
     }
     write_sealed(folder / MANIFEST, manifest.model_copy(update={"files": files}))
 
 
 def file_record(path: Path) -> FileRecord:
     """Return the size and hash of a file."""
-    (found,) = digests([path])
+    (found,) = digests([(path, PART_BYTES)])
     return FileRecord(**vars(found))
 
 
@@ -770,11 +770,11 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         with _reported(folder, name, record):
             if (size := (folder / name).stat().st_size) != record.size:
                 raise _damaged_file(folder, name, record, f"{size} bytes")
-    with Hashing() as hashing:
-        found = {name: hashing.digest(folder / name, record.part_bytes) for name, record in manifest.files.items()}
+    files = [(folder / name, record.part_bytes) for name, record in manifest.files.items()]
+    with closing(digests(files)) as found:
         for name, record in manifest.files.items():
             with _reported(folder, name, record):
-                got = found[name].result()
+                got = next(found)
             if (got.size, got.sha256) != (record.size, record.sha256):
                 raise _damaged_file(folder, name, record, f"{got.size} bytes, SHA-256 {got.sha256[:12]}…")
     if unlisted := next((name for name in _lying_among_own(folder, manifest) if name not in manifest.files), None):

@@ -15,7 +15,7 @@ from typing import Any
 
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError
-from trtconvert.files import digests, is_temporary, one_at_a_time, sweep_files, whole_folder
+from trtconvert.files import PART_BYTES, digests, is_temporary, one_at_a_time, sweep_files, whole_folder
 from trtconvert.imports import code_hash
 
 _INDEX = "stage.json"
@@ -103,7 +103,8 @@ class Cache:
                 sweep_files(self.folder)  # remains of other stages
                 make(partial)
                 paths = sorted(partial.iterdir())
-                found = {path.name: digest for path, digest in zip(paths, digests(paths), strict=True)}
+                hashed = digests((path, PART_BYTES) for path in paths)
+                found = {path.name: digest for path, digest in zip(paths, hashed, strict=True)}
                 index = {name: [digest.size, digest.sha256] for name, digest in found.items()}
                 (partial / _INDEX).write_text(json.dumps(index, indent=1))
                 hashes = {name: digest.sha256 for name, digest in found.items()}
@@ -126,7 +127,7 @@ def _whole(folder: Path) -> dict[str, str] | None:
         if any((folder / name).stat().st_size != size for name, (size, _) in index.items()):
             return None
         hashes = {name: digest for name, (_, digest) in index.items()}
-        found = [digest.sha256 for digest in digests(folder / name for name in hashes)]
+        found = [digest.sha256 for digest in digests((folder / name, PART_BYTES) for name in hashes)]
         return hashes if found == [*hashes.values()] else None
     except (OSError, ValueError, AttributeError, TypeError):
         return None

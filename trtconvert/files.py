@@ -16,7 +16,6 @@ import re
 import shutil
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -125,81 +124,54 @@ class FileDigest:
     part_bytes: int | None = None
 
 
-class Hashing:
-    """Hashes files, and the parts of large files, on all cores. As a context manager it cancels pending work at its end."""
+def digests(files: Iterable[tuple[Path, int | None]]) -> Iterator[FileDigest]:
+    """Hash regular files, and the parts of large files, on all cores; yields in the order of the files.
 
-    def __init__(self) -> None:
-        self._files, self._parts = (ThreadPoolExecutor(_threads(), f"trtconvert-{what}") for what in ("files", "parts"))
-
-    def __enter__(self) -> Hashing:
-        return self
-
-    def __exit__(self, *of_error: object) -> None:
-        self._files.shutdown(wait=False, cancel_futures=True)
-        self._parts.shutdown(cancel_futures=True)
-        self._files.shutdown()
-
-    def digest(self, path: Path, part_bytes: int | None = PART_BYTES) -> Future[FileDigest]:
-        """Begin to hash a regular file. The future raises OSError, see `open_regular`, also if the file's size changes meanwhile.
-
-        Args:
-            part_bytes: size of the parts of files larger than one part; None: one part.
-        """
-        return self._files.submit(self._digest, path, part_bytes)
-
-    def _digest(self, path: Path, part_bytes: int | None) -> FileDigest:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if part_bytes is None or size <= part_bytes:
-                (whole,) = self._hashes(file, size, size or 1)
-                return FileDigest(size, whole.hex())
-            parts = self._hashes(file, size, part_bytes)
-            return FileDigest(size, hashlib.sha256(b"".join(parts)).hexdigest(), part_bytes)
-
-    def _hashes(self, file: io.BufferedReader, size: int, part_bytes: int) -> list[bytes]:
-        parts = list[Future[bytes]]()
+    Args:
+        files: paths, each with the size of the parts of files larger than one part; None: the file is hashed whole.
+    Raises:
+        OSError: the next file cannot be read, see `open_regular`, or its size changed meanwhile.
+    """
+    with ThreadPoolExecutor(_threads(), "trtconvert-hashes") as pool:
         try:
-            for start in range(0, max(size, 1), part_bytes):
-                parts.append(self._parts.submit(_sha256_of_part, file, start, min(part_bytes, size - start)))
-            found = [part.result() for part in parts]
+            begun = [(path, part_bytes, _begin(pool, path, part_bytes)) for path, part_bytes in files]
+            for path, part_bytes, parts in begun:
+                hashes = [part.result() for part in parts]
+                size = path.stat().st_size
+                if len(hashes) == 1:
+                    yield FileDigest(size, hashes[0].hex())
+                else:
+                    yield FileDigest(size, hashlib.sha256(b"".join(hashes)).hexdigest(), part_bytes)
         finally:
-            for part in parts:  # the file must stay open until its last reader has ended
-                if not part.cancel():
-                    part.exception()
-        if os.fstat(file.fileno()).st_size != size:
-            raise OSError(errno.EIO, "its size changed while it was read", file.name)
-        return found
+            pool.shutdown(cancel_futures=True)
 
 
-def _sha256_of_part(file: io.BufferedReader, start: int, length: int) -> bytes:
+def _begin(pool: ThreadPoolExecutor, path: Path, part_bytes: int | None) -> list[Future[bytes]]:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0  # the first part raises the error, in the order of the files
+    step = part_bytes or max(size, 1)
+    return [pool.submit(_sha256_of_part, path, size, start, step) for start in range(0, max(size, 1), step)]
+
+
+def _sha256_of_part(path: Path, size: int, start: int, length: int) -> bytes:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_BUFFER, length)))
-    while length:
-        try:
-            count = os.preadv(file.fileno(), [buffer[:length]], start)
-        except OSError as error:
-            error.filename = file.name
-            raise
-        if not count:
-            raise OSError(errno.EIO, "it became shorter while it was read", file.name)
-        digest.update(buffer[:count])
-        start, length = start + count, length - count
+    end = min(start + length, size)
+    with open_regular(path) as file:
+        while start < end:
+            count = os.preadv(file.fileno(), [buffer[: end - start]], start)
+            if not count:
+                break
+            digest.update(buffer[:count])
+            start += count
+        if start < end or os.fstat(file.fileno()).st_size != size:
+            raise OSError(errno.EIO, "its size changed while it was read", str(path))
     return digest.digest()
 
 
 def _threads() -> int:
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-def digests(paths: Iterable[Path], part_bytes: int | None = PART_BYTES) -> list[FileDigest]:
-    """Hash regular files on all cores.
-
-    Args:
-        part_bytes: see `Hashing.digest`.
-    Raises:
-        OSError: a file cannot be read, see `Hashing.digest`.
-    """
-    with Hashing() as hashing:
-        return [found.result() for found in [hashing.digest(path, part_bytes) for path in paths]]
 
 
 @contextmanager
@@ -346,8 +318,7 @@ def link_files(names: Iterable[str], source: Path, target: Path) -> None:
     Args:
         names: paths relative to both folders.
     """
-
-    def link(name: str) -> None:
+    for name in names:
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -355,46 +326,21 @@ def link_files(names: Iterable[str], source: Path, target: Path) -> None:
         except OSError:
             shutil.copy2(source / name, place, follow_symlinks=False)
 
-    with ThreadPoolExecutor(_threads()) as pool:
-        for _ in pool.map(link, names):
-            pass  # raises the error of a copy
-
 
 def copy_files(sources: Mapping[Path, Path]) -> None:
-    """Copy the contents of regular files, several at a time.
+    """Copy the contents of files, several at a time.
 
     Args:
         sources: the file to copy by the path of its copy, whose folder exists.
     Raises:
         OSError: a file cannot be copied; half-written copies stay.
     """
-    stopped = threading.Event()
-    with ThreadPoolExecutor(_threads()) as pool:
-        copies = [pool.submit(_copy, source, target, stopped) for target, source in sources.items()]
+    with ThreadPoolExecutor(_threads(), "trtconvert-copies") as pool:
         try:
-            for copy in copies:
+            for copy in [pool.submit(shutil.copyfile, source, target) for target, source in sources.items()]:
                 copy.result()
-        except BaseException:
-            stopped.set()
-            raise
-
-
-_COPIED_AT_ONCE = 64 * 2**20
-
-
-def _copy(source: Path, target: Path, stopped: threading.Event) -> None:
-    with open_regular(source) as reader, open(target, "wb") as writer:
-        here, there = reader.fileno(), writer.fileno()
-        # Shares the blocks of both files on file systems that can. Where it fails, sendfile goes on from the same positions.
-        with contextlib.suppress(OSError):
-            while not stopped.is_set() and os.copy_file_range(here, there, _COPIED_AT_ONCE):
-                pass
-        try:
-            while not stopped.is_set() and os.sendfile(there, here, None, _COPIED_AT_ONCE):
-                pass
-        except OSError as error:
-            error.filename, error.filename2 = str(source), str(target)
-            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from trtconvert.evaluate.shards import ShardSet
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.files import sha256
 from trtconvert.models.denoiser import on_device
-from trtconvert.models.identity import identity, is_identity
+from trtconvert.models.identity import identity
 from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.progress import Reporter
 from trtconvert.recipe import ComputeSection
@@ -202,19 +202,17 @@ def full_precision(bundle: runtime.LoadedBundle, weights: Path | None) -> Diffus
             remedy="run the command in the folder of the LoRA, or leave --weights out",
         )
     section = section.model_copy(update={"weights": weights})
-    built_from, code = bundle.manifest.weights, bundle.manifest.code
-    if is_identity(built_from, section, loras):
-        return models.load(section, loras)
-    if code and is_identity(built_from, section, loras, code=code):
+    got, code = identity(section, loras), bundle.manifest.code
+    if got != bundle.manifest.weights and code and identity(section, loras, code=code) == bundle.manifest.weights:
         warn(
             f"the code of {section.source} has changed since the bundle was built, its weights have not: the figures are "
             "valid only if it still computes the same"
         )
-    else:
+    elif got != bundle.manifest.weights:
         raise UserError(
             f"{weights or section.source} is not what the bundle was made from",
-            expected=f"the model {built_from[:12]}…",
-            got=f"{identity(section, loras)[:12]}…",
+            expected=f"the model {bundle.manifest.weights[:12]}…",
+            got=f"{got[:12]}…",
             remedy="give the weights of the recipe that built the bundle, and the same version of the model's code",
         )
     return models.load(section, loras)

@@ -6,45 +6,31 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
-from trtconvert.files import PART_BYTES, digests
+from trtconvert.files import sha256
 from trtconvert.models.saved import INDEX, pipeline_folder
 from trtconvert.recipe import ONNX, LoraSection, ModelSection
 from trtconvert.weights.lora_files import refuse_unreadable, settings_beside
 
 
-def is_identity(
-    recorded: str, section: ModelSection, loras: Sequence[LoraSection] = (), *, code: str | None = None
-) -> bool:
-    """Returns whether a recorded identity is that of a model. Earlier versions hashed large files whole. For arguments and errors
-    see `identity`."""
-    return any(recorded == identity(section, loras, code=code, part_bytes=size) for size in (PART_BYTES, None))
-
-
-def identity(
-    section: ModelSection,
-    loras: Sequence[LoraSection] = (),
-    *,
-    code: str | None = None,
-    part_bytes: int | None = PART_BYTES,
-) -> str:
+def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: str | None = None) -> str:
     """Returns the SHA-256 over the weights, the configurations for a file of weights, the images, the options with the files that
     they name by absolute paths, and the code of a `package.module:function`.
 
     Args:
         code: `source_identity` of the function, where it differs from that of the code in the current folder.
-        part_bytes: see `trtconvert.files.Hashing.digest`.
     Raises:
         UserError: the weights, an image or a file that an option names cannot be read.
     """
     parts: dict[str, Any] = {"source": section.source, "options": section.options}
     if section.weights is not None:
         try:
-            parts["weights"] = _hash_of_file_or_folder(section.weights, part_bytes)
+            parts["weights"] = _hash_of_file_or_folder(section.weights)
         except OSError as error:
             raise UserError(
                 f"cannot read the weights {section.weights}",
@@ -53,16 +39,15 @@ def identity(
                 remedy="correct model.weights in the recipe",
             ) from error
         if section.source == ONNX:
-            beside = _beside(section)
-            parts["beside"] = dict(zip((path.name for path in beside), _sha256s(beside, part_bytes), strict=True))
+            parts["beside"] = {path.name: sha256(path) for path in _beside(section)}
         elif not section.weights.is_dir() and (folder := pipeline_folder(section.weights, section.config)):
-            parts["config"] = _configurations(folder, part_bytes)
+            parts["config"] = _configurations(folder)
     if section.images:
         expected = "an image; the path is relative to the recipe"
         parts["images"] = {
-            argument: [_hash_of_named_file(path, "image", "images", expected, part_bytes) for path in of]
+            argument: [_hash_of_named_file(path, "image", "images", expected) for path in of]
             if isinstance(of, list)
-            else _hash_of_named_file(of, "image", "images", expected, part_bytes)
+            else _hash_of_named_file(of, "image", "images", expected)
             for argument, of in section.images.items()
         }
     if code := source_identity(section.source) if code is None else code:
@@ -70,11 +55,9 @@ def identity(
         names = [name for name in _nested_texts(section.options) if _is_file(name)]
         if names:
             expected = "a file that this user may read"
-            parts["files"] = {
-                name: _hash_of_named_file(Path(name), "file", "options", expected, part_bytes) for name in names
-            }
+            parts["files"] = {name: _hash_of_named_file(Path(name), "file", "options", expected) for name in names}
     if loras:
-        parts["loras"] = [_lora(lora, part_bytes) for lora in loras]
+        parts["loras"] = [_lora(lora) for lora in loras]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -88,17 +71,17 @@ def _beside(section: ModelSection) -> list[Path]:
     return [*external_files(section.weights), *([named] if named is not None and named.is_file() else [])]
 
 
-def _lora(section: LoraSection, part_bytes: int | None) -> dict[str, Any]:
+def _lora(section: LoraSection) -> dict[str, Any]:
     refuse_unreadable(section.file)
     files = [path for path in (section.file, settings_beside(section.file)) if path is not None]
-    return {"target": section.target, "scale": section.scale, "files": _sha256s(files, part_bytes)}
+    return {"target": section.target, "scale": section.scale, "files": [sha256(path) for path in files]}
 
 
-def _configurations(folder: Path, part_bytes: int | None) -> dict[str, str]:
+def _configurations(folder: Path) -> dict[str, str]:
     """Hashes a pipeline's folder without the files of weights beside its index, which have other uses."""
     parts = sorted(path for path in folder.iterdir() if path.is_dir())
-    return {INDEX: _sha256s([folder / INDEX], part_bytes)[0]} | {
-        f"{part.name}/{name}": digest for part in parts for name, digest in _hashes(part, part_bytes).items()
+    return {INDEX: sha256(folder / INDEX)} | {
+        f"{part.name}/{name}": digest for part in parts for name, digest in _hashes(part).items()
     }
 
 
@@ -121,10 +104,10 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _hash_of_named_file(path: Path, what: str, field: str, expected: str, part_bytes: int | None) -> str:
+def _hash_of_named_file(path: Path, what: str, field: str, expected: str) -> str:
     """Returns the SHA-256 of a file that a field of the model section names."""
     try:
-        return _sha256s([path], part_bytes)[0]
+        return sha256(path)
     except OSError as error:
         raise UserError(
             f"cannot read the {what} {path}",
@@ -134,18 +117,16 @@ def _hash_of_named_file(path: Path, what: str, field: str, expected: str, part_b
         ) from error
 
 
-def _hash_of_file_or_folder(path: Path, part_bytes: int | None) -> str | dict[str, str]:
-    return _hashes(path, part_bytes) if path.is_dir() else _sha256s([path], part_bytes)[0]
+def _hash_of_file_or_folder(path: Path) -> str | dict[str, str]:
+    return _hashes(path) if path.is_dir() else sha256(path)
 
 
-def _hashes(path: Path, part_bytes: int | None) -> dict[str, str]:
+def _hashes(path: Path) -> dict[str, str]:
     files = [file for file in sorted(_files_below(path)) if file.is_file()]
-    names = (str(file.relative_to(path)) for file in files)
-    return dict(zip(names, _sha256s(files, part_bytes), strict=True))
-
-
-def _sha256s(paths: Sequence[Path], part_bytes: int | None) -> list[str]:
-    return [found.sha256 for found in digests(paths, part_bytes)]
+    with ThreadPoolExecutor() as pool:  # hashing a large file releases the interpreter's lock
+        return {
+            str(file.relative_to(path)): digest for file, digest in zip(files, pool.map(sha256, files), strict=True)
+        }
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

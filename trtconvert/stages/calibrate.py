@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from trtconvert.bundle import covering
 from trtconvert.calib.identity import calibration_reads
 from trtconvert.files import one_at_a_time
-from trtconvert.models.identity import is_identity
-from trtconvert.provenance import read_provenance
 from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import CALIBRATION, LAYERS, SITES
@@ -62,11 +60,8 @@ def calibrate_stage(build: Build) -> Calibrated:
         if recipe.sparse_shares:
             refuse_without_blocks(source, parts.sites, covering(profiles), recipe.calibration.bins)
         if recipe.calibration.from_ is not None:
-            made_for = read_provenance(recipe.calibration.from_).weights
-            if made_for == weights or not is_identity(made_for, recipe.model, recipe.loras):
-                made_for = weights
             made = load_calibration(
-                recipe.calibration.from_, source, made_for, recipe.calibration.bins, parts.sites, parts.layers,
+                recipe.calibration.from_, source, weights, recipe.calibration.bins, parts.sites, parts.layers,
                 modulated_groups(parts.layers, recipe.layers), recipe.sparse_shares,
             )  # fmt: skip
         else:
