@@ -9,15 +9,26 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic.functional_serializers import SerializerFunctionWrapHandler
 
 from trtconvert import __version__
 from trtconvert.documents import JSON_BYTES, read_json
 from trtconvert.errors import TrtconvertError, UserError, first_line, first_problem
-from trtconvert.files import is_partial, link_files, read_limited, sha256
+from trtconvert.files import PART_BYTES, digests, is_partial, link_files, read_limited
 from trtconvert.manifest_checks import contradiction
 from trtconvert.noise_input import NoiseInput
 from trtconvert.recipe import LayerModeName, ModelSection, ModeName, Recipe, changed_paths
@@ -106,10 +117,19 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """Size in bytes and SHA-256 of one file."""
+    """Size in bytes and SHA-256 of one file.
+
+    Attributes:
+        part_bytes: see `trtconvert.files.FileDigest`. Absent from the manifest for a plain SHA-256, as in older bundles.
+    """
 
     size: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    part_bytes: Annotated[int, Field(ge=2**20)] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
 
 
 class TensorRecord(_Record):
@@ -575,17 +595,18 @@ def unquantised_file(onnx: Path) -> Path:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest with the hashes of all files of the folder and its own digest."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
     files = {
-        str(path.relative_to(folder)): file_record(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path != folder / MANIFEST
+        str(path.relative_to(folder)): FileRecord(**vars(found))
+        for path, found in zip(paths, digests((path, PART_BYTES) for path in paths), strict=True)
     }
     write_sealed(folder / MANIFEST, manifest.model_copy(update={"files": files}))
 
 
 def file_record(path: Path) -> FileRecord:
     """Return the size and hash of a file."""
-    return FileRecord(size=path.stat().st_size, sha256=sha256(path))
+    (found,) = digests([(path, PART_BYTES)])
+    return FileRecord(**vars(found))
 
 
 def write_sealed(path: Path, manifest: Manifest) -> None:
@@ -742,21 +763,20 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """Compare every file of a bundle with the manifest.
 
     Raises:
-        UserError: names the first file that is missing or differs, or that lies beside the bundle's files without being listed.
+        UserError: names the first file that is missing or has another size, else the first file that differs, else a file that
+            lies beside the bundle's files without being listed.
     """
-    for name, record in manifest.files.items():
-        path = folder / name
-        try:
-            got = _found(path, record)
-        except OSError as error:
-            got = error.strerror or type(error).__name__
-        if got:
-            raise UserError(
-                f"{name} in the bundle {folder} is damaged",
-                expected=f"{record.size} bytes, SHA-256 {record.sha256[:12]}…",
-                got=got,
-                remedy="copy the bundle again, or build it again",
-            )
+    for name, record in manifest.files.items():  # before gigabytes are hashed
+        with _reported(folder, name, record):
+            if (size := (folder / name).stat().st_size) != record.size:
+                raise _damaged_file(folder, name, record, f"{size} bytes")
+    files = [(folder / name, record.part_bytes) for name, record in manifest.files.items()]
+    with closing(digests(files)) as found:
+        for name, record in manifest.files.items():
+            with _reported(folder, name, record):
+                got = next(found)
+            if (got.size, got.sha256) != (record.size, record.sha256):
+                raise _damaged_file(folder, name, record, f"{got.size} bytes, SHA-256 {got.sha256[:12]}…")
     if unlisted := next((name for name in _lying_among_own(folder, manifest) if name not in manifest.files), None):
         raise UserError(
             f"{unlisted} in the bundle {folder} is not listed in the manifest",
@@ -779,9 +799,19 @@ def _lying_among_own(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield str(inside)
 
 
-def _found(path: Path, record: FileRecord) -> str:
-    """Describe a file that differs from its record; empty if it does not differ."""
-    if (size := path.stat().st_size) != record.size:
-        return f"{size} bytes"
-    digest = sha256(path)
-    return "" if digest == record.sha256 else f"{size} bytes, SHA-256 {digest[:12]}…"
+@contextmanager
+def _reported(folder: Path, name: str, record: FileRecord) -> Iterator[None]:
+    """Turn the failure to read a file into the error of a damaged file."""
+    try:
+        yield
+    except OSError as error:
+        raise _damaged_file(folder, name, record, error.strerror or type(error).__name__) from error
+
+
+def _damaged_file(folder: Path, name: str, record: FileRecord, got: str) -> UserError:
+    return UserError(
+        f"{name} in the bundle {folder} is damaged",
+        expected=f"{record.size} bytes, SHA-256 {record.sha256[:12]}…",
+        got=got,
+        remedy="copy the bundle again, or build it again",
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError
-from trtconvert.files import is_temporary, one_at_a_time, sha256, sweep_files, whole_folder
+from trtconvert.files import PART_BYTES, digests, is_temporary, one_at_a_time, sweep_files, whole_folder
 from trtconvert.imports import code_hash
 
 _INDEX = "stage.json"
@@ -61,7 +61,7 @@ class Stage:
         key: the hash of everything that the stage reads; later stages that read these files hash the key.
         folder: the folder of the files.
         reused: True if the cache had the files already.
-        hashes: SHA-256 by file name.
+        hashes: SHA-256 by file name, in parts for large files, see `trtconvert.files.FileDigest`.
     """
 
     key: str
@@ -102,9 +102,12 @@ class Cache:
             with whole_folder(folder, self.instead) as partial:
                 sweep_files(self.folder)  # remains of other stages
                 make(partial)
-                hashes = {path.name: sha256(path) for path in sorted(partial.iterdir())}
-                index = {name: [(partial / name).stat().st_size, digest] for name, digest in hashes.items()}
+                paths = sorted(partial.iterdir())
+                hashed = digests((path, PART_BYTES) for path in paths)
+                found = {path.name: digest for path, digest in zip(paths, hashed, strict=True)}
+                index = {name: [digest.size, digest.sha256] for name, digest in found.items()}
                 (partial / _INDEX).write_text(json.dumps(index, indent=1))
+                hashes = {name: digest.sha256 for name, digest in found.items()}
         return Stage(key, folder, False, hashes)
 
     def work(self, name: str, code: Collection[str], reads: Mapping[str, Any]) -> Path:
@@ -123,9 +126,9 @@ def _whole(folder: Path) -> dict[str, str] | None:
         index = {name: (size, digest) for name, (size, digest) in read_json(folder / _INDEX).items()}
         if any((folder / name).stat().st_size != size for name, (size, _) in index.items()):
             return None
-        if any(sha256(folder / name) != digest for name, (_, digest) in index.items()):
-            return None
-        return {name: digest for name, (_, digest) in index.items()}
+        hashes = {name: digest for name, (_, digest) in index.items()}
+        found = [digest.sha256 for digest in digests((folder / name, PART_BYTES) for name in hashes)]
+        return hashes if found == [*hashes.values()] else None
     except (OSError, ValueError, AttributeError, TypeError):
         return None
 

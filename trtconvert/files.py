@@ -16,8 +16,10 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from trtconvert.errors import UserError
@@ -30,6 +32,14 @@ _OLD = "-old"
 
 _PARTIAL_NAME = re.compile(rf"\..*{re.escape(PARTIAL)}[a-z0-9_]{{8}}({_OLD})?", re.DOTALL)
 """Names with an ending of `tempfile`, so that similar names of users' folders do not match."""
+
+PART_BYTES = 64 * 2**20
+"""Bytes of the parts of a large file's digest."""
+
+_BUFFER = 2**20
+"""Bytes that a thread reads at a time."""
+
+_MOST_THREADS = 16
 
 _INSTEAD = "give another place"
 
@@ -98,6 +108,70 @@ def sha256(path: Path) -> str:
     """
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size in bytes and SHA-256 of a file.
+
+    Attributes:
+        part_bytes: size of the parts of a larger file; None for a file that was hashed whole. With parts, `sha256` is the SHA-256
+            of the concatenated binary SHA-256 digests of the parts. The last part may be smaller.
+    """
+
+    size: int
+    sha256: str
+    part_bytes: int | None = None
+
+
+def digests(files: Iterable[tuple[Path, int | None]]) -> Iterator[FileDigest]:
+    """Hash regular files, and the parts of large files, on all cores; yields in the order of the files.
+
+    Args:
+        files: paths, each with the size of the parts of files larger than one part; None: the file is hashed whole.
+    Raises:
+        OSError: the next file cannot be read, see `open_regular`, or its size changed meanwhile.
+    """
+    with ThreadPoolExecutor(_threads(), "trtconvert-hashes") as pool:
+        try:
+            begun = [(path, part_bytes, _begin(pool, path, part_bytes)) for path, part_bytes in files]
+            for path, part_bytes, parts in begun:
+                hashes = [part.result() for part in parts]
+                size = path.stat().st_size
+                if len(hashes) == 1:
+                    yield FileDigest(size, hashes[0].hex())
+                else:
+                    yield FileDigest(size, hashlib.sha256(b"".join(hashes)).hexdigest(), part_bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin(pool: ThreadPoolExecutor, path: Path, part_bytes: int | None) -> list[Future[bytes]]:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0  # the first part raises the error, in the order of the files
+    step = part_bytes or max(size, 1)
+    return [pool.submit(_sha256_of_part, path, size, start, step) for start in range(0, max(size, 1), step)]
+
+
+def _sha256_of_part(path: Path, size: int, start: int, length: int) -> bytes:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_BUFFER, length)))
+    end = min(start + length, size)
+    with open_regular(path) as file:
+        while start < end:
+            count = os.preadv(file.fileno(), [buffer[: end - start]], start)
+            if not count:
+                break
+            digest.update(buffer[:count])
+            start += count
+        if start < end or os.fstat(file.fileno()).st_size != size:
+            raise OSError(errno.EIO, "its size changed while it was read", str(path))
+    return digest.digest()
+
+
+def _threads() -> int:
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 @contextmanager
@@ -251,6 +325,22 @@ def link_files(names: Iterable[str], source: Path, target: Path) -> None:
             os.link(source / name, place, follow_symlinks=False)
         except OSError:
             shutil.copy2(source / name, place, follow_symlinks=False)
+
+
+def copy_files(sources: Mapping[Path, Path]) -> None:
+    """Copy the contents of files, several at a time.
+
+    Args:
+        sources: the file to copy by the path of its copy, whose folder exists.
+    Raises:
+        OSError: a file cannot be copied; half-written copies stay.
+    """
+    with ThreadPoolExecutor(_threads(), "trtconvert-copies") as pool:
+        try:
+            for copy in [pool.submit(shutil.copyfile, source, target) for target, source in sources.items()]:
+                copy.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from trtconvert.engine import BackendStatus, choose_backend
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
-from trtconvert.files import settled, whole_folder
+from trtconvert.files import copy_files, settled, whole_folder
 from trtconvert.models.identity import identity
 from trtconvert.models.placed import Place
 from trtconvert.models.placement import choose_place, tell_place
@@ -244,25 +244,26 @@ def _refuse_missing_packages(recipe: Recipe) -> None:
 def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, reason: str) -> Manifest:
     """Copy the stages' files into the bundle's folder, and write the manifest last."""
     recipe, planned = build.recipe, made.planned
-    shutil.copyfile(planned.calibrated.stage.folder / CALIBRATION, folder / CALIBRATION)
+    copies = {folder / CALIBRATION: planned.calibrated.stage.folder / CALIBRATION}
     if (planned.stage.folder / FRONTIER).is_file():
-        shutil.copyfile(planned.stage.folder / FRONTIER, folder / FRONTIER)
+        copies[folder / FRONTIER] = planned.stage.folder / FRONTIER
     records: dict[str, ComponentRecord] = {}
     for name, exported in made.components.items():
         record = component_of(exported)
         for file in exported.folder.glob(f"{record.onnx}*"):  # with the external weights of large models
-            shutil.copyfile(file, folder / file.name)
+            copies[folder / file.name] = file
         for engine, stage in made.engines[name]:
             (folder / engine.file).parent.mkdir(exist_ok=True)
-            shutil.copyfile(stage.folder / ENGINE, folder / engine.file)
+            copies[folder / engine.file] = stage.folder / ENGINE
         if name != COMPONENT:
-            shutil.copyfile(exported.folder / EXAMPLE, folder / example_of(name))
+            copies[folder / example_of(name)] = exported.folder / EXAMPLE
         records[name] = record.model_copy(update={"engines": [engine for engine, _ in made.engines[name]]})
     if made.steps.stage is not None and made.steps.record is not None:
-        shutil.copyfile(made.steps.stage.folder / REUSE, folder / REUSE)
+        copies[folder / REUSE] = made.steps.stage.folder / REUSE
         records[COMPONENT] = records[COMPONENT].model_copy(update={"reuse": made.steps.record})
-    shutil.copyfile(made.verified.folder / SAMPLES, folder / SAMPLES)
-    shutil.copyfile(made.reference.folder / VERIFY, folder / VERIFY)
+    copies[folder / SAMPLES] = made.verified.folder / SAMPLES
+    copies[folder / VERIFY] = made.reference.folder / VERIFY
+    copy_files(copies)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without this machine's folders
     images = {name: copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
     weights_at = recipe.model.weights

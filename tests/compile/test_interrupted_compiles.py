@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import multiprocessing
 import os
 import shutil
 import signal
 import stat
-from pathlib import Path
 
 import pytest
 from compiling import FLOCK, PLAN, VAE, compiled, fresh, killed, killed_half_way, with_vae, without_engines
@@ -18,6 +16,7 @@ from rich.console import Console
 from support import contents, files_of_at_most, partials, refusal, run, tiny_recipe
 
 from trtconvert import compile as compile_module
+from trtconvert import files
 from trtconvert.bundle import MANIFEST, check_files, read_manifest, write_manifest
 from trtconvert.compile import compile_bundle
 from trtconvert.errors import TrtconvertError, UserError
@@ -45,13 +44,13 @@ def test_finished_engines_are_kept_whatever_ends_the_build_of_the_next(bundle, b
 def test_an_unchanged_plan_is_read_as_often_as_something_depends_on_it(bundle, builder, cache, monkeypatch):
     """Plans may have gigabytes: one reading to check the bundle, one to check the cache, and one to compare the two."""
     compiled(bundle)
-    file_digest, read = hashlib.file_digest, []
+    of_part, read = files._sha256_of_part, []
 
-    def counted(file, name):
-        read.append(Path(file.name))
-        return file_digest(file, name)
+    def counted(path, *part):
+        read.append(path)
+        return of_part(path, *part)
 
-    monkeypatch.setattr(hashlib, "file_digest", counted)
+    monkeypatch.setattr(files, "_sha256_of_part", counted)
     compiled(bundle)
     assert [path.is_relative_to(cache) for path in read if path.suffix == ".plan"] == [False, True, False]
 

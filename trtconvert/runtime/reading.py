@@ -147,6 +147,18 @@ def read_ahead(
             yield item, tensors
 
 
+def read_whole(path: Path) -> memoryview:
+    """Read a file into host memory with several threads.
+
+    Raises:
+        UserError: the file became shorter.
+        OSError: the file cannot be read.
+    """
+    place = Place(path, 0, torch.uint8, (path.stat().st_size,))
+    ((_, (content,)),) = read_ahead([(None, [place])], torch.device("cpu"), 0)
+    return content.numpy().data
+
+
 @dataclass(frozen=True)
 class _Order:
     """Tensors that are being read into one block of memory.

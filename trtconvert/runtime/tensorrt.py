@@ -19,7 +19,7 @@ from trtconvert.reuse.schedule import Reuse
 from trtconvert.runtime.component import was_closed
 from trtconvert.runtime.lane import CallShapes, Lane, LoadedEngine, unready
 from trtconvert.runtime.loras import Additions, BuiltWeights, Loras, NewWeights, additions_of, changed, files_of
-from trtconvert.runtime.reading import Spent, one_ahead
+from trtconvert.runtime.reading import Spent, one_ahead, read_whole
 from trtconvert.runtime.refit import Refitter, read_weights
 from trtconvert.runtime.reuse import warn_of_other_weights
 from trtconvert.runtime.scratch import Scratch, out_of_memory
@@ -150,7 +150,7 @@ class TensorRTComponent:
         self._count, self._graphs, self._streams = len(component.inputs), graphs, streams
         with torch.cuda.device(device):
             free, _ = torch.cuda.mem_get_info()
-            plan = path.read_bytes()
+            plan = read_whole(path)
             self._runtime, engine = load_engine(trt, log, plan)
             if engine is None:
                 size, why = len(plan), log.last()
