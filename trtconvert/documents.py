@@ -10,6 +10,9 @@ from typing import Any
 from trtconvert.errors import first_line
 from trtconvert.files import open_regular, read_limited
 
+PIPELINE_INDEX = "model_index.json"
+"""The index file in a diffusers pipeline's folder."""
+
 JSON_BYTES = 64 * 2**20
 """Limit of a JSON file. The manifest of a model with thousands of layers has a few megabytes."""
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
-from trtconvert.models.saved import INDEX, is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
+from trtconvert.models.saved import is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
 from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, parts_of, saved_sizes
 from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection
 from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
@@ -234,7 +235,7 @@ def _looked_at(place: Path, at: Path) -> _Found:
     if place.is_dir():
         raise UserError(
             f"{place} is not a diffusers pipeline",
-            expected=f"a folder with {INDEX}, written by `pipeline.save_pretrained(folder)`",
+            expected=f"a folder with {PIPELINE_INDEX}, written by `pipeline.save_pretrained(folder)`",
             got=", ".join(sorted(path.name for path in place.iterdir())[:8]) or "an empty folder",
             remedy="save the whole pipeline there",
         )
@@ -249,10 +250,10 @@ def _looked_at(place: Path, at: Path) -> _Found:
 
 def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
     try:
-        kind = str(json.loads((folder / INDEX).read_text(encoding="utf-8"))["_class_name"])
+        kind = str(json.loads((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))["_class_name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder / INDEX} cannot be read",
+            f"{folder / PIPELINE_INDEX} cannot be read",
             expected="the index of a pipeline, with the name of its class",
             got=f"{type(error).__name__}: {error}",
             remedy="save the pipeline again",

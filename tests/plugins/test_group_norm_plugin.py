@@ -49,7 +49,7 @@ def of_x(*x: int) -> tuple[Sequence[int], ...]:
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_what_an_engine_keeps_is_read_back(driver: Driver, last: int) -> None:
+def test_serialised_plugins_are_read_back(driver: Driver, last: int) -> None:
     driver.messages()
     made = driver.create(epsilon=0.5, groups=16, silu=1, channels_last=last)
     expected = {"serialization_version": 1, "epsilon": 0.5, "groups": 16, "silu": 1, "channels_last": last}
