@@ -62,9 +62,9 @@ SWEEP = [Shape(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [Shape(b, 10,
 EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both products in 8 bits
 ROUNDS, REPEATS, WARM_UP, ROTATION = 4, 9, 3, 3
 QUEUE_CYCLES = 10_000_000  # of the GPU's clock, some 5 ms: the host enqueues all calls meanwhile
-WARM_UP_SECONDS, CALLS_PER_MARK = 1.0, 10  # of the loop whose power is sampled
+WARM_UP_SECONDS, CALLS_PER_MARK = 1.0, 10  # of the loop for the power samples
 SHAPES_PER_ROW = 7  # of the plot
-LARGEST_EXACT = 4096  # tokens up to which the error is computed: exact attention holds N² logits per head
+LARGEST_EXACT = 4096  # tokens of the error's largest problem: exact attention holds N² logits per head
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -137,7 +137,7 @@ PEERS = (
 )  # fmt: skip
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LAYER_CALLS, LAYER_ROWS = 2, 16
-"""Calls at the timestep of each mode on which layers are calibrated, and whole rows that are kept of each."""
+"""Calibration calls at the timestep of each mode, and whole rows that are kept of each call."""
 
 
 def export(
@@ -185,7 +185,7 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: i
 
 
 def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks that a transformer consists of, in its lists of some of one class; none of a U-Net, whose lists are mixed."""
+    """The blocks of a transformer, found as lists of modules of one class; none of a U-Net, because its lists are mixed."""
     (model,) = denoiser.children()
     lists = [part for part in model.children() if isinstance(part, torch.nn.ModuleList)]
     alike = [part for part in lists if len(part) > 1 and len({type(block) for block in part}) == 1]
@@ -193,7 +193,7 @@ def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _fits_torchao(module: torch.nn.Module, name: str) -> bool:
-    """Layers whose channels its kernels take."""
+    """Layers with channels that its kernels take."""
     return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
@@ -349,7 +349,7 @@ class Phase:
 
 
 class Notices:
-    """Prints what a build has to say, and the times by which it chooses."""
+    """Prints the messages of a build, and the times that decide its choices."""
 
     def share(self, detail: str, done: float) -> None:
         if "µs" in detail:
@@ -514,7 +514,7 @@ class Bench:
             feed["timestep"].fill_(TIMESTEPS[mode])
 
     def _time(self, timed: Sequence[Timed]) -> None:
-        """Rows of what is timed in turns."""
+        """Rows of functions that are timed in turns."""
         steps, images = [[list[float]() for _ in timed] for _ in range(2)]
         for round_ in range(ROUNDS):
             for index, one in enumerate(timed):
@@ -652,7 +652,7 @@ class Bench:
             self._load(trt, what, plan, not native, building.seconds)
 
     def build_plain(self, folder: Path) -> None:
-        """The engine of what torch.onnx.export writes, where TensorRT takes it."""
+        """The engine of a model of torch.onnx.export, if TensorRT takes the model."""
         path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-plain.onnx"
         if not path.exists():
             with Phase(f"{self.model.name}: exported by torch alone"):
@@ -798,7 +798,7 @@ def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
 
 
 def installed(peers: Sequence[str]) -> list[str]:
-    """Return the peers whose package is installed; print an install command for the others."""
+    """Return the peers with an installed package; print an install command for the others."""
     missing = {peer: module for peer in peers if (module := PACKAGES.get(peer)) and find_spec(module) is None}
     for peer, module in missing.items():
         print(
@@ -817,7 +817,7 @@ def main() -> None:
         choices=PEERS,
         default=PEERS,
         help="torch: as it is and compiled; torchao-*: compiled with its quantisation; modelopt-*: TensorRT with NVIDIA's "
-        "quantisation; plain: with what torch exports by itself; native: with our export and "
+        "quantisation; plain: with torch's own export; native: with our export and "
         "TensorRT's own attention; group-norms: between our group norms; plugin: with ours everywhere; channels-first: between "
         "TensorRT's; auto: what the build would keep of group-norms and plugin",
     )

@@ -199,7 +199,7 @@ def microseconds(graph: torch.cuda.CUDAGraph, calls: int = CALLS) -> float:
 
 
 def measured(calls: Mapping[str, Call], number: int = CALLS) -> dict[str, tuple[float, float]]:
-    """Median microseconds, and half the distance between the quartiles, of what takes turns."""
+    """Median microseconds, and half the distance between the quartiles, of functions that take turns."""
     graphs = {name: recorded(call, number) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn, (name, graph) in itertools.product(range(ROUNDS), graphs.items()):

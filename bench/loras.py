@@ -314,7 +314,7 @@ def main() -> None:
         exports.mkdir(parents=True, exist_ok=True)
         onnx = exported(arguments.model, exports, str(device))
         kept = unquantised_file(onnx).stat().st_size
-        print(f"| kept of what INT8 layers were quantised from | {kept / 2**20:.0f} MiB |")
+        print(f"| unquantised weights kept for INT8 layers | {kept / 2**20:.0f} MiB |")
         file = host_rows(onnx, arguments.rank, folder, device)
         for layers in arguments.layers if has_engines else ():
             denoiser = built_engine(onnx, layers, arguments.optimization_level, device, folder)

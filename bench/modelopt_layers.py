@@ -32,7 +32,7 @@ Kind = Literal["int8", "fp8"]
 
 
 class QdqLinear(nn.Module):
-    """A linear layer whose input and weight pass through Q and DQ.
+    """A linear layer with Q and DQ for its input and weight.
 
     Args:
         layer: of Model Optimizer, calibrated.
@@ -94,7 +94,7 @@ def quantised_layers(
 
     Args:
         fits: whether a layer of a name is to be quantised, `LEFT` aside.
-        calibrate: calls a denoiser like it with what it is to be calibrated on.
+        calibrate: calls a denoiser of the same form with calibration inputs.
     Raises:
         ImportError: nvidia-modelopt is not installed.
     """

@@ -4,7 +4,7 @@
     python bench/modiff_engine.py --batches --wide 3072 [--wide-batches 4]
     python bench/modiff_engine.py --batches --unet [FILE] [--unet-batches 64] [--unet-patterns '*' '*.attn*']
 
-The first model is the emoji DiT, whose batches count both rows of guidance; `--batches` without a number skips it. `--unet` adds
+The first model is the emoji DiT; its batches count both rows of guidance; `--batches` without a number skips it. `--unet` adds
 the U-Net in the layout of the CIFAR-10 DDPM, whose convolutions are INT8 too, from a checkpoint or with random weights, which
 give times but no quality.
 
@@ -71,7 +71,7 @@ PATTERNS = ("*", "blocks.*.mlp.*", "*.attn.qkv", "*.attn.out", "*.mlp.0", "*.mlp
 """Of the DiT: all layers, the MLPs, and each kind of layer by itself."""
 
 UNET_PATTERNS = ("*", "*.[23].block.*", "*.attn*")
-"""All layers; the blocks of 8 × 8 and 4 × 4 pixels, whose caches are small; what is around attention."""
+"""All layers; the blocks of 8 × 8 and 4 × 4 pixels, which have small caches; the layers around attention."""
 
 WIDE_BLOCKS, WIDE_HEAD = 2, 64
 """Blocks, and channels of a head, of the wide DiT."""
@@ -248,7 +248,7 @@ class Bench:
     def engine(
         self, path: Path, component: ComponentRecord, kind: Kind, scratch: Scratch
     ) -> tuple[TensorRTComponent, int]:
-        """An engine of what was exported, its INT8 layers of one kind, and how many these are."""
+        """An engine of the exported model, with INT8 layers of one kind, and the number of these layers."""
         section = EngineSection.model_validate({"attention": self.attention, "layers": kind})
         built = tensorrt.build_engine("denoiser", component, path, section, Quiet())
         plan = self.plan(path, kind)
@@ -265,7 +265,7 @@ class Bench:
 
 
 def int8_products(model: ir.Model) -> int:
-    """How many products of INT8 activations a model has, as it is given to TensorRT: by plugins, or of what a DQ gives."""
+    """The number of products with INT8 activations in a model for TensorRT: by plugins, or behind a DQ."""
     return sum(
         node.op_type in ("Int8Linear", "Int8Conv")
         or (node.op_type in ("MatMul", "Gemm", "Conv") and producer_of(node.inputs[0], "DequantizeLinear") is not None)
@@ -391,7 +391,9 @@ def main() -> None:
     parser.add_argument("--unet", type=Path, nargs="?", const="", help="a checkpoint; random weights without one")
     parser.add_argument("--unet-batches", type=int, nargs="+", default=[64])
     parser.add_argument("--unet-patterns", nargs="+", default=UNET_PATTERNS)
-    parser.add_argument("--layers", choices=list(KINDS), nargs="+", default=list(KINDS), help="in INT8: by what")
+    parser.add_argument(
+        "--layers", choices=list(KINDS), nargs="+", default=list(KINDS), help="the kernels of INT8 layers"
+    )
     parser.add_argument("--attention", choices=["plugin", "native", "auto"], default="plugin")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -5,7 +5,7 @@
                             [--device cuda --int8 torch --batch N --dtype float16] [--ranks N]
     python bench/quality.py --evaluation evaluation.json
 
-Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels
+Draws with ONNX Runtime, which computes INT8 exactly, and with the torch model, or with `--int8 torch` with our kernels
 inside the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one with the recipe's
 modes, with other modes (one, or one for each timestep bin from low noise up), or with the modes that `auto` finds among the
 candidates. `--ranks` sets the number of processes under torchrun. The second form prints an existing evaluation. Prints

@@ -126,7 +126,7 @@ class Subject:
     """What is measured.
 
     Attributes:
-        model: whose trajectories are measured; denoiser: draws the samples, in full precision or in INT8.
+        model: draws the measured trajectories; denoiser: draws the samples, in full precision or in INT8.
         in_float32: draws samples in FP32, where `denoiser` is in INT8; else None.
     """
 

@@ -252,7 +252,7 @@ def errors() -> list[str]:
 
 
 def quality(paths: list[Path]) -> list[str]:
-    """4.4: evaluations of shipped models by `trtconvert evaluate --dtype float16`; files are named by what they are of."""
+    """4.4: evaluations of shipped models by `trtconvert evaluate --dtype float16`; files have the names of the models."""
     lines = [
         "## Images (4.4)",
         "",

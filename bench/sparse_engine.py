@@ -1,4 +1,4 @@
-"""Block masks in a TensorRT engine, on one GPU: attention whose mask follows the timestep, beside the same without one.
+"""Block masks in a TensorRT engine, on one GPU: attention with a mask that follows the timestep, and without a mask.
 
     python bench/sparse_engine.py [--tokens 4096 16384 32768] [--output FOLDER]
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 FILE = "terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx"
 DIFFICULTIES = 100
 EXACT = ["*skip_connection", "*output_blocks.2?.*", "*out_layers*"]
-"""Layers that stay as they are. The first two read sums of what came before, at the size of the image: one scale does not serve
+"""Layers that stay as they are. The first two read sums of earlier features, at the size of the image: one scale does not serve
 their outliers. Half of the last miss `verify.min_site_sqnr`: they read a SiLU."""
 
 

@@ -17,7 +17,7 @@ from trtconvert.library import library_path
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "out" / "dist"
 BUILT = ROOT / "build" / "wheel"
-"""Apart from where the library is compiled, whose CMake cache stays as it is."""
+"""Not the folder of the compiled library: its CMake cache stays unchanged."""
 
 
 def main() -> None:

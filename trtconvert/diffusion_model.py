@@ -163,7 +163,7 @@ class DiffusionModel:
         signal: [timestep_max] factor of x₀ + σ·n in the denoiser's input; by default 1/√(1+σ²), which preserves variance.
         as_passed: values of inputs that noise must not replace, of any sizes, by name: masks, labels, positions that are looked
             up in tables, rotations that all samples share.
-        steps: the step from its opt in which a symbolic dimension may vary, where this is not 1.
+        steps: the step of a symbolic dimension's values, counted from its opt, where this is not 1.
         left_sites: attention that does not call `scaled_dot_product_attention` and is not converted, with the reason.
         notices: for the recipe's author, before anything is built.
         guidance: the guidance that the denoiser applies itself, see `with_guidance`. The first input, the timestep and the batch

@@ -31,7 +31,7 @@ from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import read_limited
 
 ONNX, ONNX_SUFFIX = "onnx", ".onnx"
-"""`model.source` of an ONNX file, and the suffix by which a recipe is recognised as one; `model.weights` names the file."""
+"""`model.source` of an ONNX file, and the suffix of ONNX files; `model.weights` names the file."""
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
 LayerModeName = Literal["weight_only", "dynamic", "static"]
@@ -269,9 +269,7 @@ class CalibrationSection(_Section):
     )
     samples: Count = Field(default=64, description="Samples to denoise, or images, prompts or recorded inputs to use.")
     batch: Count = Field(default=16, description="Samples per batch; percentiles are taken over batches.")
-    steps: Count = Field(
-        default=20, description="Denoising steps of each run, or timesteps at which the model sees each image."
-    )
+    steps: Count = Field(default=20, description="Denoising steps of each run, or timesteps of each image.")
     seed: Seed = Field(
         default=0, description="First seed of the denoising runs, or of the noise that is added to images."
     )
@@ -447,7 +445,7 @@ class EngineSection(_Section):
     targets: list[Target] = Field(
         default=["sm75", "sm80", "sm86", "sm89", "sm120"],
         min_length=1,
-        description="GPU architectures for which TensorRT-RTX builds one engine each.",
+        description="GPU architectures; TensorRT-RTX builds one engine for each.",
     )
     attention: Literal["auto", "plugin", "native"] = Field(
         default="auto",

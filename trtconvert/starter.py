@@ -114,10 +114,10 @@ PUBLISHED: dict[str, Published] = {
 """Published models by short names."""
 
 _LARGE = 1_000_000_000
-"""Size in bytes from which a denoiser takes minutes per step on a CPU."""
+"""Denoisers of this many bytes or more take minutes per step on a CPU."""
 
 _LONG = 4096
-"""Number of tokens from which attention counts as long."""
+"""Attention of this many tokens or more counts as long."""
 
 _HEADER = "`trtconvert schema` prints every field with its meaning. Next: trtconvert build {name}"
 

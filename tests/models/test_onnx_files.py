@@ -90,7 +90,7 @@ def test_files_of_weights_without_a_name_are_refused(location, tmp_path):
         if location is not None:
             tensor.external_data.add(key="location", value=location)
 
-    refused(changed(path, move), "in which file the weight 'q_weight' lies", "the name of a file beside it")
+    refused(changed(path, move), "does not name the file of the weight 'q_weight'")
 
 
 def of_node(index: int, name: str):

@@ -72,7 +72,7 @@ class Denoiser:
     Attributes:
         timestep: [B] FP32 of the running call, as a place where `NoiseInput` maps timesteps; None between calls.
         sites: replaced modules by path.
-        left: path: reason, of modules that are not replaced.
+        left: reasons by path, of modules that are not replaced.
         swapped: modules whose class changed, with the class before.
     """
 

@@ -29,8 +29,8 @@ MAX_BATCH = 65_535
 """Batch elements that the kernels take: CUDA's limit of thread blocks along an axis."""
 
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Relative error up to which written-out attention may differ from `scaled_dot_product_attention`, which sums in another order
-and rounds scores and probabilities less."""
+"""Largest relative difference between written-out attention and `scaled_dot_product_attention`, which sums in another order and
+rounds scores and probabilities less."""
 
 
 class Attention(NamedTuple):
@@ -55,7 +55,7 @@ class SiteCall:
             zeros, which change neither the logits nor the other channels of the output.
         mask: broadcastable to [B, H, Nq, Nk], boolean or additive, or None.
         scale: factor of the logits.
-        timestep: [B] FP32, the denoiser's timestep of the sample to which each batch element belongs.
+        timestep: [B] FP32, for each batch element the denoiser's timestep of its sample.
         obstacle: why this call cannot become INT8 attention; empty if it can.
         exact: computes the call as the model wrote it, with the model's head size.
         folds: number of adjacent batch elements that belong to one sample: its frames, windows or places.
@@ -402,7 +402,7 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
 
 
 def _by_reason(left: list[Site]) -> str:
-    """Lists sites by what keeps them from being converted, each reason once."""
+    """Lists sites by the reason against their conversion, each reason once."""
     groups: dict[str, list[str]] = {}
     for site in left:
         groups.setdefault(site.obstacle, []).append(site.name)

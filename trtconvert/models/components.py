@@ -305,7 +305,7 @@ def _repeated_to_length(tensors: Mapping[str, Tensor], length: int) -> dict[str,
 
 
 def _latents_like(vae: nn.Module, x: Tensor) -> Tensor:
-    """Returns noise like x [B, C, …] with the mean and the deviation by which pipelines scale the VAE's latents."""
+    """Returns noise like x [B, C, …] with the mean and the deviation of the VAE's latents, as pipelines scale them."""
     settings = {**_config(vae), **dict(vae.named_buffers(recurse=False))}
 
     def setting(name: str, otherwise: float) -> Tensor:

@@ -29,7 +29,7 @@ IMAGE_SHAPE = (3, 32, 32)
 
 _GROUPS, _EPSILON = 32, 1e-6  # of GroupNorm
 _NESTED = ("ema", "model_ema", "ema_state_dict", "ema_model", "shadow", "state_dict", "model", "model_state_dict")
-"""Entries of checkpoints in which training scripts store weights, averaged weights first."""
+"""Entries of checkpoints that hold weights, averaged weights first."""
 
 _OTHER_LAYOUTS = {
     "a UNet2DModel of diffusers": r"(down_blocks|mid_block|up_blocks)\.",

@@ -386,7 +386,7 @@ def _steps(
     named: Mapping[str, Tensor],
     output: Sequence[int | str],
 ) -> dict[str, int]:
-    """Returns the steps in which sizes may vary, see `steps_of`. Nothing is computed."""
+    """Returns the steps between valid sizes, see `steps_of`. Nothing is computed."""
 
     def run(sizes: Mapping[str, int]) -> list[tuple[Any, ...]]:
         log = OperationLog()

@@ -154,7 +154,7 @@ class PipelineCaller:
         return self.pipe.components.get("vae", self.pipe) is not None
 
     def taken_steps(self, steps: int, least: int = 1) -> int:
-        """Returns the number of steps of a schedule of which the pipeline takes at least so many.
+        """Returns the length of a schedule, `steps` or more, that makes the pipeline take at least `least` steps.
 
         A pipeline that begins with an image takes the share of the last steps that its strength gives. A pipeline of a part of
         the schedule takes the steps of this part.

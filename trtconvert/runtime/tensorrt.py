@@ -30,7 +30,7 @@ _PER_THREAD = 2
 """Handle of cudaStreamPerThread."""
 
 _KNOWN_CALLS = 256
-"""Number of combinations of shapes, types and devices whose checks are remembered."""
+"""Number of combinations of shapes, types and devices that are remembered as checked."""
 
 
 def _target(component: ComponentRecord) -> str:
