@@ -100,7 +100,7 @@ WARM_UP_SECONDS = 0.5
 STEPS = 50
 """Of an image."""
 TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0, Mode.FP8: 875.0}
-"""One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
+"""A timestep in the bin of each mode. Flux computes with thousandths of timesteps; FP16 holds the thousandths exactly."""
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own attention"
 PLUGIN = "TensorRT, our plugin"
@@ -121,17 +121,17 @@ TORCHAO_PEERS = {
     "torchao-fp8": ("torch.compile, torchao FP8", "Float8DynamicActivationFloat8WeightConfig", 1),
     "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig", 17),
 }
-"""What each is called, its configuration in torchao.quantization, and the rows that its layers have to get: torch's INT8 product
-takes more than 16, so that modulations stay in 16 bits."""
+"""By name: the title, the configuration in torchao.quantization, and the least rows of a layer: torch's INT8 product takes more
+than 16 rows, so modulations stay in 16 bits."""
 MODELOPT_PEERS: dict[str, tuple[str, Kind]] = {
     "modelopt-fp8": ("TensorRT, Model Optimizer's FP8", "fp8"),
     "modelopt-int8": ("TensorRT, Model Optimizer's INT8, SmoothQuant", "int8"),
 }
-"""What each is called, and the kind of its numbers."""
+"""By name: the title, and the type of the numbers."""
 PACKAGES = {peer: "torchao" for peer in TORCHAO_PEERS} | {peer: "modelopt" for peer in MODELOPT_PEERS}
-"""What peers need, and"""
+"""The module of each peer."""
 WHEELS = {"torchao": "torchao", "modelopt": "nvidia-modelopt"}
-"""what is installed for it."""
+"""The package of each module."""
 PEERS = (
     "torch", *TORCHAO_PEERS, *MODELOPT_PEERS, "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS
 )  # fmt: skip
@@ -157,7 +157,7 @@ def export(
 
 
 def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: int | None = None) -> None:
-    """Write the ONNX model in 16 bits as torch's exporter makes it. The denoiser has to be on the CPU.
+    """Write the ONNX model of torch's exporter in 16 bits. The denoiser must be on the CPU.
 
     The function repairs three faults, because no parser accepts them: SDXL joins 16 bits and FP32 without a cast, PixArt squeezes
     a dimension that is not 1, and Wan's write into a tensor names the default reduction, which TensorRT 10.6 refuses.
@@ -173,7 +173,7 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: i
         model.denoiser, tuple(example.values()), input_names=list(example), output_names=["out"], dynamo=True,
         optimize=False, verbose=False, opset_version=opset,
     )  # fmt: skip
-    assert program is not None  # only None where it writes to a file
+    assert program is not None  # None only if it writes to a file
     promote_concats(program.model)
     drop_idle_squeezes(program.model)
     program.optimize()
@@ -181,7 +181,7 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: i
     set_apart(program.model)
     unfinished = path.with_suffix(".partial")
     program.save(unfinished, external_data=True)
-    unfinished.rename(path)  # the file of weights keeps the name that the model has for it
+    unfinished.rename(path)  # the model refers to the file of weights by name
 
 
 def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
@@ -205,7 +205,7 @@ Call = Callable[[int], Tensor]
 
 
 def warm_up(call: Call) -> None:
-    """Calls, until the GPU has the clock that it keeps under them."""
+    """Calls the functions until the GPU's clock is steady."""
     started = time.perf_counter()
     for index in itertools.count():
         call(index)
@@ -226,7 +226,7 @@ def times_ms(call: Call) -> list[float]:
 
 
 def rotating(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
-    """Calls with one of some inputs after the other."""
+    """Returns calls that take turns with the inputs."""
     return lambda index: forward(**inputs[index % len(inputs)])
 
 
@@ -263,7 +263,7 @@ def image_s(call: Call) -> float:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Microseconds of a kernel of a call, and from the end of the one before it; negative where they run beside each other."""
+    """Microseconds of a kernel, and since the end of the previous kernel; negative if the two overlap."""
 
     name: str
     us: float
@@ -305,7 +305,7 @@ def write_kernels(kernels: Sequence[Kernel], path: Path) -> None:
 
 
 class Engine:
-    """A plan, its calls with each of some inputs in a CUDA graph."""
+    """A plan, with a CUDA graph for each of the inputs."""
 
     def __init__(self, trt: Any, plan: bytes, inputs: list[Inputs], dtype: torch.dtype) -> None:
         free = torch.cuda.mem_get_info()[0]
@@ -333,7 +333,7 @@ class Engine:
 
 
 class Phase:
-    """Prints what runs inside, and its seconds, which stay."""
+    """Prints the name of the phase, and the seconds at its end."""
 
     def __init__(self, what: str) -> None:
         self.what, self.seconds = what, 0.0
@@ -389,7 +389,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one shape, timed alone: microseconds of one site, the plugin's the mean of its modes.
+    """Attention of one shape, timed alone: microseconds of one site; the plugin's time is the mean of its modes.
 
     Attributes:
         queries, keys: [B, H, N, D].
@@ -422,7 +422,7 @@ def chosen_layers(found: Sequence[Layer], kinds: Collection[str]) -> list[Layer]
 
 
 class Bench:
-    """One architecture: its figures, as they are measured."""
+    """The figures of one architecture."""
 
     def __init__(
         self,
@@ -457,7 +457,7 @@ class Bench:
         ]
 
         finder, section = LayerFinder(self.model.denoiser), LayersSection()
-        bins: dict[str, list[AttentionTables]] = {}  # as calibration makes them: each of its own timesteps
+        bins: dict[str, list[AttentionTables]] = {}  # one table for each bin's timesteps, as in a calibration
         self.expected: dict[Mode, Tensor] = {}
         for mode in MODES:
 
@@ -557,7 +557,7 @@ class Bench:
         self._time([Timed(what, rotating(forward, self.inputs), MODES[0], memory, built)])
 
     def torchao(self, peer: str) -> Timed:
-        """The compiled denoiser with its linear layers quantised by torchao; the denoiser stays what it is.
+        """The compiled denoiser with linear layers quantised by torchao; the original denoiser does not change.
 
         Of one whose blocks are compiled the layers around them stay in 16 bits: torchao's INT8 product, if nothing compiles it,
         reads its input on the host, which no CUDA graph takes.
@@ -615,7 +615,7 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def to_cpu(self) -> None:
-        """Once torch is done with the denoiser: the exporters want it there."""
+        """Moves the denoiser to the CPU for the exporters; torch's figures come before."""
         self.model.denoiser.cpu()
         torch.cuda.empty_cache()
 
@@ -625,7 +625,7 @@ class Bench:
         return any(layer.kind == "conv" for layer in self.layers)
 
     def export(self, folder: Path, *, kinds: Collection[str]) -> Path:
-        """The ONNX model, with INT8 layers of some kinds or without, in a folder, made unless it is there."""
+        """The folder of the ONNX model, with or without INT8 layers; written on the first call."""
         of_kinds = {"": "", "linear": "-int8", "conv": "-convs", "conv-linear": "-int8-convs"}["-".join(sorted(kinds))]
         layers = {name: layer for name, layer in self.converted.items() if layer.layer.kind in kinds} if kinds else {}
         kind = f"{_NAMES[self._dtype]}{of_kinds}{'-dynamic' if self._scaling == 'dynamic' else ''}"
@@ -643,7 +643,7 @@ class Bench:
         for peer, (what, native, layers) in LAYER_PEERS.items():
             if peer not in peers:
                 continue
-            # What `trtconvert compile` builds first, see `engine.layers`.
+            # The first engine of `trtconvert compile`, see `engine.layers`.
             kind = ("plugin" if has_group_norms(exported) else "native") if layers == "auto" else layers
             options = EngineSection(layers=kind)
             with Phase(f"{self.model.name}: built, {what}") as building:
@@ -663,7 +663,7 @@ class Bench:
         """Engines with Model Optimizer's layers, where TensorRT takes them."""
         for peer, layers in self._modelopt.items():
             what, _ = MODELOPT_PEERS[peer]
-            # Of every run its own: what it calibrates is not that of others.
+            # Each run has its own: calibrations differ between runs.
             path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-{peer}.onnx"
             with Phase(f"{self.model.name}: exported, {what}, {len(layers)} layers"):
                 quantised = replace(self.model, denoiser=with_layers(self.model.denoiser, layers))
@@ -671,7 +671,7 @@ class Bench:
             self._build_as_it_is(path, what)
 
     def _build_as_it_is(self, path: Path, what: str) -> None:
-        """An engine of an ONNX model without any change of ours; None if TensorRT refuses the model."""
+        """An engine of an unchanged ONNX model; None if TensorRT refuses the model."""
         trt, options = tensorrt.load(), EngineSection()
         try:
             with Phase(f"{self.model.name}: built, {what}") as building:
@@ -694,17 +694,17 @@ class Bench:
         ]
 
     def build_engines(self, path: Path, peers: Collection[str]) -> None:
-        """Engines of our export, and each shape of its attention timed alone where the plugin is one of the peers."""
+        """Engines of our export; if the plugin is among the peers, each shape of attention is also timed alone."""
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
         inputs, with_group_norms = self._records(), has_group_norms(exported)
-        # Plans and seconds, by the sites that are native and whether group norms are ours.
+        # Plans and seconds, by native sites and by the kernel of group norms.
         plans: dict[tuple[frozenset[str], bool], tuple[bytes, float]] = {}
 
         def built(native: Collection[str], channels_last: bool) -> tuple[bytes, float]:
             key = frozenset(native), channels_last and with_group_norms
-            if key not in plans:  # what `auto` builds may be one of the others
+            if key not in plans:  # `auto` may build an engine that exists already
                 options = EngineSection(channels_last=channels_last)
                 norms = ", group norms ours" if key[1] else ""
                 with Phase(f"{self.model.name}: built, {len(native)} of {len(sites)} sites native{norms}") as building:
@@ -759,7 +759,7 @@ class Bench:
 
 
 def native_ms(rows: Sequence[Row], model: str) -> float:
-    """A step of the engine with TensorRT's own attention; NaN where it was not measured."""
+    """Time of a step with TensorRT's own attention; NaN if unmeasured."""
     return next((row.ms for row in rows if row.model == model and row.what == NATIVE), float("nan"))
 
 
@@ -778,7 +778,7 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 
 def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
-    """Each shape alone, and the rest of TensorRT's own step without any attention."""
+    """Rows of each shape alone, and of TensorRT's step without attention."""
     print("| denoiser | sites | queries: B H N D | keys | TensorRT, µs | our plugin, µs | TensorRT, all sites, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model, shapes in itertools.groupby(found, key=lambda shape: shape.model):
@@ -833,7 +833,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, help="leave the kernels of each engine and their times in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
     arguments = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # what the errors are against is FP32
+    torch.backends.cudnn.allow_tf32 = False  # the reference of errors is FP32
     peers = installed(arguments.peers)
     rows, attention = list[Row](), list[Attention]()
     made_on = {

@@ -56,10 +56,10 @@ def built(options: argparse.Namespace, folder: Path) -> Path:
     if options.bins:
         recipe["calibration"]["bins"] = options.bins
     if options.no_layers:
-        recipe["layers"] = {"modes": "off"}  # left out, they would be INT8 where attention is
+        recipe["layers"] = {"modes": "off"}  # the default converts layers together with attention
     if options.modes:
         recipe["attention"]["modes"] = options.modes if len(options.modes) > 1 else options.modes[0]
-        recipe["verify"]["min_psnr"] = 0.0  # to be measured, not to be refused
+        recipe["verify"]["min_psnr"] = 0.0  # measure, never refuse
     if options.candidates:
         recipe["attention"]["modes"] = "auto"
         plan["candidates"] = options.candidates
@@ -82,7 +82,7 @@ def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluat
 
 
 def show_plans(bundle: Path) -> None:
-    """What the bundle runs, and the plans that were tried before it."""
+    """The bundle's plan, and the plans that were tried before it."""
     sites = [site for site in read_manifest(bundle).sites if site.modes]
     modes = [mode for site in sites for mode in site.modes]
     share = sum(mode >= Mode.BALANCED for mode in modes) / len(modes)
@@ -99,7 +99,7 @@ def show_plans(bundle: Path) -> None:
 
 
 def show(found: Evaluation) -> None:
-    """The table, and what it was measured on."""
+    """The table, and the machine of the measurement."""
     print(
         f"{found.created[:10]}, {processor()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
     )

@@ -37,7 +37,7 @@ from trtconvert.runtime.signature import dtype_of, shape_of
 from trtconvert.runtime.tensorrt import TensorRTComponent
 
 GROUPS, CALLS = 100, 10
-"""Few calls between waits, so that none waits for room in the stream's queue."""
+"""Few calls between waits, so that no call waits for room in the stream's queue."""
 
 
 def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
@@ -51,7 +51,7 @@ def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
                 start = time.perf_counter_ns()
                 call()
                 found.append((time.perf_counter_ns() - start) / 1e3)
-            if group >= 0:  # the first one is for warming up
+            if group >= 0:  # the first group warms up
                 of_call.append(found)
     return times
 
@@ -60,7 +60,7 @@ def step_us(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
     """Microseconds from call to call of functions that take turns, by groups; each group ends when all GPUs are done."""
     gpus = range(torch.cuda.device_count())
     times: list[list[float]] = [[] for _ in calls]
-    for group in range(-2, GROUPS // 2):  # the first two are for recording and warming up
+    for group in range(-2, GROUPS // 2):  # the first two record graphs and warm up
         for call, of_call in zip(calls, times, strict=True):
             start = time.perf_counter_ns()
             for _ in range(CALLS):
@@ -185,7 +185,7 @@ def guided_steps(separate: Path, fused: Path) -> dict[str, Callable[[], object]]
 
 
 def shared_calls(folder: Path, devices: Sequence[str]) -> list[dict[str, Callable[[], object]]]:
-    """A call on one GPU and on all of them, for each of some batches."""
+    """Times a call on one GPU and on all GPUs, for several batches."""
     one = runtime.load(folder, backend="tensorrt", device=devices[0])["denoiser"]
     every = runtime.load(folder, backend="tensorrt", devices=devices)["denoiser"]
     drawn = AnyBatch(one)

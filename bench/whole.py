@@ -55,7 +55,7 @@ def step_times(
             denoiser(**inputs)
             end.record()
             torch.cuda.synchronize()
-            if number >= 3:  # before, kernels are set up and graphs recorded
+            if number >= 3:  # the first steps set up kernels and record graphs
                 found[name].append(start.elapsed_time(end))
     return found
 
