@@ -18,7 +18,6 @@ from trtconvert.linear.reference import LEVELS, conv, linear, quantise_weight, s
 from trtconvert.linear.sites import LayerCall, model_tensors
 
 MAX = 1000.0
-OPTIONS = {"statistic": "least-error", "percentile": 99.0, "equalise": True, "offsets": True}
 
 
 def layer_and_model(channels=64, outputs=64, *, weight=None, kernel=()):

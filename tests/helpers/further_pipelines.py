@@ -1,4 +1,4 @@
-"""Further pipelines of diffusers with random weights, beside those of `tiny_pipelines`, in one table with what they need."""
+"""Further pipelines of diffusers with random weights, beside those of `tiny_pipelines`, in one table with their options."""
 
 from __future__ import annotations
 

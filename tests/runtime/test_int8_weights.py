@@ -198,7 +198,7 @@ def test_other_weights_are_quantised_as_a_build_with_them_does_it(geglu, tmp_pat
             parameter.add_(0.01).copy_(parameter.half())
     save_file(tuned.state_dict(), tmp_path / "tuned.safetensors")
     loaded.refit(tmp_path / "tuned.safetensors")
-    assert "shift" in HostRefitter.given  # added to what a layer gives, it is not that layer's bias
+    assert "shift" in HostRefitter.given  # added to a layer's output, it is not that layer's bias
     assert_engine_is_of(rebuilt(made, tuned), torch.float16, "plugin")
     with pytest.raises(UserError, match="LoRAs cannot be added to replaced weights"):
         loaded.set_loras([])
