@@ -229,8 +229,8 @@ class DiffusionModel:
 
     @property
     def always_float32(self) -> frozenset[str]:
-        """Inputs that are FP32 in engines of every type: timesteps and coordinates, whose fractions need more than 16 bits,
-        shares of timesteps, and the scale of guidance."""
+        """Inputs that are FP32 in engines of every type: timesteps, coordinates, shares of
+        timesteps, and the scale of guidance. Their fractions need more than 16 bits."""
         shares = self.diffusers.timestep_shares if self.diffusers else []
         told = {spec.name for spec in self.inputs if self.diffusers and _PRECISE.fullmatch(spec.name)}
         return frozenset({self.timestep_input, *shares, *told} | ({self.guidance.scale} if self.guidance else set()))

@@ -152,7 +152,7 @@ class YamlError(Exception):
 
 
 def parse_yaml(text: str) -> Any:
-    """Read a YAML text with ruamel, whose mappings and lists know their lines.
+    """Read a YAML text with ruamel: its mappings and lists know their lines.
 
     Raises:
         YamlError: the text is not YAML, is larger than the limits, or holds a value that JSON cannot hold.

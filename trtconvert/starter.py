@@ -353,7 +353,7 @@ def named_recipe(name: Path) -> Path:
     raise UserError(
         f"there is no recipe {name}",
         expected="a YAML file, an ONNX file, or a model that comes with the program: " + ", ".join(models),
-        got=f"the name of {PUBLISHED[str(name)].title}, whose weights do not come with the program"
+        got=f"the name of {PUBLISHED[str(name)].title}: its weights do not come with the program"
         if known
         else "No such file or directory",
         remedy=f"`trtconvert init {name} -o recipe.yaml` writes a recipe for its weights"

@@ -77,7 +77,7 @@ def neighbourhood_mask(
     """Makes a mask: tokens of an image or a video attend to tokens near them in every direction.
 
     Args:
-        sizes: of the grid, whose tokens are in raster order: (tokens,), (height, width) or (frames, height, width).
+        sizes: of the grid, with tokens in raster order: (tokens,), (height, width) or (frames, height, width).
         window: width of the window in each direction: tokens see each other at a distance of at most half. One number stands
             for all directions.
         block_size: as in `window_mask`.

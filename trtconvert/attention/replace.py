@@ -217,7 +217,7 @@ def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     if not found:
         raise UserError(
             "this has no attention to replace",
-            expected="a diffusers pipeline with a unet or a transformer, or such a model, whose forward takes a timestep",
+            expected="a diffusers pipeline with a unet or a transformer, or such a model with a forward that takes a timestep",
             got=type(pipe).__name__ + (f" with {', '.join(parts)}" if parts and parts.keys() != {_ALONE} else ""),
             remedy="give the pipeline that generates images; use Int8Attention in modules of your own",
         )

@@ -79,7 +79,7 @@ class PairedQuality(_Record):
     """INT8 against full precision of the same seeds, over pairs that are both finite.
 
     Attributes:
-        psnr: dB over all pixels of all samples. psnr_worst: of the worst sample, whose seed is psnr_worst_seed.
+        psnr: dB over all pixels of all samples. psnr_worst: of the worst sample, which has the seed psnr_worst_seed.
         ssim, ssim_worst, lpips, lpips_worst: mean and worst; None where they were not computed.
         fid_int8, fid_full: distance of the INT8 and of the full-precision samples to those of other seeds.
         psnr_all_steps: dB with all steps computed. psnr_of_steps: dB of the INT8 samples against INT8 samples with all steps.

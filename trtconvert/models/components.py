@@ -187,7 +187,7 @@ class PipelineComponents:
         return tuple(text + binned for text in notices)
 
     def _observe_rows(self, observe: Observe) -> Observed:
-        """Observes a half of the VAE, whose inputs have rows that do not depend on one another.
+        """Observes a half of the VAE. The rows of its inputs are independent.
 
         The pipeline is called with the recipe's batches alone, as a denoiser may hold the number of images as a constant, like
         that of QwenImage; other numbers of rows are made from these calls. Rows may be frames, and the pipeline may pass a chunk

@@ -226,7 +226,7 @@ def build(
     image_channels: int = 3,
     dropout: float = 0.1,
 ) -> DDPMUNet:
-    """Makes a model with random weights, for training; by default CIFAR-10's, whose attention is at 16 × 16 of 32 × 32 pixels.
+    """Makes a model with random weights, for training; by default CIFAR-10's, with attention at 16 × 16 of 32 × 32 pixels.
 
     Args:
         channels, multipliers, blocks, attention, image_channels, dropout: see `DDPMUNet`.

@@ -361,7 +361,7 @@ class PipelineCaller:
                 expected="one tensor of all samples, which an engine takes",
                 got=f"'{first}', {type(samples).__name__} of {len(samples) if isinstance(samples, (list, tuple)) else 1}",
                 remedy=f"keep the pipeline's own {self.component}, or convert it through a function of your own, model.source: "
-                "package.module:function, whose module takes one tensor and makes the list",
+                "package.module:function, with a module that takes one tensor and makes the list",
             )
         return take_apart(arguments, least)
 

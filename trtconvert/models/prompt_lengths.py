@@ -115,7 +115,7 @@ def _other_than_a_range(caller: PipelineCaller) -> str:
     return (
         "give model.options.prompts texts of one number of tokens, such as one text alone: the engine then takes prompts of "
         "this length; or convert the denoiser through a function of your own, model.source: "
-        "package.module:function, whose inputs have a symbolic length"
+        "package.module:function, with inputs of a symbolic length"
     )
 
 

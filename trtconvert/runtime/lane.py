@@ -354,7 +354,7 @@ class Lane:
         if caches is None or caches.of is not call:
             if torch.cuda.is_current_stream_capturing():
                 self._wanted.add(call)
-                raise unready("other shapes in the last call on this stream, whose caches do not fit")
+                raise unready("other shapes in the last call on this stream, so that the caches do not fit")
             self._let_go_of(self._caches.pop(trajectory, None))
             recorded = next(
                 (own for whose, own in self._recorded_caches if whose is trajectory and own.of is call), None
