@@ -3,7 +3,7 @@
 Its hooks bring a block's weights to the GPU before the block's forward, prefetch the next block's meanwhile, and free them after
 it. They are made for inference. Two additions here make backward passes work:
 
-- Autograd keeps a weight by its parameter, and the parameter is on the host again after the forward. Functions therefore get tensors
+- Autograd keeps a weight by its parameter, which is on the host again after the forward. Functions therefore get tensors
   that share the parameter's memory of that moment (`_SharedMemory`). This alone would keep all weights on the GPU, so blocks keep
   their inputs alone, and backward passes compute the blocks again (`computed_again`).
 - The hooks prefetch in the order of the forward. In a backward pass, which goes the other way, they would bring blocks to the GPU
