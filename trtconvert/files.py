@@ -40,7 +40,7 @@ _UNWRITABLE = (
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EEXIST,
-    errno.ENOENT,  # folders such as /proc, where no folder can be made
+    errno.ENOENT,  # folders such as /proc, in which no folder can be made
     errno.ENAMETOOLONG,
 )
 
@@ -322,7 +322,7 @@ def _partial_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder: one process at a time changes or replaces the folder.
+    """Hold the lock of a folder, under which one process at a time changes or replaces the folder.
 
     Raises:
         UserError: another process holds the lock for an hour; usually locks are held for moments.

@@ -86,7 +86,7 @@ def trace(
             "the exported model does not hold the attention that was calibrated",
             expected=", ".join(sorted(tables)),
             got=", ".join(sorted(nodes)) or "no attention node",
-            remedy="exclude the missing sites, as their calls may depend on the shape of the input, by attention.exclude in the "
+            remedy="exclude the missing sites, whose calls may depend on the shape of the input, by attention.exclude in the "
             f"recipe: {', '.join(sorted(tables.keys() - nodes.keys())) or 'none is missing'}",
         )
     _require_layers(exported, layers)

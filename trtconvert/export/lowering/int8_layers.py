@@ -156,7 +156,7 @@ def fuse_refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]
     """Replaces the remaining products of INT8 layers by nodes `Int8Linear`, in place.
 
     Args:
-        model: all layers but `refittable_layers` are 16-bit products.
+        model: in which all layers but `refittable_layers` are 16-bit products.
     Returns:
         The number of replaced layers.
     """
