@@ -145,7 +145,7 @@ def wan(frames: int) -> Architecture:
     )
 
 
-# Batches of 2 are the two halves of guidance. Flux is distilled to do without, a video's come one after the other.
+# Batches of 2 are the two halves of guidance. Flux has no guidance; videos compute the halves one after the other.
 ARCHITECTURES = {
     "sd15": Architecture(
         "SD 1.5 at 512², the whole U-Net",

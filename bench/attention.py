@@ -55,16 +55,16 @@ class Shape:
 
 SHAPES = [Shape(1, 24, 1024, 128), Shape(1, 24, 4096, 128), Shape(1, 24, 16384, 128)]
 SHAPES += [Shape(2, 10, 4096, 64), Shape(1, 24, 16384, 64), Shape(2, 8, 4096, 40)]
-# Stable Diffusion XL's and 1.5's attention to a prompt, and as long a prompt as the kernel of one tile of keys takes.
+# Attention of SDXL and SD 1.5 to a prompt, and the longest prompt for the kernel of one tile of keys.
 PROMPTS = [Shape(2, 20, 1024, 64, 77), Shape(2, 10, 4096, 64, 77), Shape(2, 8, 4096, 40, 77), Shape(2, 8, 1024, 80, 77)]
 PROMPTS += [Shape(1, 24, 4096, 128, 128)]
 SWEEP = [Shape(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [Shape(b, 10, 4096, 64) for b in (1, 8, 16, 32)]
 EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both products in 8 bits
 ROUNDS, REPEATS, WARM_UP, ROTATION = 4, 9, 3, 3
-QUEUE_CYCLES = 10_000_000  # of the GPU's clock, some 5 ms: the host enqueues all calls meanwhile
-WARM_UP_SECONDS, CALLS_PER_MARK = 1.0, 10  # of the loop whose power is sampled
+QUEUE_CYCLES = 10_000_000  # some 5 ms of the GPU's clock, so that the host can enqueue all calls
+WARM_UP_SECONDS, CALLS_PER_MARK = 1.0, 10  # of the loop for the power samples
 SHAPES_PER_ROW = 7  # of the plot
-LARGEST_EXACT = 4096  # tokens up to which the error is computed: exact attention holds N² logits per head
+LARGEST_EXACT = 4096  # tokens of the error's largest problem: exact attention holds N² logits per head
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -194,7 +194,7 @@ class _CudnnFP8:
         self._workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
         self._softmax = torch.tensor([1 / self.SOFTMAX, self.SOFTMAX], device="cuda").split(1)
         self._queries = queries
-        self._of_output: tuple[Tensor, Tensor] | None = None  # its step, and its scale
+        self._of_output: tuple[Tensor, Tensor] | None = None  # step and scale
 
     def __call__(self, tensors: list[Tensor], scales: list[Tensor]) -> Tensor:
         if self._of_output is None:
@@ -215,7 +215,7 @@ class _CudnnFP8:
         return out, largest[1]
 
 
-# A kernel for each shape: beyond dynamo's limit of eight, peers would quantise without torch.compile.
+# Each shape compiles a kernel; beyond dynamo's default limit of eight, peers would quantise without torch.compile.
 torch._dynamo.config.recompile_limit = 64
 
 
@@ -225,13 +225,13 @@ def _from_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _to_fp8_by_tensor(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Each in E4M3, and its scale [1] FP32."""
+    """Returns each tensor in E4M3, with its scale [1] FP32."""
     scales = [x.float().abs().amax().reshape(1) / torch.finfo(torch.float8_e4m3fn).max for x in tensors]
     return [(x / s).to(torch.float8_e4m3fn) for x, s in zip(tensors, scales, strict=True)], scales
 
 
 def _to_fp8(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Each [B, H, N, D] in E4M3, and its scales [B, H] FP32."""
+    """Returns each tensor [B, H, N, D] in E4M3, with its scales [B, H] FP32."""
     scales = [x.float().abs().amax((2, 3)) / torch.finfo(torch.float8_e4m3fn).max for x in tensors]
     return [(x / s[:, :, None, None]).to(torch.float8_e4m3fn) for x, s in zip(tensors, scales, strict=True)], scales
 
@@ -239,7 +239,7 @@ def _to_fp8(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
 def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
     tables = reference.tables_from_data(*inputs, mode)
     timestep = torch.zeros(inputs[0].shape[0], device="cuda")
-    # Without the dispatcher of torch's custom operators, which costs the host more than a short launch takes.
+    # The dispatcher of torch's custom operators would take longer than a short launch.
     return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, tables, scaling="dynamic")
 
 
@@ -265,12 +265,12 @@ def median_and_spread(times: list[float]) -> tuple[float, float]:
 
 
 def joules_per_call(call: Callable[[], object], seconds: float) -> float | None:
-    """Mean power of the GPU while `call` loops, times the time of one; None without NVML."""
+    """Returns the joules of a call: the GPU's mean power in a loop of calls, times the time of one call; None without NVML."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
         device = nvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    except Exception:  # no module, no driver library, no permission: energy is not what this program is for
+    except Exception:  # without the module, the driver library or permission, the energy is left out
         return None
     samples: list[float] = []
     done = threading.Event()
@@ -279,7 +279,7 @@ def joules_per_call(call: Callable[[], object], seconds: float) -> float | None:
         while not done.wait(0.01):
             samples.append(nvml.nvmlDeviceGetPowerUsage(device) / 1e3)
 
-    # NVML averages over a second: the load before is forgotten first.
+    # NVML averages over a second: wait until the earlier load has left the average.
     loop(call, WARM_UP_SECONDS)
     thread = threading.Thread(target=sample)
     thread.start()
@@ -341,7 +341,7 @@ def candidates(shape: Shape) -> list[Candidate]:
         calls = [lambda a=a, x=x: a(*x) for a, x in zip(attends, sets, strict=True)]
         try:
             out = calls[0]()
-        except Exception as refusal:  # a peer that does not take this shape says so in its own way
+        except Exception as refusal:  # peers refuse a shape by any exception
             print(f"{shape} {name}: {str(refusal).splitlines()[0]}")
             continue
         error = None if expected is None else ((out.float() - expected).norm() / expected.norm()).item()

@@ -63,7 +63,7 @@ RECIPE: dict[str, Any] = {
     "layers": {"modes": "auto"},
     "components": {"all": {}},
     "calibration": {"samples": 16, "batch": 4, "steps": 20, "bins": 10},
-    # Random weights are no model: what PSNR a budget of theirs is worth nobody knows.
+    # A PSNR budget has no meaning for random weights.
     "plan": {"samples": 4, "steps": 20, "min_psnr": 25},
     "verify": {"samples": 16, "steps": 20, "min_psnr": 0, "min_site_sqnr": -20, "max_prediction_error": None},
     "output": {"grid": 4},
@@ -135,7 +135,7 @@ def build_model(name: str, work: Path, engine: dict[str, Any], alone: bool, exac
     file.write_text(json.dumps(recipe))  # JSON is YAML
     command = [sys.executable, "-m", "trtconvert.cli", "--debug", "build", str(file), "-o", str(work / "out" / title)]
     started = time.perf_counter()
-    # A pipe that nobody empties would stop the program at its end.
+    # A full pipe would block the program.
     with watched_gpu() as seen, tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [*command, "--cache", str(work / "cache"), "--json"],
@@ -162,7 +162,7 @@ def build_model(name: str, work: Path, engine: dict[str, Any], alone: bool, exac
 
 
 def _tell(line: str, seconds: float) -> None:
-    """Stages as they end, and whatever is no event."""
+    """Returns finished stages, and output lines that are no events."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -46,7 +46,7 @@ class Int8ConvParams1(ctypes.Structure):
 
 
 class Library:
-    """A build of the library, whichever version of the C APIs it has."""
+    """A build of the library, with any version of the C APIs."""
 
     def __init__(self, path: Path) -> None:
         self._loaded = ctypes.CDLL(str(path.resolve()))

@@ -100,7 +100,7 @@ WARM_UP_SECONDS = 0.5
 STEPS = 50
 """Of an image."""
 TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0, Mode.FP8: 875.0}
-"""One in the timestep bin of each mode. Flux computes with their thousandths, which FP16 holds: rounded, they would be others."""
+"""A timestep in the bin of each mode. Flux computes with thousandths of timesteps; FP16 holds the thousandths exactly."""
 MODES = tuple(TIMESTEPS)
 NATIVE = "TensorRT, its own attention"
 PLUGIN = "TensorRT, our plugin"
@@ -121,23 +121,23 @@ TORCHAO_PEERS = {
     "torchao-fp8": ("torch.compile, torchao FP8", "Float8DynamicActivationFloat8WeightConfig", 1),
     "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig", 17),
 }
-"""What each is called, its configuration in torchao.quantization, and the rows that its layers have to get: torch's INT8 product
-takes more than 16, so that modulations stay in 16 bits."""
+"""By name: the title, the configuration in torchao.quantization, and the least rows of a layer: torch's INT8 product takes more
+than 16 rows, so modulations stay in 16 bits."""
 MODELOPT_PEERS: dict[str, tuple[str, Kind]] = {
     "modelopt-fp8": ("TensorRT, Model Optimizer's FP8", "fp8"),
     "modelopt-int8": ("TensorRT, Model Optimizer's INT8, SmoothQuant", "int8"),
 }
-"""What each is called, and the kind of its numbers."""
+"""By name: the title, and the type of the numbers."""
 PACKAGES = {peer: "torchao" for peer in TORCHAO_PEERS} | {peer: "modelopt" for peer in MODELOPT_PEERS}
-"""What peers need, and"""
+"""The module of each peer."""
 WHEELS = {"torchao": "torchao", "modelopt": "nvidia-modelopt"}
-"""what is installed for it."""
+"""The package of each module."""
 PEERS = (
     "torch", *TORCHAO_PEERS, *MODELOPT_PEERS, "plain", "native", "group-norms", "plugin", "channels-first", "auto", *LAYER_PEERS
 )  # fmt: skip
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LAYER_CALLS, LAYER_ROWS = 2, 16
-"""Calls at the timestep of each mode on which layers are calibrated, and whole rows that are kept of each."""
+"""Calibration calls at the timestep of each mode, and whole rows that are kept of each call."""
 
 
 def export(
@@ -157,7 +157,7 @@ def export(
 
 
 def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: int | None = None) -> None:
-    """Write the ONNX model in 16 bits as torch's exporter makes it. The denoiser has to be on the CPU.
+    """Write the ONNX model of torch's exporter in 16 bits. The denoiser must be on the CPU.
 
     The function repairs three faults, because no parser accepts them: SDXL joins 16 bits and FP32 without a cast, PixArt squeezes
     a dimension that is not 1, and Wan's write into a tensor names the default reduction, which TensorRT 10.6 refuses.
@@ -173,7 +173,7 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: i
         model.denoiser, tuple(example.values()), input_names=list(example), output_names=["out"], dynamo=True,
         optimize=False, verbose=False, opset_version=opset,
     )  # fmt: skip
-    assert program is not None  # only None where it writes to a file
+    assert program is not None  # None only if it writes to a file
     promote_concats(program.model)
     drop_idle_squeezes(program.model)
     program.optimize()
@@ -181,11 +181,11 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: i
     set_apart(program.model)
     unfinished = path.with_suffix(".partial")
     program.save(unfinished, external_data=True)
-    unfinished.rename(path)  # the file of weights keeps the name that the model has for it
+    unfinished.rename(path)  # the model refers to the file of weights by name
 
 
 def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks that a transformer consists of, in its lists of some of one class; none of a U-Net, whose lists are mixed."""
+    """The blocks of a transformer, found as lists of modules of one class; none of a U-Net, because its lists are mixed."""
     (model,) = denoiser.children()
     lists = [part for part in model.children() if isinstance(part, torch.nn.ModuleList)]
     alike = [part for part in lists if len(part) > 1 and len({type(block) for block in part}) == 1]
@@ -193,7 +193,7 @@ def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _fits_torchao(module: torch.nn.Module, name: str) -> bool:
-    """Layers whose channels its kernels take."""
+    """Layers with channels that its kernels take."""
     return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
@@ -205,7 +205,7 @@ Call = Callable[[int], Tensor]
 
 
 def warm_up(call: Call) -> None:
-    """Calls, until the GPU has the clock that it keeps under them."""
+    """Calls the functions until the GPU's clock is steady."""
     started = time.perf_counter()
     for index in itertools.count():
         call(index)
@@ -226,7 +226,7 @@ def times_ms(call: Call) -> list[float]:
 
 
 def rotating(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
-    """Calls with one of some inputs after the other."""
+    """Returns calls that take turns with the inputs."""
     return lambda index: forward(**inputs[index % len(inputs)])
 
 
@@ -263,7 +263,7 @@ def image_s(call: Call) -> float:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Microseconds of a kernel of a call, and from the end of the one before it; negative where they run beside each other."""
+    """Microseconds of a kernel, and since the end of the previous kernel; negative if the two overlap."""
 
     name: str
     us: float
@@ -305,7 +305,7 @@ def write_kernels(kernels: Sequence[Kernel], path: Path) -> None:
 
 
 class Engine:
-    """A plan, its calls with each of some inputs in a CUDA graph."""
+    """A plan, with a CUDA graph for each of the inputs."""
 
     def __init__(self, trt: Any, plan: bytes, inputs: list[Inputs], dtype: torch.dtype) -> None:
         free = torch.cuda.mem_get_info()[0]
@@ -333,7 +333,7 @@ class Engine:
 
 
 class Phase:
-    """Prints what runs inside, and its seconds, which stay."""
+    """Prints the name of the phase, and the seconds at its end."""
 
     def __init__(self, what: str) -> None:
         self.what, self.seconds = what, 0.0
@@ -349,7 +349,7 @@ class Phase:
 
 
 class Notices:
-    """Prints what a build has to say, and the times by which it chooses."""
+    """Prints the messages of a build, and the times that decide its choices."""
 
     def share(self, detail: str, done: float) -> None:
         if "µs" in detail:
@@ -389,7 +389,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one shape, timed alone: microseconds of one site, the plugin's the mean of its modes.
+    """Attention of one shape, timed alone: microseconds of one site; the plugin's time is the mean of its modes.
 
     Attributes:
         queries, keys: [B, H, N, D].
@@ -422,7 +422,7 @@ def chosen_layers(found: Sequence[Layer], kinds: Collection[str]) -> list[Layer]
 
 
 class Bench:
-    """One architecture: its figures, as they are measured."""
+    """The figures of one architecture."""
 
     def __init__(
         self,
@@ -457,7 +457,7 @@ class Bench:
         ]
 
         finder, section = LayerFinder(self.model.denoiser), LayersSection()
-        bins: dict[str, list[AttentionTables]] = {}  # as calibration makes them: each of its own timesteps
+        bins: dict[str, list[AttentionTables]] = {}  # one table for each bin's timesteps, as in a calibration
         self.expected: dict[Mode, Tensor] = {}
         for mode in MODES:
 
@@ -514,7 +514,7 @@ class Bench:
             feed["timestep"].fill_(TIMESTEPS[mode])
 
     def _time(self, timed: Sequence[Timed]) -> None:
-        """Rows of what is timed in turns."""
+        """Rows of functions that are timed in turns."""
         steps, images = [[list[float]() for _ in timed] for _ in range(2)]
         for round_ in range(ROUNDS):
             for index, one in enumerate(timed):
@@ -557,7 +557,7 @@ class Bench:
         self._time([Timed(what, rotating(forward, self.inputs), MODES[0], memory, built)])
 
     def torchao(self, peer: str) -> Timed:
-        """The compiled denoiser with its linear layers quantised by torchao; the denoiser stays what it is.
+        """The compiled denoiser with linear layers quantised by torchao; the original denoiser does not change.
 
         Of one whose blocks are compiled the layers around them stay in 16 bits: torchao's INT8 product, if nothing compiles it,
         reads its input on the host, which no CUDA graph takes.
@@ -615,7 +615,7 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def to_cpu(self) -> None:
-        """Once torch is done with the denoiser: the exporters want it there."""
+        """Moves the denoiser to the CPU for the exporters; torch's figures come before."""
         self.model.denoiser.cpu()
         torch.cuda.empty_cache()
 
@@ -625,7 +625,7 @@ class Bench:
         return any(layer.kind == "conv" for layer in self.layers)
 
     def export(self, folder: Path, *, kinds: Collection[str]) -> Path:
-        """The ONNX model, with INT8 layers of some kinds or without, in a folder, made unless it is there."""
+        """The folder of the ONNX model, with or without INT8 layers; written on the first call."""
         of_kinds = {"": "", "linear": "-int8", "conv": "-convs", "conv-linear": "-int8-convs"}["-".join(sorted(kinds))]
         layers = {name: layer for name, layer in self.converted.items() if layer.layer.kind in kinds} if kinds else {}
         kind = f"{_NAMES[self._dtype]}{of_kinds}{'-dynamic' if self._scaling == 'dynamic' else ''}"
@@ -643,7 +643,7 @@ class Bench:
         for peer, (what, native, layers) in LAYER_PEERS.items():
             if peer not in peers:
                 continue
-            # What `trtconvert compile` builds first, see `engine.layers`.
+            # The first engine of `trtconvert compile`, see `engine.layers`.
             kind = ("plugin" if has_group_norms(exported) else "native") if layers == "auto" else layers
             options = EngineSection(layers=kind)
             with Phase(f"{self.model.name}: built, {what}") as building:
@@ -652,7 +652,7 @@ class Bench:
             self._load(trt, what, plan, not native, building.seconds)
 
     def build_plain(self, folder: Path) -> None:
-        """The engine of what torch.onnx.export writes, where TensorRT takes it."""
+        """The engine of a model of torch.onnx.export, if TensorRT takes the model."""
         path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-plain.onnx"
         if not path.exists():
             with Phase(f"{self.model.name}: exported by torch alone"):
@@ -663,7 +663,7 @@ class Bench:
         """Engines with Model Optimizer's layers, where TensorRT takes them."""
         for peer, layers in self._modelopt.items():
             what, _ = MODELOPT_PEERS[peer]
-            # Of every run its own: what it calibrates is not that of others.
+            # Each run has its own: calibrations differ between runs.
             path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-{peer}.onnx"
             with Phase(f"{self.model.name}: exported, {what}, {len(layers)} layers"):
                 quantised = replace(self.model, denoiser=with_layers(self.model.denoiser, layers))
@@ -671,7 +671,7 @@ class Bench:
             self._build_as_it_is(path, what)
 
     def _build_as_it_is(self, path: Path, what: str) -> None:
-        """An engine of an ONNX model without any change of ours; None if TensorRT refuses the model."""
+        """An engine of an unchanged ONNX model; None if TensorRT refuses the model."""
         trt, options = tensorrt.load(), EngineSection()
         try:
             with Phase(f"{self.model.name}: built, {what}") as building:
@@ -694,17 +694,17 @@ class Bench:
         ]
 
     def build_engines(self, path: Path, peers: Collection[str]) -> None:
-        """Engines of our export, and each shape of its attention timed alone where the plugin is one of the peers."""
+        """Engines of our export; if the plugin is among the peers, each shape of attention is also timed alone."""
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
         inputs, with_group_norms = self._records(), has_group_norms(exported)
-        # Plans and seconds, by the sites that are native and whether group norms are ours.
+        # Plans and seconds, by native sites and by the kernel of group norms.
         plans: dict[tuple[frozenset[str], bool], tuple[bytes, float]] = {}
 
         def built(native: Collection[str], channels_last: bool) -> tuple[bytes, float]:
             key = frozenset(native), channels_last and with_group_norms
-            if key not in plans:  # what `auto` builds may be one of the others
+            if key not in plans:  # `auto` may build an engine that exists already
                 options = EngineSection(channels_last=channels_last)
                 norms = ", group norms ours" if key[1] else ""
                 with Phase(f"{self.model.name}: built, {len(native)} of {len(sites)} sites native{norms}") as building:
@@ -759,7 +759,7 @@ class Bench:
 
 
 def native_ms(rows: Sequence[Row], model: str) -> float:
-    """A step of the engine with TensorRT's own attention; NaN where it was not measured."""
+    """Time of a step with TensorRT's own attention; NaN if unmeasured."""
     return next((row.ms for row in rows if row.model == model and row.what == NATIVE), float("nan"))
 
 
@@ -778,7 +778,7 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 
 def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
-    """Each shape alone, and the rest of TensorRT's own step without any attention."""
+    """Rows of each shape alone, and of TensorRT's step without attention."""
     print("| denoiser | sites | queries: B H N D | keys | TensorRT, µs | our plugin, µs | TensorRT, all sites, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model, shapes in itertools.groupby(found, key=lambda shape: shape.model):
@@ -798,7 +798,7 @@ def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
 
 
 def installed(peers: Sequence[str]) -> list[str]:
-    """Return the peers whose package is installed; print an install command for the others."""
+    """Return the peers with an installed package; print an install command for the others."""
     missing = {peer: module for peer in peers if (module := PACKAGES.get(peer)) and find_spec(module) is None}
     for peer, module in missing.items():
         print(
@@ -817,7 +817,7 @@ def main() -> None:
         choices=PEERS,
         default=PEERS,
         help="torch: as it is and compiled; torchao-*: compiled with its quantisation; modelopt-*: TensorRT with NVIDIA's "
-        "quantisation; plain: with what torch exports by itself; native: with our export and "
+        "quantisation; plain: with torch's own export; native: with our export and "
         "TensorRT's own attention; group-norms: between our group norms; plugin: with ours everywhere; channels-first: between "
         "TensorRT's; auto: what the build would keep of group-norms and plugin",
     )
@@ -833,7 +833,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, help="leave the kernels of each engine and their times in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
     arguments = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # what the errors are against is FP32
+    torch.backends.cudnn.allow_tf32 = False  # the reference of errors is FP32
     peers = installed(arguments.peers)
     rows, attention = list[Row](), list[Attention]()
     made_on = {

@@ -60,7 +60,7 @@ def in_torch(x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def calls_of(image: Image) -> dict[str, Call]:
-    """What takes turns, by name, over tensors of its own that rotate."""
+    """Functions by name that take turns; each rotates over its own tensors."""
     sets = max(1, int(CACHED_BYTES / (2 * image.nbytes)))
     shape = (image.batch, image.channels, image.side, image.side)
     x, normed = (
@@ -69,7 +69,7 @@ def calls_of(image: Image) -> dict[str, Call]:
     )
     shift = torch.randn(shape[:2], device="cuda").half()
     weight, bias = (torch.randn(image.channels, device="cuda").half() for _ in range(2))
-    torch.compiler.reset()  # from the ninth shape on it would compile nothing any more
+    torch.compiler.reset()  # dynamo compiles at most eight shapes
     compiled = torch.compile(in_torch, dynamic=False)
     return {
         "torch": lambda i: in_torch(x[i % sets], shift, weight, bias),

@@ -65,7 +65,7 @@ ROWS: dict[str, tuple[float, Attend]] = {
     "INT4, mean query kept": (0.0, int4(query_block=0)),
     "INT4, 128 keys a scale": (0.0, int4(key_block=128)),
 }
-"""Name: the timestep that it begins at, and what is done from there up; below it is INT8."""
+"""By name: a timestep, and the arithmetic from this timestep up; lower timesteps are INT8."""
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class Case:
 
     def in_fp16(self, i: int) -> Tensor:
         self.run_norm(i)
-        image = self.normed[i].permute(0, 3, 1, 2)  # whose channels lie last
+        image = self.normed[i].permute(0, 3, 1, 2)  # channels last
         return F.conv2d(image, self.exact[i], self.half_bias, padding=1)
 
     def in_int8(self, i: int, arch: int = 0) -> Tensor:

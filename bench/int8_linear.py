@@ -45,7 +45,7 @@ class Int8Layer:
         return cls((weight.float() / scale[:, None]).round().to(torch.int8), scale, bias.float(), geglu)
 
     def run(self, x: Tensor, y: Tensor, rows: Rows | None = None) -> None:
-        """On rows quantised before, or on 16-bit ones as they are."""
+        """Computes with quantised rows, or with 16-bit rows."""
         source, scale = (x, None) if rows is None else (rows.payload, rows.scale.data_ptr())
         mode_set = 1 << (LayerMode.WEIGHT_ONLY if rows is None else LayerMode.DYNAMIC)
         pointers = [tensor.data_ptr() for tensor in (self.weight, self.scale, self.bias)]
@@ -114,7 +114,7 @@ class BlockLayer:
 
 
 def torchao_layer(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight as torchao quantises it for INT8 products, and its bias."""
+    """A weight that torchao quantised for INT8 products, and its bias."""
     from torchao import quantization
 
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)

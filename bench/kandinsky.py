@@ -46,7 +46,7 @@ def made(name: str, **other: int) -> nn.Module:
 
 
 def source_of(model: nn.Module, name: str) -> Source:
-    """A model's tensors as a file of it in BF16 has them."""
+    """A model's tensors as in a BF16 file."""
     tensors = [
         StoredTensor(key, "", tuple(x.shape), torch.bfloat16, 2 * x.numel(), functools.partial(torch.empty, 0))
         for key, x in model.state_dict().items()
@@ -55,7 +55,7 @@ def source_of(model: nn.Module, name: str) -> Source:
 
 
 def verdict_of(tensor: StoredTensor, structure: Structure | None) -> Verdict:
-    """What becomes of a tensor whose numbers are no obstacle."""
+    """The decision about a tensor, if its numbers are no obstacle."""
     return by_name(tensor, RULES, structure, floating=True) or Verdict(stored="int8", reason="")
 
 
@@ -80,7 +80,7 @@ def print_table() -> None:
 
 
 def prepared(model: nn.Module, dtype: torch.dtype) -> None:
-    """In 16 bits but for what `from_pretrained` leaves in FP32. Modulations are drawn, whose zeros would hide the blocks."""
+    """16 bits, except for modules that `from_pretrained` leaves in FP32. Modulations are random: zeros would hide the blocks."""
     in_fp32 = set(type(model)._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.any():
@@ -121,7 +121,7 @@ def inputs(frames: int, height: int, width: int) -> dict[str, object]:
 
 
 def milliseconds(model: nn.Module, given: dict[str, object]) -> tuple[float, Tensor]:
-    """Median of a forward, and what it gives."""
+    """Returns the median time of a forward, and its output."""
     times = []
     output = torch.empty(0)
     for turn in range(WARM_UP + ROUNDS):

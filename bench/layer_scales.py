@@ -85,7 +85,7 @@ def rotation(channels: int) -> Tensor:
 
 
 def best_scale(x: Tensor) -> float:
-    """Of least squared error, as calibration looks for it."""
+    """The scale of least squared error, by the search of the calibration."""
     top = float(x.abs().amax())
     return min(
         (top * (1 - step / 20) / LEVELS for step in range(11)), key=lambda s: float((x - rounded(x, s)).square().sum())

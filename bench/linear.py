@@ -46,13 +46,13 @@ class Layer:
 
 
 LAYERS = [Layer(4096, 4096, 4096)]
-# Of SDXL at 1024², of Stable Diffusion 1.5 at 512², each with the two halves of guidance, and sizes that are left to TensorRT.
+# SDXL at 1024² and SD 1.5 at 512², each with the two halves of guidance, and sizes that are left to TensorRT.
 LAYERS += [Layer(2048, 1280, 1280), Layer(2048, 1280, 5120), Layer(2048, 5120, 1280), Layer(2048, 3840, 1280)]
 LAYERS += [Layer(8192, 640, 640), Layer(8192, 640, 2560), Layer(8192, 1920, 640)]
 LAYERS += [Layer(8192, 320, 320), Layer(8192, 320, 1280), Layer(8192, 960, 320)]
 LAYERS += [Layer(2048, 5120, 1280, True), Layer(8192, 2560, 640, True), Layer(8192, 1280, 320, True)]
 LAYERS += [Layer(1024, 1280, 5120), Layer(2048, 640, 2560), Layer(154, 25600, 2048)]
-# MLPs and projections of Flux, of video models, of PixArt-Σ and of SD 3.5.
+# MLPs and projections of Flux, video models, PixArt-Σ and SD 3.5.
 LAYERS += [Layer(4608, 12288, 3072), Layer(4608, 3072, 12288), Layer(4608, 3072, 3072), Layer(4608, 9216, 3072)]
 LAYERS += [Layer(17160, 8960, 1536), Layer(17160, 1536, 8960), Layer(8192, 4608, 1152), Layer(8192, 1152, 4608)]
 LAYERS += [Layer(8500, 6144, 1536), Layer(8500, 1536, 6144)]
@@ -65,20 +65,20 @@ FEW_ROWS = [
 ]
 """Modulations and embeddings of timesteps."""
 CALLS, FEWEST_CALLS, ROUNDS, WARM_UP = 40, 8, 20, 3
-GRAPH_OPERATIONS = 4e12  # of all calls of a graph, at most: 5 ms
+GRAPH_OPERATIONS = 4e12  # most operations of a graph: 5 ms
 ROTATED_BYTES = 200e6  # an H200's L2 cache is 60 MB
 
 NAMES = (
     "cuBLAS", "ours", "torch, GEGLU", "INT8", "weights only", "Triton INT8", "torchao INT8", "_int_mm", "_int_mm compiled", "FP8",
     "FP8 product",
 )  # fmt: skip
-"""Of what takes turns, in the order of the table."""
+"""Names of the functions that take turns, in the order of the table."""
 
 MOST_FEW_ROWS = 16
-"""Whose weights take all the time: no more are multiplied by the kernel for few rows."""
+"""Most rows of the kernel for few rows; the weights of such layers take all of the time."""
 
 Call = Callable[[int], object]
-"""With the index of its tensors."""
+"""A call; the argument is the index of its tensors."""
 
 
 class Params(ctypes.Structure):
@@ -104,7 +104,7 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> None:
 
 
 def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
-    """What takes turns, by name, over tensors of its own that rotate, each giving its result; and the first result in float64."""
+    """Functions by name that take turns, each rotating over its own tensors; and the first result in float64."""
     factor = 2 if layer.geglu else 1
     of_one = 2 * (layer.rows * (layer.depth + layer.outputs) + factor * layer.outputs * layer.depth)
     sets = max(2, min(CALLS, round(ROTATED_BYTES / of_one)))
@@ -154,7 +154,7 @@ def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
     if layer.rows > MOST_FEW_ROWS and importlib.util.find_spec("torchao"):
         of_torchao = [int8.torchao_layer(*of) for of in zip(weight, bias, strict=True)]
         found["torchao INT8"] = lambda i: int8.compiled_linear(x[i % sets], *of_torchao[i % sets])
-    if layer.rows > MOST_FEW_ROWS:  # fewer torch._int_mm does not take
+    if layer.rows > MOST_FEW_ROWS:  # torch._int_mm refuses fewer rows
         found["_int_mm"] = lambda i: int_mm(i, int8.quantised_rows, int8.dequantised)
         found["_int_mm compiled"] = lambda i: int_mm(i, int8.compiled_rows, int8.compiled_dequantised)
         found["FP8"] = lambda i: in_fp8[i % sets].product(*int8.compiled_fp8_rows(x[i % sets]))
@@ -166,7 +166,7 @@ def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
 
 
 def errors_of(calls: dict[str, Callable[[int], Tensor]], exact: Tensor) -> dict[str, float]:
-    """‖y − y64‖ / ‖y64‖ of one kind of each, with the first tensors; torch's GEGLU is completed in float64."""
+    """‖y − y64‖ / ‖y64‖ of each function with the first tensors; torch's GEGLU is completed in float64."""
     found = {}
     for name in ("cuBLAS", "INT8", "weights only", "Triton INT8", "torchao INT8", "_int_mm", "FP8"):
         if name not in calls:
@@ -189,7 +189,7 @@ def recorded(call: Call, calls: int = CALLS) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(graph: torch.cuda.CUDAGraph, calls: int = CALLS) -> float:
-    """Of one of the calls in a graph."""
+    """Microseconds of a call in a graph."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -199,7 +199,7 @@ def microseconds(graph: torch.cuda.CUDAGraph, calls: int = CALLS) -> float:
 
 
 def measured(calls: Mapping[str, Call], number: int = CALLS) -> dict[str, tuple[float, float]]:
-    """Median microseconds, and half the distance between the quartiles, of what takes turns."""
+    """Median microseconds, and half the distance between the quartiles, of functions that take turns."""
     graphs = {name: recorded(call, number) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn, (name, graph) in itertools.product(range(ROUNDS), graphs.items()):
@@ -220,7 +220,7 @@ def row(layer: Layer, found: dict[str, tuple[float, float]], errors: dict[str, f
 
 
 def write_table(lines: list[str], path: Path) -> None:
-    """Write lines of Markdown below what they were measured on, and print them."""
+    """Write and print a description of the machine, and lines of Markdown below."""
     text = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16\n\n"
     text += "\n".join(lines) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def write_table(lines: list[str], path: Path) -> None:
 
 
 def size(text: str) -> Layer:
-    """A layer as the command line names it."""
+    """Reads a layer of the command line."""
     rows, outputs, depth = map(int, text.split("x"))
     return Layer(rows, outputs, depth)
 

@@ -71,7 +71,7 @@ def timed(name: str, work: Callable[[], _T]) -> _T:
 
 
 def rounded(name: str, device: str) -> DiffusionModel:
-    """A denoiser of FP32 numbers that FP16 holds, as those of published weights."""
+    """A denoiser of FP32 numbers that FP16 holds exactly, like published weights."""
     model = describe(name, device)
     for parameter in model.denoiser.parameters():
         parameter.copy_(parameter.half().float())
@@ -141,7 +141,7 @@ def record_of(model: DiffusionModel, onnx: Path, layers: Sequence[ConvertedLayer
 
 
 class Notices:
-    """Prints what a build has to say."""
+    """Prints the messages of a build."""
 
     def share(self, detail: str, done: float) -> None:
         pass
@@ -151,7 +151,7 @@ class Notices:
 
 
 def exported(name: str, folder: Path, device: str) -> Path:
-    """A denoiser's ONNX model, what its INT8 layers were quantised from, and its record beside it, made unless they are there."""
+    """A folder with the denoiser's ONNX model, unquantised weights of INT8 layers, and record; written on the first call."""
     onnx = folder / f"{name}-refittable.onnx"
     record = onnx.with_suffix(".json")
     if record.exists():
@@ -188,7 +188,7 @@ def lora_file(shapes: dict[str, tuple[int, ...]], rank: int, folder: Path) -> Pa
 
 
 def host_rows(onnx: Path, rank: int, folder: Path, device: torch.device) -> Path:
-    """What of it is the host's and torch's: the LoRA that is measured with."""
+    """Measures the work of the host and of torch; returns the file of the LoRA."""
     built = timed("open the weights", lambda: BuiltWeights(onnx, {}))
     file = lora_file(built.shapes, rank, folder)
     wanted = timed("read the LoRA", lambda: additions_of([(file, 1.0)], "denoiser", built.shapes, "the denoiser"))
@@ -296,7 +296,7 @@ def main() -> None:
         "--parts", type=int, nargs="*", default=[], help="MiB that TensorRT is given at once, to compare"
     )
     arguments = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = False  # what the errors are against is FP32
+    torch.backends.cudnn.allow_tf32 = False  # the reference of errors is FP32
     has_engines, has_gpu = tensorrt.status().available, torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     where = torch.cuda.get_device_name() if has_gpu else processor()
@@ -314,7 +314,7 @@ def main() -> None:
         exports.mkdir(parents=True, exist_ok=True)
         onnx = exported(arguments.model, exports, str(device))
         kept = unquantised_file(onnx).stat().st_size
-        print(f"| kept of what INT8 layers were quantised from | {kept / 2**20:.0f} MiB |")
+        print(f"| unquantised weights kept for INT8 layers | {kept / 2**20:.0f} MiB |")
         file = host_rows(onnx, arguments.rank, folder, device)
         for layers in arguments.layers if has_engines else ():
             denoiser = built_engine(onnx, layers, arguments.optimization_level, device, folder)

@@ -26,13 +26,13 @@ CONFIGURATIONS = {"int8": "INT8_SMOOTHQUANT_CFG", "fp8": "FP8_DEFAULT_CFG"}
 RULES = ("*", "*weight_quantizer", "*input_quantizer")
 LEVELS = {"int8": 127.0, "fp8": 448.0}
 OPSET = 20
-"""Of the ONNX model: Q and DQ take scales of 16 bits from 19 on."""
+"""Opset of the ONNX model: Q and DQ take 16-bit scales since opset 19."""
 
 Kind = Literal["int8", "fp8"]
 
 
 class QdqLinear(nn.Module):
-    """A linear layer whose input and weight pass through Q and DQ.
+    """A linear layer with Q and DQ for its input and weight.
 
     Args:
         layer: of Model Optimizer, calibrated.
@@ -90,26 +90,26 @@ def _dequantised(q: Tensor, scale: Tensor, zero: Tensor, **attributes: int) -> T
 def quantised_layers(
     denoiser: nn.Module, kind: Kind, fits: Callable[[nn.Module, str], bool], calibrate: Callable[[nn.Module], object]
 ) -> dict[str, QdqLinear]:
-    """The linear layers of a denoiser by name, calibrated; the denoiser stays what it is.
+    """Returns calibrated linear layers of a denoiser by name; the denoiser does not change.
 
     Args:
         fits: whether a layer of a name is to be quantised, `LEFT` aside.
-        calibrate: calls a denoiser like it with what it is to be calibrated on.
+        calibrate: calls a denoiser of the same form with calibration inputs.
     Raises:
         ImportError: nvidia-modelopt is not installed.
     """
-    from modelopt.torch import quantization  # pyright: ignore[reportMissingImports]  # of this bench alone
+    from modelopt.torch import quantization  # pyright: ignore[reportMissingImports]  # optional, for this bench only
 
     names = {
         name for name, module in denoiser.named_modules()
         if isinstance(module, nn.Linear) and fits(module, name) and not LEFT.fullmatch(name)
     }  # fmt: skip
     configuration = copy.deepcopy(getattr(quantization, CONFIGURATIONS[kind]))
-    # Without what it has by name for language models, as "proj_out" of Whisper: its examples for diffusers leave that out too.
+    # Drops rules by name for language models, such as "proj_out" of Whisper, like ModelOpt's own examples for diffusers.
     configuration["quant_cfg"] = [
         rule for rule in configuration["quant_cfg"] if rule["quantizer_name"] in RULES and "parent_class" not in rule
     ]
-    # While it calibrates nothing is quantised: what becomes of other layers makes no difference.
+    # Nothing is quantised during the calibration, so rules for other layers make no difference.
     layers = dict(quantization.quantize(copy.deepcopy(denoiser), configuration, calibrate).named_modules())
     seen: dict[str, Any] = {name: layers[name] for name in sorted(names)}
     return {name: QdqLinear(layer, kind) for name, layer in seen.items() if layer.input_quantizer.amax is not None}
@@ -122,7 +122,7 @@ def with_layers(denoiser: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Modu
 
 
 def set_apart(model: ir.Model) -> int:
-    """Give each product a Q and DQ of its own, in place, where the exporter made one of equal ones.
+    """Give each product its own Q and DQ, in place: the exporter merges equal ones.
 
     TensorRT computes equal pairs once anyway. For a DQ with two readers TensorRT computes the 16-bit tensor, and leaves one of
     the products in 16 bits.

@@ -4,7 +4,7 @@
     python bench/modiff_engine.py --batches --wide 3072 [--wide-batches 4]
     python bench/modiff_engine.py --batches --unet [FILE] [--unet-batches 64] [--unet-patterns '*' '*.attn*']
 
-The first model is the emoji DiT, whose batches count both rows of guidance; `--batches` without a number skips it. `--unet` adds
+The first model is the emoji DiT; its batches count both rows of guidance; `--batches` without a number skips it. `--unet` adds
 the U-Net in the layout of the CIFAR-10 DDPM, whose convolutions are INT8 too, from a checkpoint or with random weights, which
 give times but no quality.
 
@@ -65,13 +65,13 @@ from trtconvert.shipped import shipped_folder
 
 STEPS, ROUNDS, BINS = 50, 7, 5
 FIRST_SEED = 100_000
-"""Far from those that scales are calibrated on."""
+"""Seeds far from the calibration's seeds."""
 
 PATTERNS = ("*", "blocks.*.mlp.*", "*.attn.qkv", "*.attn.out", "*.mlp.0", "*.mlp.2")
 """Of the DiT: all layers, the MLPs, and each kind of layer by itself."""
 
 UNET_PATTERNS = ("*", "*.[23].block.*", "*.attn*")
-"""All layers; the blocks of 8 × 8 and 4 × 4 pixels, whose caches are small; what is around attention."""
+"""All layers; the blocks of 8 × 8 and 4 × 4 pixels, which have small caches; the layers around attention."""
 
 WIDE_BLOCKS, WIDE_HEAD = 2, 64
 """Blocks, and channels of a head, of the wide DiT."""
@@ -84,7 +84,7 @@ KINDS: dict[Kind, str] = {"native": "by Q/DQ", "plugin": "by plugins"}
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and what is asked of it.
+    """A model, and its settings in this bench.
 
     Attributes:
         rows: of a batch, for each sample. patterns: of layers that quantise deltas.
@@ -105,7 +105,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Row:
-    """An engine, how many of its layers multiply INT8, milliseconds of a step, dB of samples, MiB of caches and of the plan."""
+    """An engine, its number of INT8 layers, milliseconds of a step, dB of samples, MiB of caches and of the plan."""
 
     model: str
     batch: int
@@ -122,7 +122,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine's layers: none in INT8; or all that there are, with deltas of those of a pattern, if there is one."""
+    """An engine's INT8 layers: none, or all; layers of the pattern quantise deltas."""
 
     kind: Kind
     in_int8: bool = True
@@ -135,7 +135,7 @@ class Variant:
 
 
 class Quiet(NoBar):
-    """Progress and notices that are printed where they matter."""
+    """Prints progress and important notices."""
 
     def share(self, detail: str, done: float) -> None: ...
 
@@ -174,7 +174,7 @@ class Bench:
         self.model.denoiser.cpu()
 
     def samples(self, model: DiffusionModel, denoiser: Any, batch: int) -> Tensor:
-        """By calls of a batch: as many as the largest of the batches gives, whatever the batch."""
+        """Draws with calls of this batch; the number of samples fits the largest batch."""
         at_once = batch // self.subject.rows
         seeds = range(FIRST_SEED, FIRST_SEED + max(self.subject.batches) // self.subject.rows)
         drawn = [
@@ -184,14 +184,14 @@ class Bench:
         return torch.cat(drawn)
 
     def psnr(self, engine: TensorRTComponent, batch: int) -> float | None:
-        """Of an engine's samples, dB; None of a model without training."""
+        """PSNR of an engine's samples, dB; None for an untrained model."""
         if self.full is None:
             return None
         found = self.samples(self.model, engine, batch)
         return float(psnr(found.flatten()[None], self.full[: len(found)].flatten()[None]))
 
     def variants(self, kinds: Sequence[Kind]) -> list[Variant]:
-        """What is built, those of one export beside each other."""
+        """Returns the variants in order; variants of one export are adjacent."""
         of_int8, of_deltas = (
             [kind for kind in kinds if kind in able] for able in (self.subject.int8_by, self.subject.deltas_by)
         )
@@ -220,7 +220,7 @@ class Bench:
         }
 
     def exported(self, variant: Variant, batch: int) -> tuple[Path, ComponentRecord]:
-        """The ONNX model with a variant's layers, and its record. Both kinds are built of the same."""
+        """The ONNX model with a variant's layers, and its record; both kinds of engines share the model."""
         model, layers = self.model, self.layers(variant)
         modes = torch.full((self.bins,), int(Mode.PRECISION), dtype=torch.int32)
         tables = self.calibration.with_modes({site.name: modes for site in self.parts.sites})
@@ -230,7 +230,7 @@ class Bench:
         exported = trace(model, tables, options, layers=layers, dims=dims, dtype=torch.float16)
         path = self.folder / f"{len(list(self.folder.glob('*.onnx')))}.onnx"
         storage.save(exported, path)
-        caches = caches_of(model, layers, dims | {"batch": (1, 2, batch)}, torch.float16)  # of any batch, and quickly
+        caches = caches_of(model, layers, dims | {"batch": (1, 2, batch)}, torch.float16)  # any batch, computed quickly
         of_type = {spec.name: "float16" if spec.dtype == "float32" else spec.dtype for spec in model.inputs}
         of_type |= dict.fromkeys(model.always_float32, "float32")
         component = ComponentRecord(
@@ -248,7 +248,7 @@ class Bench:
     def engine(
         self, path: Path, component: ComponentRecord, kind: Kind, scratch: Scratch
     ) -> tuple[TensorRTComponent, int]:
-        """An engine of what was exported, its INT8 layers of one kind, and how many these are."""
+        """An engine of the exported model, with INT8 layers of one kind, and the number of these layers."""
         section = EngineSection.model_validate({"attention": self.attention, "layers": kind})
         built = tensorrt.build_engine("denoiser", component, path, section, Quiet())
         plan = self.plan(path, kind)
@@ -265,7 +265,7 @@ class Bench:
 
 
 def int8_products(model: ir.Model) -> int:
-    """How many products of INT8 activations a model has, as it is given to TensorRT: by plugins, or of what a DQ gives."""
+    """The number of products with INT8 activations in a model for TensorRT: by plugins, or behind a DQ."""
     return sum(
         node.op_type in ("Int8Linear", "Int8Conv")
         or (node.op_type in ("MatMul", "Gemm", "Conv") and producer_of(node.inputs[0], "DequantizeLinear") is not None)
@@ -280,7 +280,7 @@ def emoji(batches: Sequence[int], patterns: Sequence[str]) -> Subject:
 
 
 def wide(width: int, batches: Sequence[int]) -> Subject:
-    """The same architecture with other sizes, and random weights where it begins with zeros."""
+    """The same architecture with other sizes, and random weights in place of initial zeros."""
     torch.manual_seed(0)
     denoiser = EmojiDiT(width, width // WIDE_HEAD, WIDE_BLOCKS).eval().requires_grad_(False)
     for module in (denoiser.modulation, denoiser.modulation_out, denoiser.project_out):
@@ -299,7 +299,7 @@ def unet(weights: Path | None, batches: Sequence[int], patterns: Sequence[str]) 
 
 
 def random_weights() -> Path:
-    """A file of seeded weights, of such sizes that what goes through neither vanishes nor grows."""
+    """A file of seeded weights that keep the magnitude of activations."""
     torch.manual_seed(0)
     model = ddpm_unet.build()
     for module in model.modules():
@@ -391,13 +391,15 @@ def main() -> None:
     parser.add_argument("--unet", type=Path, nargs="?", const="", help="a checkpoint; random weights without one")
     parser.add_argument("--unet-batches", type=int, nargs="+", default=[64])
     parser.add_argument("--unet-patterns", nargs="+", default=UNET_PATTERNS)
-    parser.add_argument("--layers", choices=list(KINDS), nargs="+", default=list(KINDS), help="in INT8: by what")
+    parser.add_argument(
+        "--layers", choices=list(KINDS), nargs="+", default=list(KINDS), help="the kernels of INT8 layers"
+    )
     parser.add_argument("--attention", choices=["plugin", "native", "auto"], default="plugin")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if any(batch < 2 or batch % 2 for batch in arguments.batches):
         parser.error("--batches are even: guidance takes two rows of a sample")
-    torch.backends.cudnn.allow_tf32 = False  # what samples are compared with is FP32
+    torch.backends.cudnn.allow_tf32 = False  # the reference samples are FP32
     subjects = [emoji(arguments.batches, arguments.patterns)] if arguments.batches else []
     if arguments.wide is not None:
         subjects.append(wide(arguments.wide, arguments.wide_batches))
@@ -421,7 +423,7 @@ def main() -> None:
             )
             tables.append(table(here, heading))
             print(f"\n{tables[-1]}\n", flush=True)
-            if arguments.json:  # after each batch: what was measured outlives a time limit
+            if arguments.json:  # after each batch, so that results survive a time limit
                 write(arguments.json, about, rows)
 
 

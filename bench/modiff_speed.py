@@ -44,7 +44,6 @@ def step_times(workspace: Workspace, variant: Variant, runs: int, report: Report
         calls.append((inputs, named))
         return workspace.model.denoiser(*inputs, **named)
 
-    # The first step makes the caches of modulated layers, and is not timed.
     workspace.model.sample(seen, range(workspace.batch), steps=max(2, min(4, workspace.steps)), solver=workspace.solver)
     kept = [_on(workspace, call) for call in calls]
     half = torch.bfloat16 if workspace.dtype == torch.bfloat16 else torch.float16

@@ -5,7 +5,7 @@
                             [--device cuda --int8 torch --batch N --dtype float16] [--ranks N]
     python bench/quality.py --evaluation evaluation.json
 
-Draws with ONNX Runtime, whose INT8 arithmetic is exact, and with the torch model, or with `--int8 torch` with our kernels
+Draws with ONNX Runtime, which computes INT8 exactly, and with the torch model, or with `--int8 torch` with our kernels
 inside the torch model; finished shards in the work folder are not drawn again. Without a bundle, builds one with the recipe's
 modes, with other modes (one, or one for each timestep bin from low noise up), or with the modes that `auto` finds among the
 candidates. `--ranks` sets the number of processes under torchrun. The second form prints an existing evaluation. Prints
@@ -56,10 +56,10 @@ def built(options: argparse.Namespace, folder: Path) -> Path:
     if options.bins:
         recipe["calibration"]["bins"] = options.bins
     if options.no_layers:
-        recipe["layers"] = {"modes": "off"}  # left out, they would be INT8 where attention is
+        recipe["layers"] = {"modes": "off"}  # the default converts layers together with attention
     if options.modes:
         recipe["attention"]["modes"] = options.modes if len(options.modes) > 1 else options.modes[0]
-        recipe["verify"]["min_psnr"] = 0.0  # to be measured, not to be refused
+        recipe["verify"]["min_psnr"] = 0.0  # measure, never refuse
     if options.candidates:
         recipe["attention"]["modes"] = "auto"
         plan["candidates"] = options.candidates
@@ -82,7 +82,7 @@ def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluat
 
 
 def show_plans(bundle: Path) -> None:
-    """What the bundle runs, and the plans that were tried before it."""
+    """The bundle's plan, and the plans that were tried before it."""
     sites = [site for site in read_manifest(bundle).sites if site.modes]
     modes = [mode for site in sites for mode in site.modes]
     share = sum(mode >= Mode.BALANCED for mode in modes) / len(modes)
@@ -99,7 +99,7 @@ def show_plans(bundle: Path) -> None:
 
 
 def show(found: Evaluation) -> None:
-    """The table, and what it was measured on."""
+    """The table, and the machine of the measurement."""
     print(
         f"{found.created[:10]}, {processor()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
     )

@@ -57,7 +57,7 @@ from trtconvert.stages.search import search_stage
 
 MODELS = {"digits": (digits_model, "digits-dit"), "emoji": (emoji_model, "emoji-dit")}
 THRESHOLDS = (0.08, 0.2, 0.5)
-"""Of cache-dit: its default, and larger ones, which leave out more steps."""
+"""Thresholds of cache-dit: the default, and larger ones, which skip more steps."""
 
 FIRST_CALIBRATED, FIRST_UNSEEN = 500, 10_000
 
@@ -77,7 +77,7 @@ class Stated:
 
 
 class Counted:
-    """A denoiser, and how often it was called."""
+    """A denoiser that counts its calls."""
 
     def __init__(self, denoiser) -> None:
         self._denoiser, self.calls = denoiser, 0
@@ -126,7 +126,7 @@ class Subject:
     """What is measured.
 
     Attributes:
-        model: whose trajectories are measured; denoiser: draws the samples, in full precision or in INT8.
+        model: draws the measured trajectories; denoiser: draws the samples, in full precision or in INT8.
         in_float32: draws samples in FP32, where `denoiser` is in INT8; else None.
     """
 
@@ -299,7 +299,7 @@ def dpm_samples(model: DiffusionModel, name: str, seeds: range, steps: int) -> T
 def cache_dit_samples(
     model: DiffusionModel, seeds: range, steps: int, threshold: float, taylor: bool
 ) -> tuple[Tensor, int]:
-    """By cache-dit, and at how many steps it computed the blocks behind the first one."""
+    """Draws with cache-dit; returns the samples, and the number of steps that computed the blocks behind the first."""
     import cache_dit
 
     network, calls = model.denoiser, []

@@ -37,7 +37,7 @@ from trtconvert.runtime.signature import dtype_of, shape_of
 from trtconvert.runtime.tensorrt import TensorRTComponent
 
 GROUPS, CALLS = 100, 10
-"""Few calls between waits, so that none waits for room in the stream's queue."""
+"""Few calls between waits, so that no call waits for room in the stream's queue."""
 
 
 def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
@@ -51,16 +51,16 @@ def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
                 start = time.perf_counter_ns()
                 call()
                 found.append((time.perf_counter_ns() - start) / 1e3)
-            if group >= 0:  # the first one is for warming up
+            if group >= 0:  # the first group warms up
                 of_call.append(found)
     return times
 
 
 def step_us(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-    """Microseconds from call to call of what takes turns, of each by groups; all GPUs are waited for at the end of each."""
+    """Microseconds from call to call of functions that take turns, by groups; each group ends when all GPUs are done."""
     gpus = range(torch.cuda.device_count())
     times: list[list[float]] = [[] for _ in calls]
-    for group in range(-2, GROUPS // 2):  # the first two are for recording and warming up
+    for group in range(-2, GROUPS // 2):  # the first two record graphs and warm up
         for call, of_call in zip(calls, times, strict=True):
             start = time.perf_counter_ns()
             for _ in range(CALLS):
@@ -86,7 +86,7 @@ def example(denoiser: Component, profile: dict[str, tuple[int, int, int]], sampl
 
 
 class Raw:
-    """The enqueue alone, on a context whose shapes and addresses are set."""
+    """The enqueue alone, on a context with shapes and addresses already set."""
 
     def __init__(self, denoiser: TensorRTComponent, profile: int, inputs: list[Tensor]) -> None:
         engine = denoiser.engine
@@ -124,7 +124,7 @@ def figures(
     inputs: list[Tensor],
     others: list[Tensor],
 ) -> list[dict[str, Any]]:
-    """Rows of what a call wraps, of the call, and of the call with inputs that move."""
+    """Rows of the wrapped function, of the call, and of the call with inputs that move."""
     turns = itertools.cycle([others, inputs])
     kinds = {
         f"{what} alone": alone,
@@ -160,7 +160,7 @@ def bench(folder: Path) -> list[dict[str, Any]]:
 
 
 def guided_steps(separate: Path, fused: Path) -> dict[str, Callable[[], object]]:
-    """A step with guidance, by what computes the sum."""
+    """A step with guidance, by the place that computes the sum."""
     with_halves, with_sum = (runtime.load(folder, backend="tensorrt")["denoiser"] for folder in (separate, fused))
     component = with_sum.signature.component
     if component.guidance is None:
@@ -185,7 +185,7 @@ def guided_steps(separate: Path, fused: Path) -> dict[str, Callable[[], object]]
 
 
 def shared_calls(folder: Path, devices: Sequence[str]) -> list[dict[str, Callable[[], object]]]:
-    """A call on one GPU and on all of them, for each of some batches."""
+    """Times a call on one GPU and on all GPUs, for several batches."""
     one = runtime.load(folder, backend="tensorrt", device=devices[0])["denoiser"]
     every = runtime.load(folder, backend="tensorrt", devices=devices)["denoiser"]
     drawn = AnyBatch(one)
@@ -203,7 +203,7 @@ def shared_calls(folder: Path, devices: Sequence[str]) -> list[dict[str, Callabl
 
 
 def compared(steps: dict[str, Callable[[], object]]) -> list[dict[str, Any]]:
-    """Rows of what takes turns, each with how many times as fast as the first it is."""
+    """Rows of functions that take turns, each with its speed relative to the first."""
     rows = []
     for what, times in zip(steps, step_us(list(steps.values())), strict=True):
         low, middle, high = statistics.quantiles(times, n=4)

@@ -79,7 +79,7 @@ def main() -> None:
         for mode in INT8_MODES:
             modes = {site.name: torch.full((bins,), int(mode), dtype=torch.int32) for site in sites}
             int8 = Int8Sites(calibration.with_modes(modes), model.timestep_max, "calibrated", True)
-            # With one bin or ten, SQNR is taken over the same ten parts of the schedule.
+            # SQNR is always over ten parts of the schedule, also with one bin.
             by_site, _ = output_sqnr(model, int8, none, options.bins, FIRST_SEED, SITE_SAMPLES, NoBar())
             sqnr = statistics.mean(db for row in by_site.values() for db in row if db is not None)
             images = draw(intercepted(model, int8.handler()))
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def headroom(one: Mapping[str, Mapping[str, Tensor]], several: Mapping[str, Mapping[str, Tensor]], name: str) -> float:
-    """Mean over sites, bins and heads of one scale for all timesteps over the bin's own, in dB."""
+    """Mean ratio of the scale of all timesteps to the bin's scale, over sites, bins and heads, in dB."""
     return statistics.mean(float((20 * (one[site][name] / several[site][name]).log10()).mean()) for site in one)
 
 

@@ -30,7 +30,7 @@ LATENCY_CLAIMS = {512: 1.1, 1024: 1.3, 2048: 1.6, 4096: 1.7, 8192: 1.9, 16384: 2
 """4.1: tokens, and how many times as fast as FlashAttention INT8 was said to be."""
 
 BATCH_CLAIMS = {1: 1.0, 8: 6.75, 16: 13.5}
-"""6.1: samples, and the time as a multiple of one sample's."""
+"""6.1: numbers of samples, and the time as a multiple of the time of one sample."""
 
 QUALITY_CLAIMS = {"uniform": 2.7, "adaptive": 0.3, "late-fp16": 0.1}
 """4.4: what INT8 was said to add to FP16's FID, with one scale for all timesteps, with scales that follow them, and with the last
@@ -62,7 +62,7 @@ def timed(shape: Shape, modes: tuple[Mode, ...] = tuple(Mode)) -> list[Timed]:
         calls[name] = [lambda a=a, x=x: a(*x) for a, x in zip(each, sets, strict=True)]
         try:
             calls[name][0]()
-        except Exception as refusal:  # a peer that does not take this shape says so in its own way
+        except Exception as refusal:  # peers refuse a shape by any exception
             print(f"{shape} {name}: {str(refusal).splitlines()[0]}", flush=True)
             del calls[name]
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -168,7 +168,7 @@ def energy(seconds: float) -> list[str]:
         if joules is None:
             return [*lines[:2], "NVML cannot be read here."]
         per_joule[one.name] = flops / joules
-        # Looping, a kernel may be throttled by the power limit, which the times by turns are not.
+        # The power limit may throttle a kernel in a loop, but not kernels that take turns.
         lines.append(
             f"| {one.name} | {flops / one.seconds / 1e12:.0f} | {joules / one.seconds:.0f} | {flops / joules / 1e9:.0f} |"
         )
@@ -252,7 +252,7 @@ def errors() -> list[str]:
 
 
 def quality(paths: list[Path]) -> list[str]:
-    """4.4: evaluations of shipped models by `trtconvert evaluate --dtype float16`; files are named by what they are of."""
+    """4.4: evaluations of shipped models by `trtconvert evaluate --dtype float16`; files have the names of the models."""
     lines = [
         "## Images (4.4)",
         "",

@@ -165,7 +165,7 @@ def asked(server: Served, seeds: Sequence[int], clients: int, kill_at: int | Non
     """Ask for an image of each seed.
 
     Args:
-        clients: that ask at once; kill_at: answers after which a replica is killed; fields: of the requests.
+        clients: number of concurrent clients; kill_at: number of answers before a replica is killed; fields: of the requests.
     """
     left, found, lock = list(reversed(seeds)), Round(), threading.Lock()
     started = time.perf_counter()
@@ -204,7 +204,7 @@ class Load:
     """Counts of a long load.
 
     Attributes:
-        asked, answered: requests, and requests whose image came; different: images that differ from the first one of their seed.
+        asked, answered: requests, and requests with an image; different: images that differ from the first one of their seed.
         kills: replicas that were killed; memory: bytes by the minute.
     """
 

@@ -1,4 +1,4 @@
-"""Block masks in a TensorRT engine, on one GPU: attention whose mask follows the timestep, beside the same without one.
+"""Block masks in a TensorRT engine, on one GPU: attention with a mask that follows the timestep, and without a mask.
 
     python bench/sparse_engine.py [--tokens 4096 16384 32768] [--output FOLDER]
 
@@ -107,7 +107,7 @@ def main() -> None:
     for tokens in given.tokens:
         for dim in DIMS:
             inputs = feeds(tokens, dim)
-            # With heads first, as in a whole network, where other layers transpose.
+            # Heads first, as in a whole network.
             native = one_node_model(case_of(tokens, dim).heads_first())
             lower_to_native(native)
             turned = [feed | {name: feed[name].view(1, HEADS, tokens, dim) for name in "qkv"} for feed in inputs]

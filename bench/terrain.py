@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 FILE = "terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx"
 DIFFICULTIES = 100
 EXACT = ["*skip_connection", "*output_blocks.2?.*", "*out_layers*"]
-"""Layers that stay as they are. The first two read sums of what came before, at the size of the image: one scale does not serve
+"""Layers that stay as they are. The first two read sums of earlier features, at the size of the image: one scale does not serve
 their outliers. Half of the last miss `verify.min_site_sqnr`: they read a SiLU."""
 
 
@@ -43,7 +43,7 @@ def write_recipe(work: Path, arguments: argparse.Namespace) -> Path:
     """The recipe of `init`, completed with difficulties and the INT8 parts."""
     file, recipe = work / FILE, work / "recipe.yaml"
     _run(work, "init", str(file), "-o", str(recipe), "--force")
-    # As the package's generator makes them: 1 to 100 on [0, 1].
+    # Like the package's generator: 1 to 100 on [0, 1].
     levels = np.random.default_rng(0).permutation(np.linspace(0, 1, DIFFICULTIES, dtype=np.float32))
     np.savez(file.with_name("difficulties.npz"), difficulty=levels)
     yaml = YAML()
@@ -52,7 +52,7 @@ def write_recipe(work: Path, arguments: argparse.Namespace) -> Path:
     found["attention"]["modes"], found["layers"]["modes"] = arguments.attention, arguments.layers
     found["layers"].update(kinds=["linear", "conv"], exclude=EXACT)
     found["calibration"].update(samples=arguments.samples, batch=4)
-    found["verify"].update(samples=1, min_psnr=33)  # one sample, as more are drawn here
+    found["verify"].update(samples=1, min_psnr=33)  # this bench draws more samples itself
     found["engine"] = {"backend": "onnxruntime"}
     found.pop("plan", None)
     yaml.dump(found, recipe)

@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def timed(attend: Attend, tensors: list[Tensor], gradient: Tensor) -> tuple[float, float]:
     """Milliseconds of the forward and of the backward."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    torch.cuda._sleep(int(BUSY_MS * 1e6))  # of a clock of some GHz: the host is ahead when the work begins
+    torch.cuda._sleep(int(BUSY_MS * 1e6))  # the clock has some GHz; the host enqueues meanwhile
     events[0].record()
     out = attend(*tensors)
     events[1].record()

@@ -134,7 +134,7 @@ def main() -> None:
                 f"load {os.getloadavg()[0]:.1f}"
             )
         print(f"median              {statistics.median(ratios):8.2f} of the disk's read speed")
-        print(f"memory              {memory / 1e6:8.0f} MB at most, {imports / 1e6:.0f} of which its imports take")
+        print(f"memory              {memory / 1e6:8.0f} MB at most, {imports / 1e6:.0f} of them by its imports")
         print(f"files               {1 - written / size:8.1%} smaller")
 
 

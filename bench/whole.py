@@ -37,7 +37,7 @@ from trtconvert.runtime.batches import AnyBatch
 from trtconvert.stages.common import VERIFY
 
 LEAST_FP8 = 1024
-"""Features from which torchao's FP8 is given a layer: it does not gain by smaller ones."""
+"""torchao's FP8 gets layers of this many features or more: smaller layers gain nothing."""
 
 
 def step_times(
@@ -55,7 +55,7 @@ def step_times(
             denoiser(**inputs)
             end.record()
             torch.cuda.synchronize()
-            if number >= 3:  # before, kernels are set up and graphs recorded
+            if number >= 3:  # the first steps set up kernels and record graphs
                 found[name].append(start.elapsed_time(end))
     return found
 

@@ -50,7 +50,7 @@ from trtconvert.models.samplers import initial_noise, sample
 LABEL_DROPOUT = 0.1
 EMA_DECAY = 0.9995
 WARMUP_STEPS = 500
-DECAY = 0.25  # of the steps, the last ones, in which the learning rate falls to nothing
+DECAY = 0.25  # share of the steps, at the end, while the learning rate falls to zero
 LICENCE = {"license": "MIT", "data": "Noto Emoji, Apache 2.0"}
 
 
@@ -65,7 +65,7 @@ class Training:
     prediction: str
     labelled: bool
     learning_rate: float
-    shift: int  # pixels by which images are moved at random, at most
+    shift: int  # largest random shift of images, in pixels
 
     def noise_schedule(self, device: torch.device) -> NoiseSchedule:
         return NoiseSchedule(ddpm_betas(emoji_dit.TIMESTEPS, self.beta_schedule).to(device))
@@ -279,7 +279,7 @@ def train_classifier(data: EmojiData, args: argparse.Namespace) -> EmojiClassifi
 
 
 def positive(text: str) -> int:
-    """An argument's number, of which 0 is not one: no steps would be all of them."""
+    """Returns an argument's number; refuses 0, because 0 steps would mean all steps."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
     return number

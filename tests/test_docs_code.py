@@ -36,7 +36,7 @@ CODE = blocks("python")
 
 @dataclass(frozen=True)
 class Place:
-    """The empty current folder in which a page runs.
+    """The empty current folder of a page's run.
 
     Attributes:
         request: for fixtures that only some pages need.

@@ -32,7 +32,7 @@ def test_json_is_read_as_json():
         ("[" + "1" * 5000 + "]", "limit"),
     ],
 )
-def test_what_can_be_read_in_two_ways_or_is_none_is_refused(text, problem):
+def test_ambiguous_and_invalid_json_is_refused(text, problem):
     with pytest.raises(ValueError) as refused:
         parse_json(text)
     assert problem in str(refused.value)

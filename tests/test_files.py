@@ -202,7 +202,7 @@ def test_messages_name_the_options_of_the_caller_and_no_others(tmp_path):
         assert " -" not in error.value.remedy
 
 
-def test_what_is_called_last_decides_whether_the_new_one_takes_the_old_ones_place(tmp_path):
+def test_the_last_callback_may_refuse_the_replacement(tmp_path):
     write(tmp_path / "target", "1")
     (tmp_path / "file").write_text("1")
 

@@ -60,7 +60,7 @@ def test_kinds_of_calls_are_counted_apart():
     assert names == ["denoiser", "denoiser#2", "denoiser"]
 
 
-def test_what_a_hook_returns_takes_the_place_of_the_call():
+def test_the_result_of_a_hook_replaces_the_call():
     model = Called(lambda self, x: self.a(x) + 1, a=nn.Linear(64, 64))
     got = run(model, {functional.linear: lambda caller, args, named: torch.zeros_like(args[0])})
     assert torch.equal(got, torch.ones_like(got))

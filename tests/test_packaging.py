@@ -125,7 +125,7 @@ def test_the_dockerfile_is_clean():
     assert not done.returncode, done.stdout + done.stderr
 
 
-def test_what_the_dockerfile_copies_is_there_and_not_ignored():
+def test_files_that_the_dockerfile_copies_exist_and_are_not_ignored():
     text = DOCKERFILE.read_text(encoding="utf-8")
     kept = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {name for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for name in line.split()}

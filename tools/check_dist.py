@@ -57,7 +57,7 @@ def _check(dist: Path, folder: Path, quick: bool) -> None:
     Args:
         folder: an empty one, for the environment, the bundle and the cache.
     """
-    # What a user's shell has set here is not set on a clean machine.
+    # A clean machine lacks the settings of this shell.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
     def run(*command: object) -> None:
@@ -73,7 +73,7 @@ def _check(dist: Path, folder: Path, quick: bool) -> None:
     if quick:
         here = sysconfig.get_path("purelib")
         site = next((folder / "venv" / "lib").iterdir()) / "site-packages"
-        # A plain path: what is installed as editable there is not found by it.
+        # A plain path hides editable installations.
         (site / "dependencies.pth").write_text(f"{here}\n")
         options = ("-C", f"cmake.define.TRTCONVERT_LIBRARY={library_path()}") if dist.suffix == ".gz" else ()
         run(*install, "--no-deps", "--no-build-isolation", *options, dist)
@@ -81,7 +81,7 @@ def _check(dist: Path, folder: Path, quick: bool) -> None:
         run(*install, "--constraint", ROOT / "constraints.txt", f"{dist}[rtx]")
     run(binaries / "python", "-c", _WHERE)
     if quick and dist.suffix == ".gz":
-        return  # the same files, and the wheel has shown that they build
+        return  # the files equal the wheel's, which was built
     trtconvert, recipe = binaries / "trtconvert", "digits-dit"
     if quick:
         run(trtconvert, "init", recipe, "-o", recipe := "quick.yaml")

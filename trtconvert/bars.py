@@ -1,4 +1,4 @@
-"""The interface through which long work reports its progress."""
+"""The interface of long work for progress reports."""
 
 from __future__ import annotations
 

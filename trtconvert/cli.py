@@ -84,7 +84,7 @@ def _start_in_utf8() -> None:
 
 
 _CLEARING_SECONDS = 2.0
-"""Time to remove temporary folders, during which further signals are ignored."""
+"""Time to remove temporary folders; further signals are ignored meanwhile."""
 
 
 class _Commands(click.Group):

@@ -163,7 +163,7 @@ class DiffusionModel:
         signal: [timestep_max] factor of x₀ + σ·n in the denoiser's input; by default 1/√(1+σ²), which preserves variance.
         as_passed: values of inputs that noise must not replace, of any sizes, by name: masks, labels, positions that are looked
             up in tables, rotations that all samples share.
-        steps: the step from its opt in which a symbolic dimension may vary, where this is not 1.
+        steps: the step of a symbolic dimension's values, counted from its opt, where this is not 1.
         left_sites: attention that does not call `scaled_dot_product_attention` and is not converted, with the reason.
         notices: for the recipe's author, before anything is built.
         guidance: the guidance that the denoiser applies itself, see `with_guidance`. The first input, the timestep and the batch
@@ -229,8 +229,8 @@ class DiffusionModel:
 
     @property
     def always_float32(self) -> frozenset[str]:
-        """Inputs that are FP32 in engines of every type: timesteps and coordinates, whose fractions need more than 16 bits,
-        shares of timesteps, and the scale of guidance."""
+        """Inputs that are FP32 in engines of every type: timesteps, coordinates, shares of
+        timesteps, and the scale of guidance. Their fractions need more than 16 bits."""
         shares = self.diffusers.timestep_shares if self.diffusers else []
         told = {spec.name for spec in self.inputs if self.diffusers and _PRECISE.fullmatch(spec.name)}
         return frozenset({self.timestep_input, *shares, *told} | ({self.guidance.scale} if self.guidance else set()))

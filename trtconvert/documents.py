@@ -10,6 +10,9 @@ from typing import Any
 from trtconvert.errors import first_line
 from trtconvert.files import open_regular, read_limited
 
+PIPELINE_INDEX = "model_index.json"
+"""The index file in a diffusers pipeline's folder."""
+
 JSON_BYTES = 64 * 2**20
 """Limit of a JSON file. The manifest of a model with thousands of layers has a few megabytes."""
 
@@ -149,7 +152,7 @@ class YamlError(Exception):
 
 
 def parse_yaml(text: str) -> Any:
-    """Read a YAML text with ruamel, whose mappings and lists know their lines.
+    """Read a YAML text with ruamel: its mappings and lists know their lines.
 
     Raises:
         YamlError: the text is not YAML, is larger than the limits, or holds a value that JSON cannot hold.

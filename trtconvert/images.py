@@ -100,7 +100,7 @@ def _as_shown(image: Image.Image) -> Image.Image:
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
-        raise ValueError(f"an image of Pillow's mode {image.mode}, whose value of white is unknown")
+        raise ValueError(f"an image of Pillow's mode {image.mode}, which has no known value of white")
     if not image.mode.startswith("I;16"):
         return image
     # Pillow would clip 16-bit grey.

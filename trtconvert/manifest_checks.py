@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtconvert.documents import PIPELINE_INDEX
+
 if TYPE_CHECKING:
     from trtconvert.bundle import ComponentRecord, DiffusersRecord, LayerRecord, Manifest, SiteRecord, TensorRecord
-
-INDEX = "model_index.json"
-"""The index file of a pipeline's folder."""
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool")
 """Types of inputs and outputs, by their names in numpy and torch."""
@@ -50,7 +49,7 @@ def _named_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the fields that name files of the bundle, with the files."""
     yield "calibration", manifest.calibration
     if manifest.pipeline:
-        yield "pipeline", f"{manifest.pipeline}/{INDEX}"
+        yield "pipeline", f"{manifest.pipeline}/{PIPELINE_INDEX}"
     for name, component in manifest.components.items():
         yield f"components.{name}.onnx", component.onnx
         for index, engine in enumerate(component.engines):

@@ -15,7 +15,7 @@ PLACES = 1000
 """Number of places of inputs that are no timesteps: that of DDPM's timesteps, so that bins and tables are as fine."""
 
 _ROOM = 1e-4
-"""Share of the range by which an input may lie beyond its ends: FP32 rounds σ, and its logarithm."""
+"""An input may exceed the ends of the range by this share of the range, because FP32 rounds σ and its logarithm."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import read_limited
 
 ONNX, ONNX_SUFFIX = "onnx", ".onnx"
-"""`model.source` of an ONNX file, and the suffix by which a recipe is recognised as one; `model.weights` names the file."""
+"""`model.source` of an ONNX file, and the suffix of ONNX files; `model.weights` names the file."""
 
 ModeName = Literal["fp16", "precision", "balanced", "aggressive", "fp8"]
 LayerModeName = Literal["weight_only", "dynamic", "static"]
@@ -189,7 +189,7 @@ class LayersSection(_Section):
     min_rows: Count = Field(
         default=2,
         description="Layers with fewer rows (tokens, pixels) per sample keep activations in 16 bits, see few_rows. 1 includes "
-        "modulations and embeddings of the timestep, whose errors reach every token.",
+        "modulations and embeddings of the timestep: their errors reach every token.",
     )
     few_rows: Literal["weight_only", "exact"] = Field(
         default="weight_only",
@@ -269,9 +269,7 @@ class CalibrationSection(_Section):
     )
     samples: Count = Field(default=64, description="Samples to denoise, or images, prompts or recorded inputs to use.")
     batch: Count = Field(default=16, description="Samples per batch; percentiles are taken over batches.")
-    steps: Count = Field(
-        default=20, description="Denoising steps of each run, or timesteps at which the model sees each image."
-    )
+    steps: Count = Field(default=20, description="Denoising steps of each run, or timesteps of each image.")
     seed: Seed = Field(
         default=0, description="First seed of the denoising runs, or of the noise that is added to images."
     )
@@ -322,7 +320,7 @@ class PlanSection(_Section):
     max_feature_distance: Annotated[Number, Field(gt=0)] | None = Field(
         default=None,
         description="Mean squared distance between unit vectors of features of INT8 and of full-precision samples, 0 to 4. "
-        "This is not LPIPS, whose layers are weighted to agree with people. Needs features.",
+        "This is not LPIPS, which weights layers to agree with people. Needs features.",
     )
     kernel_cost: Path | None = Field(
         default=None,
@@ -447,7 +445,7 @@ class EngineSection(_Section):
     targets: list[Target] = Field(
         default=["sm75", "sm80", "sm86", "sm89", "sm120"],
         min_length=1,
-        description="GPU architectures for which TensorRT-RTX builds one engine each.",
+        description="GPU architectures; TensorRT-RTX builds one engine for each.",
     )
     attention: Literal["auto", "plugin", "native"] = Field(
         default="auto",
@@ -593,7 +591,7 @@ class StepsSection(_Section):
 
 
 class ComponentSection(_Section):
-    """The conversion of one of the pipeline's other models, whose attention stays unconverted."""
+    """The conversion of another model of the pipeline. Its attention stays unconverted."""
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
         default=None,
@@ -699,7 +697,7 @@ class Recipe(_Section):
             (engine.guidance == "fused", ("engine", "guidance"), engine.guidance,
              "separate with layers.modiff: caches have one row per row of the denoiser, and both halves are two rows"),
             (self.steps.computed != "all", ("steps", "computed"), self.steps.computed,
-             "all with layers.modiff, whose scales hold for deltas from one step to the next"),
+             "all with layers.modiff: its scales hold for deltas from one step to the next"),
         )  # fmt: skip
         for wrong, place, got, expected in problems:
             if wrong:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
-from trtconvert.models.saved import INDEX, is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
+from trtconvert.models.saved import is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
 from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, parts_of, saved_sizes
 from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection
 from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
@@ -113,10 +114,10 @@ PUBLISHED: dict[str, Published] = {
 """Published models by short names."""
 
 _LARGE = 1_000_000_000
-"""Size in bytes from which a denoiser takes minutes per step on a CPU."""
+"""Denoisers of this many bytes or more take minutes per step on a CPU."""
 
 _LONG = 4096
-"""Number of tokens from which attention counts as long."""
+"""Attention of this many tokens or more counts as long."""
 
 _HEADER = "`trtconvert schema` prints every field with its meaning. Next: trtconvert build {name}"
 
@@ -234,7 +235,7 @@ def _looked_at(place: Path, at: Path) -> _Found:
     if place.is_dir():
         raise UserError(
             f"{place} is not a diffusers pipeline",
-            expected=f"a folder with {INDEX}, written by `pipeline.save_pretrained(folder)`",
+            expected=f"a folder with {PIPELINE_INDEX}, written by `pipeline.save_pretrained(folder)`",
             got=", ".join(sorted(path.name for path in place.iterdir())[:8]) or "an empty folder",
             remedy="save the whole pipeline there",
         )
@@ -249,10 +250,10 @@ def _looked_at(place: Path, at: Path) -> _Found:
 
 def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
     try:
-        kind = str(json.loads((folder / INDEX).read_text(encoding="utf-8"))["_class_name"])
+        kind = str(json.loads((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))["_class_name"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder / INDEX} cannot be read",
+            f"{folder / PIPELINE_INDEX} cannot be read",
             expected="the index of a pipeline, with the name of its class",
             got=f"{type(error).__name__}: {error}",
             remedy="save the pipeline again",
@@ -352,7 +353,7 @@ def named_recipe(name: Path) -> Path:
     raise UserError(
         f"there is no recipe {name}",
         expected="a YAML file, an ONNX file, or a model that comes with the program: " + ", ".join(models),
-        got=f"the name of {PUBLISHED[str(name)].title}, whose weights do not come with the program"
+        got=f"the name of {PUBLISHED[str(name)].title}: its weights do not come with the program"
         if known
         else "No such file or directory",
         remedy=f"`trtconvert init {name} -o recipe.yaml` writes a recipe for its weights"

@@ -82,7 +82,7 @@ def family_of(bundle: LoadedBundle) -> Family:
     if record.guidance is not None:
         raise UserError(
             f"{bundle.folder} applies guidance inside, and ComfyUI applies it too",
-            expected="a bundle whose denoiser is called with both halves",
+            expected="a bundle with a denoiser that takes both halves",
             got="engine.guidance: fused",
             remedy="build it with engine.guidance: separate",
         )
@@ -228,7 +228,7 @@ def _refuse_unfit(control: Any, options: Mapping[str, Any], others: Mapping[str,
             )
     if inside := (options.get("wrappers") or {}).get("diffusion_model"):
         raise _unfit(
-            "a node wraps the network, whose steps it skips or changes",
+            "a node wraps the network, and skips or changes its steps",
             "take out the nodes that cache or change the model's steps",
             ", ".join(map(str, inside)),
         )
@@ -243,7 +243,7 @@ def _refuse_unfit(control: Any, options: Mapping[str, Any], others: Mapping[str,
 def _unfit(what: str, remedy: str, got: str) -> UserError:
     return UserError(
         what,
-        expected="a call for which the bundle was built",
+        expected="a call that the bundle was built for",
         got=got,
         remedy=f"{remedy}; or load the original model for this workflow",
     )

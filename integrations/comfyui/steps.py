@@ -20,14 +20,14 @@ _MODULE = "comfy.k_diffusion.sampling"
 """The module of ComfyUI's samplers. Samplers of other nodes may have the same names."""
 
 _ADD_NOISE = ("s_churn", "eta")
-"""Options by which a sampler adds noise where they are not 0."""
+"""Options that make a sampler add noise if they are not 0."""
 
 _PARTS = {
     "context_handler": "a node draws in windows, which may be others in the next step",
     "denoise_mask_function": "a node changes the mask of the sample from step to step",
     "model_function_wrapper": "a node wraps the model's calls, and may make several of one",
 }
-"""Model options by which two calls of neighbouring steps may not be of the same trajectory."""
+"""Model options that may put two calls of neighbouring steps into different trajectories."""
 
 
 class ComfySteps:

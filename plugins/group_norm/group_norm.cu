@@ -73,7 +73,7 @@ struct Layout {
   int channels;      // float: the first pixel
   int sums;          // float2: of each channel sum and squares, for each part of the rows
   int groups;        // float2, for each thread block of the cluster: mean and squares there; float2: mean and factor of all
-                     // and uint64: the barrier of what comes from other thread blocks
+                     // and uint64: the barrier of data from other thread blocks
 
   __host__ __device__ explicit Layout(const Params& p)
       : kept_vectors(p.kept * p.rows * p.slab_vectors),
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
   }
 }
 
-// A launch whose thread blocks along x are one cluster. The launch is not early (early_launch.cuh): its thread blocks would wait, up to
+// A launch with the thread blocks along x as one cluster. The launch is not early (early_launch.cuh): its thread blocks would wait, up to
 // 97 µs in SDXL, if the previous convolution has thread blocks left to start.
 struct Launch {
   cudaLaunchAttribute attribute = {};

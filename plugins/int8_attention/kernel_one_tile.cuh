@@ -56,7 +56,7 @@ __device__ __forceinline__ void prefetch(const void* address) { asm volatile("pr
 
 constexpr int kCacheLine = 128;
 
-// Prefetches a table in which each bin has `bytes` bytes from `first` on, with a distance of `stride` bytes, for all bins: the
+// Prefetches a table with `bytes` bytes for each bin from `first` on, with a distance of `stride` bytes, for all bins: the
 // timestep selects the bin later. Called by the whole thread block; if there are very many bins, only the first ones are
 // prefetched.
 __device__ __forceinline__ void prefetch_bins(const void* first, int bins, int64_t stride, int bytes) {

@@ -463,7 +463,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   }
 }
 
-// One tile of V, whose position is set in `at`. The load precedes the lookup of the element's mode.
+// One tile of V at the position `at`. The load precedes the lookup of the element's mode.
 template <typename T, int Lanes, bool kGathered>
 __device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared<Lanes>& shared) {
   uint4 data[Map<Lanes>::kPasses];

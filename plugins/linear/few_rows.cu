@@ -1,6 +1,6 @@
 // At most sixteen 16-bit rows times INT8 weights: modulations, embeddings of timesteps. The time goes to reading the weights once.
 //
-// A thread block has some rows of the weight, whose depth its warps share: each takes every so many chunks of 64 channels. Weights go from
+// A thread block has some rows of the weight; its warps share their depth: each takes every so many chunks of 64 channels. Weights go from
 // memory to registers, 16 channels of a row to a thread, and mma.sync multiplies them there as 16-bit numbers. The order of channels in a
 // sum is free, so a thread's 16 channels serve four instructions, with the same channels of x.
 #include "linear/few_rows.h"

@@ -45,7 +45,7 @@ struct ConvParams : Int8Params {
   ConvShape conv;
 };
 
-// 16-bit rows, whose scales may be null.
+// 16-bit rows; their scales may be null.
 struct WeightOnlyParams : Int8Params {};
 
 }  // namespace trtconvert::linear

@@ -20,7 +20,7 @@ struct MmaConvParams : MmaParams {  // depth: of the weight
   ConvShape conv;
 };
 
-// Of INT8 rows, or of 16-bit ones, whose scales may be null. Enqueues on `stream`, early where the device can.
+// For INT8 rows, or 16-bit rows; the scales of 16-bit rows may be null. Enqueues on `stream`, early where the device can.
 cudaError_t launch_mma(const MmaParams& params, bool rows_16bit, bool bf16, bool early, cudaStream_t stream);
 
 // Of a convolution's INT8 pixels.

@@ -8,7 +8,7 @@
 
 namespace trtconvert::linear {
 
-// The two low bytes of a word, without conversion instructions, whose rate is low.
+// The two low bytes of a word, without conversion instructions, which are slow.
 template <bool kBf16>
 __device__ __forceinline__ uint32_t widen_two(uint32_t bytes) {
   if constexpr (kBf16) {

@@ -69,7 +69,7 @@ class IDimensionExpr;
 
 enum class DimensionOperation : int32_t { kSUM = 0, kSUB = 4, kFLOOR_DIV = 7 };
 
-// The implementation behind IExprBuilder, whose non-virtual functions call it.
+// The implementation behind IExprBuilder: non-virtual functions of IExprBuilder call it.
 namespace apiv {
 
 class VRoot {

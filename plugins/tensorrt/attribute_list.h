@@ -1,9 +1,9 @@
 // A plugin's attributes as one list, for reading from a network's node, for writing to an engine, and for checks.
 //
-// A plugin has a struct of attributes with defaults, whose values are int32_t or float, and which defines:
+// A plugin has a struct of attributes with defaults. Values are int32_t or float. The struct defines:
 //   kSerializationVersion: raised whenever an attribute or a tensor is added or changes its meaning;
 //   kOldestVersion, where engines of earlier versions are read too: the first one of them. Attributes that came later have their defaults;
-//   list(): std::tuple of attribute(...), in the order in which an engine keeps them.
+//   list(): std::tuple of attribute(...), in the order of the engine's fields.
 #pragma once
 
 #include <array>

@@ -23,7 +23,7 @@ bool read_positive(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 bool read_real(nvinfer1::PluginField const& field, float& value) noexcept;
 // A finite number from 0.
 bool read_epsilon(nvinfer1::PluginField const& field, float& value) noexcept;
-// The positive finite timestep at which the last bin ends.
+// The positive finite timestep at the end of the last bin.
 bool read_timestep_max(nvinfer1::PluginField const& field, float& value) noexcept;
 // Bits of the modes in a table (layer_modes.h).
 bool read_mode_set(nvinfer1::PluginField const& field, int32_t& value) noexcept;

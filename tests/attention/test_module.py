@@ -68,7 +68,7 @@ def test_each_precision_mode_is_close_to_exact_attention(name: str, calibrated: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_computes_its_mode(name: str) -> None:
+def test_a_module_computes_its_mode(name: str) -> None:
     """Against the operator with the calibrated tables in this mode, and in the other modes."""
     q, k, v = tensors()
     attention = Int8Attention(H, D, precision_mode=name, timestep_bins=3).calibrate([(q, k, v, 10), (q, k, v, 900)])
@@ -142,7 +142,7 @@ def test_timestep_scales_carry_a_calibration_to_other_timesteps() -> None:
     assert error(attention(*grown, 850), exact(*grown)) < error(plain(*grown, 850), exact(*grown))
 
 
-def test_what_was_seen_twice_is_a_percentile() -> None:
+def test_scales_of_repeated_batches_are_percentiles() -> None:
     q, k, v = tensors()
     data = [(q, k, v, 500)] * 9 + [(100 * q, k, v, 500)]
     whole, part = (Int8Attention(H, D).calibrate(data, percentile=p).tables for p in (100, 80))
@@ -383,7 +383,7 @@ def test_a_failed_calibration_changes_nothing() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_it_compiles_whole(options: dict, calibrated: bool) -> None:
+def test_a_module_compiles_without_graph_breaks(options: dict, calibrated: bool) -> None:
     q, k, v = tensors()
     attention = Int8Attention(H, D, **options)
     if calibrated:

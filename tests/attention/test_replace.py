@@ -71,10 +71,6 @@ def draw(pipe: Any, name: str) -> Tensor:
     return pipe(**tiny_pipelines.arguments(pipe, name) | CALL)[0]
 
 
-def denoiser_of(pipe: Any) -> Any:
-    return pipe.transformer if getattr(pipe, "transformer", None) is not None else pipe.unet
-
-
 @pytest.fixture
 def unet() -> Any:
     return tiny_pipelines.unet()

@@ -77,7 +77,7 @@ class Branches(nn.Module):
         return result * timestep.view(-1, 1, 1) * self.of["measured"](x).shape[1]
 
 
-def test_what_the_prediction_does_not_depend_on_is_left():
+def test_calls_without_effect_on_the_prediction_are_left():
     model, flow = Branches(), DataFlow()
     finder = LayerFinder(model, flow=flow)
     find_sites(model, INPUTS, "timestep", layer_hooks(finder), flow)

@@ -76,7 +76,7 @@ def test_a_table_without_masks_serves_dense_plans_alone(tmp_path):
 
 
 @pytest.mark.parametrize("modes", ["auto", "precision"])
-def test_it_is_refused_before_the_calibration(tmp_path, modes):
+def test_tables_without_masks_are_refused_before_the_calibration(tmp_path, modes):
     path = table_without(tmp_path / "old.json", "masked")
     sparse = "auto" if modes == "auto" else 0.01
     recipe = tiny_recipe(tmp_path, model={"source": "tiny_sparse:build"}, attention={"modes": modes, "sparse": sparse})

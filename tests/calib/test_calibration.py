@@ -396,7 +396,7 @@ def test_coverage_that_cannot_be_shown_is_refused(records, coverage, tmp_path, g
 
 
 @pytest.mark.parametrize("damage", ["twice", "pipe", "device", "type", "provenance", "unseen"])
-def test_what_is_no_calibration_is_refused_by_its_header(records, tmp_path, damage):
+def test_other_files_than_calibrations_are_refused_by_their_header(records, tmp_path, damage):
     path = tmp_path / "c.safetensors"
     Calibration(scales(records[0], 99.0, BINS), provenance()).save(path)
     content = path.read_bytes()
@@ -463,7 +463,7 @@ def test_plans_follow_the_recipe(digits):
     assert modes_of("fp8", 3) == [Mode.FP8] * 3
 
 
-def test_what_was_not_measured_stays_in_full_precision():
+def test_unmeasured_modes_and_bins_stay_in_full_precision():
     """A bin without steps, a bin with diverging samples, a mode that gives NaN, and an excluded mode."""
     error = torch.full((1, 4, len(Mode)), 1e-6, dtype=torch.float64)
     error[..., Mode.FP16] = 0

@@ -101,7 +101,7 @@ def test_a_model_without_encoder_or_condition_says_so(tmp_path):
         refusal(run("calibrate", recipe, "--data", tmp_path / data, "--cache", tmp_path / "cache"), part)
 
 
-def test_what_was_left_out_is_counted_and_listed(tmp_path):
+def test_skipped_samples_are_counted_and_listed(tmp_path):
     write_images(tmp_path / "images", count=8)
     (tmp_path / "images" / "03.png").write_bytes(b"no image")
     output = tmp_path / "c.safetensors"
@@ -140,7 +140,7 @@ def test_a_build_leaves_bad_samples_out_only_when_it_is_asked_to(tmp_path, digit
     refusal(run(*arguments), "is damaged at sample 2")
 
 
-def test_what_an_interrupted_run_left_out_is_no_secret_of_the_next(tmp_path, digits, inputs):
+def test_samples_that_an_interrupted_run_skipped_are_refused_without_skip_bad(tmp_path, digits, inputs):
     """A run with --skip-bad was interrupted; a run without resumes from its batches."""
     inputs["x"][1, 0, 0, 0] = torch.nan
     section = CalibrationSection(data=write_inputs(tmp_path / "a.safetensors", inputs), samples=6, batch=2, bins=2)

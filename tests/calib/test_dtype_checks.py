@@ -92,7 +92,7 @@ def test_layers_whose_input_stays_in_fp32_are_named(dtype):
     assert model.denoiser.embed[0].weight.dtype == torch.float32 and model.denoiser.embed[0].weight.isfinite().all()
 
 
-def test_what_cannot_be_run_without_numbers_is_left_to_the_export():
+def test_models_that_need_numbers_are_left_to_the_export():
     class Deciding(Timed):
         def forward(self, x, timestep):
             return x if float(x.sum()) > 0 else super().forward(x, timestep)

@@ -97,7 +97,7 @@ def take(path, parts):
     return load_calibration(path, build(), "weights", BINS, parts.sites, parts.layers)
 
 
-def test_what_is_taken_is_what_is_needed(calibrated, tmp_path):
+def test_only_needed_layers_are_taken(calibrated, tmp_path):
     calibration, parts = calibrated
     calibration.save(tmp_path / "c.safetensors")
     some = replace(parts, layers=[layer for layer in parts.layers if layer.name in ("q", "skip")])
@@ -135,7 +135,7 @@ def test_scales_that_cannot_be_used_are_refused(calibrated, tmp_path, change, go
     assert refused.value.got.startswith("q: ") and got in refused.value.got and refused.value.remedy
 
 
-def test_what_was_observed_serves_all_modes():
+def test_one_observation_serves_all_modes():
     def reads(**layers):
         recipe = Recipe(model=ModelSection(source="tiny_layers:build"), layers=LayersSection(**layers))
         return calibration_reads(recipe, "weights")

@@ -18,7 +18,6 @@ from trtconvert.linear.reference import LEVELS, conv, linear, quantise_weight, s
 from trtconvert.linear.sites import LayerCall, model_tensors
 
 MAX = 1000.0
-OPTIONS = {"statistic": "least-error", "percentile": 99.0, "equalise": True, "offsets": True}
 
 
 def layer_and_model(channels=64, outputs=64, *, weight=None, kernel=()):
@@ -94,7 +93,7 @@ def test_factors_are_exact_in_half_precision_and_keep_the_size_of_channels():
 
 
 @pytest.mark.parametrize("function", [F.gelu, F.relu, lambda x: x + 3])
-def test_what_lies_on_one_side_of_zero_is_moved(function):
+def test_one_sided_activations_get_an_offset(function):
     layer, model = layer_and_model()
     rows, unseen = rows_of(*calls(function)), function(random(4, 64, 64, seed=99))
     scales = chosen(layer, model, rows)
@@ -106,14 +105,14 @@ def test_what_lies_on_one_side_of_zero_is_moved(function):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("count", "outputs"), [(4, 16), (4, 256), (16, 64)])
-def test_what_has_neither_outliers_nor_an_offset_gets_neither(seed, count, outputs):
+def test_activations_without_outliers_or_offset_get_neither_factors_nor_offsets(seed, count, outputs):
     """Channels that are large by chance are large in some calls only: a choice must pay in both halves of the calls."""
     layer, model = layer_and_model(outputs=outputs)
     scales = chosen(layer, model, rows_of(*[(random(2, 64, 64, seed=100 * seed + i), 1.0) for i in range(count)]))
     assert torch.equal(scales.x_factor, torch.ones(64)) and not scales.x_offset.any()
 
 
-def test_what_is_seen_in_one_call_alone_can_be_chosen_from():
+def test_scales_can_be_chosen_from_one_call():
     layer, model = layer_and_model()
     scales = chosen(layer, model, rows_of(*calls(F.gelu, 1)))
     assert not scales.flaw(64, 1)

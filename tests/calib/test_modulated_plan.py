@@ -152,7 +152,7 @@ def test_a_build_takes_the_layers_that_the_plan_chose(tmp_path):
         ({"modiff": "automatic"}, "true or false"),
     ],
 )
-def test_what_does_not_go_together_is_refused_when_it_is_read(tmp_path, change, expected):
+def test_contradictory_fields_are_refused_when_the_recipe_is_read(tmp_path, change, expected):
     outcome = run("build", auto_recipe(tmp_path, **change), "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
     refusal(outcome, expected)
 

@@ -210,7 +210,7 @@ def test_nan_keeps_no_limit():
         ('{"gpu": "x", "date": "y", "rows": [1]}', "rows.0"),
     ],
 )
-def test_what_is_no_table_of_costs_is_refused(tmp_path, content, got):
+def test_other_files_than_tables_of_costs_are_refused(tmp_path, content, got):
     path = tmp_path / "cost.json"
     path.write_text(content)
     with pytest.raises(UserError, match=r"cost\.json does not hold times") as refused:
@@ -439,7 +439,7 @@ def test_fp8_is_chosen_by_times_that_hold_it_and_refused_without_them_before_the
     assert not reused(outcome)["calibrate"]
 
 
-def test_what_the_budget_needs_is_asked_for_before_anything_is_done(tmp_path, monkeypatch):
+def test_requirements_of_the_budget_are_checked_before_the_build(tmp_path, monkeypatch):
     refusal(planned(tmp_path, lpips_weights="none.pth")[0], "cannot read plan.lpips_weights", "none.pth")
     refusal(planned(tmp_path, kernel_cost="none.json")[0], "cannot read plan.kernel_cost", "none.json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -38,8 +38,8 @@ class Builder:
 
     Attributes:
         meanwhile: called with a component's name while its engine is built.
-        gpu: the name of what it builds for.
-        built: names and options of what was built.
+        gpu: the name of the target GPU.
+        built: names and options of the built engines.
     """
 
     meanwhile: Callable[[str], None] = lambda _: None

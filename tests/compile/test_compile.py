@@ -180,7 +180,7 @@ def test_the_command_and_inspect_tell_which_sites_stay_native_and_why(bundle, gp
         )
 
 
-def test_what_users_put_into_a_bundle_stays_and_is_no_part_of_it(bundle, builder):
+def test_files_of_users_stay_in_a_bundle_and_are_no_part_of_it(bundle, builder):
     (bundle / "report.html").write_text("before")
     builder.meanwhile = lambda _: (bundle / "evaluation.json").write_text("meanwhile")
     manifest = compiled(bundle)

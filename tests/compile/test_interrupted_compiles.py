@@ -118,7 +118,7 @@ def test_a_full_disk_of_the_cache_names_what_places_it(bundle, builder, given, r
     [((shutil, "copyfile"), killed_half_way), ((compile_module, "write_sealed"), killed), ((os, "unlink"), None)],
     ids=["in the copy", "before the manifest", "after the manifest"],
 )
-def test_what_a_killed_compile_leaves_of_plans_goes_with_the_next(bundle, builder, monkeypatch, where, what):
+def test_leftover_plans_of_a_killed_compile_are_removed_by_the_next(bundle, builder, monkeypatch, where, what):
     first = contents(bundle)
     fresh(bundle)
     (bundle / "engines" / "mine.plan").write_text("a user's")

@@ -85,7 +85,7 @@ def test_the_plan_holds_the_weights_in_int8(plans):
     assert len(plans[True]) - len(plans[False]) > 0.8 * 2 * 512 * 2048  # one byte less per weight, and other kernels
 
 
-def test_what_is_done_in_front_of_a_product_is_part_of_the_kernel_before_it(plans):
+def test_gelu_and_rounding_before_a_product_are_fused_into_one_kernel(plans):
     """One kernel computes GELU, factors and rounding to INT8."""
     names = set(re.findall(r"fqn=__myl_(\w+?)_0x", plans[False].decode("latin-1")))
     if not names:

@@ -59,7 +59,7 @@ def tiny(tiny_build, reference):
 
 
 def outcome_of(path):
-    """An evaluation without the time at which it was made."""
+    """An evaluation without its time."""
     return read_evaluation(path).model_copy(update={"created": ""})
 
 

@@ -34,7 +34,7 @@ def test_types_are_no_numbers():
     assert [group.reason for group in groups] == ["it reads int32", "it reads int64"]
 
 
-def test_what_is_converted_or_left_by_the_plan_has_no_group():
+def test_converted_layers_and_those_left_by_the_plan_have_no_group():
     layers = [layer("a", [3, 3]), layer("b"), layer("c", reason="it has 2 groups")]
     assert [group.names for group in left_groups(layers)] == [["c"]]
     assert left_by_plan(layers) == ["b"]

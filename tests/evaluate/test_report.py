@@ -61,7 +61,7 @@ def report(bundle, tmp_path_factory):
 # The document
 
 
-def test_it_is_well_formed_and_loads_nothing(report):
+def test_the_report_is_well_formed_and_loads_nothing(report):
     html = report.read_text(encoding="utf-8")
     document = Document(html)
     links = [value for _, attributes in document.elements for name in ("src", "href", "xlink:href", "srcset", "data")
@@ -80,7 +80,7 @@ def test_charts_are_well_formed_svg(report):
         assert root.attrib["role"] == "img" and root.attrib["aria-label"]
 
 
-def test_it_can_be_read_without_seeing_it(report):
+def test_the_report_is_readable_by_screen_readers(report):
     document = Document(report.read_text(encoding="utf-8"))
     assert document.all("html")[0]["lang"] == "en"
     assert all(image["alt"] for image in document.all("img")) and document.all("img")
@@ -114,7 +114,7 @@ def test_everything_is_escaped(bundle):
     Document(html)
 
 
-def test_it_shows_what_the_bundle_says(report, bundle):
+def test_the_report_shows_the_manifest(report, bundle):
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", report.read_text(encoding="utf-8")))
     manifest = read_manifest(bundle)
     for site in manifest.components["denoiser"].sites:
@@ -126,7 +126,7 @@ def test_it_shows_what_the_bundle_says(report, bundle):
     assert f"{manifest.quality.psnr:.1f} dB" in text
 
 
-def test_it_does_without_what_is_not_there(digits_build, tmp_path):
+def test_a_report_without_an_evaluation_is_well_formed(digits_build, tmp_path):
     outcome = run("report", digits_build.bundle, "-o", tmp_path / "report.html")
     assert outcome.exit_code == 0, outcome.output
     html = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -128,7 +128,7 @@ def test_the_limit_of_the_error_is_that_of_bundles_with_int8_layers(bundle):
 # The page
 
 
-def test_it_is_well_formed_and_tells_layers_as_it_tells_sites(report, bundle):
+def test_the_report_is_well_formed_and_describes_layers_like_sites(report, bundle):
     html = report.read_text(encoding="utf-8")
     Document(html)
     assert "INT8 attention and layers whose scales" in text_of(html) and '<a href="#layers">' in html

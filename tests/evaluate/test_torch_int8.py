@@ -41,7 +41,7 @@ def changed(bundle, modes):
     )
 
 
-def test_it_computes_what_the_bundle_does(bundle, inputs):
+def test_the_int8_model_in_torch_agrees_with_the_bundle(bundle, inputs):
     int8 = TorchInt8(build(), bundle.folder, bundle.manifest)(**inputs)
     assert relative_error(int8, bundle["denoiser"](**inputs)) < WHOLE_DENOISER
     # It is neither the model nor attention alone.

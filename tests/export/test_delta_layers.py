@@ -87,7 +87,7 @@ def test_q_is_as_many_as_tensors_that_layers_read(changed):
     assert count(lowered(changed.graph()), "QuantizeLinear") == len(CHOSEN) - 2
 
 
-def test_what_is_left_out_of_a_step_is_made_up_for_in_the_next_ones(changed):
+def test_rounding_errors_of_a_step_are_corrected_in_the_next_steps(changed):
     """With constant inputs, layers converge to full precision, except for the weights' error."""
     x = changed.example()["x"]
     exact = changed.layers["conv"]

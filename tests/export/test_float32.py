@@ -73,7 +73,7 @@ def test_integers_beside_a_small_model_in_float32_are_copied(model, dtype, tmp_p
         assert (computed(path) == expected).all()
 
 
-def test_it_computes_with_weights_of_16_bits(file, model, dtype):
+def test_a_graph_with_16_bit_weights_computes_in_float32(file, model, dtype):
     inputs = model.example()
     with in_float32(file) as path:
         names = [x.name for x in ir.load(path).graph.inputs]

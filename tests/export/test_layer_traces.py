@@ -132,7 +132,7 @@ def test_attention_and_a_layer_of_one_module_have_tables_of_their_own(need_weigh
 def test_torchs_own_multi_head_attention_takes_any_batch():
     """It computes tokens first: the rows of a sample are not adjacent."""
     model = with_multi_head_attention(False, attention=False)
-    inputs = model.example(batch=3)  # of which 16 is no multiple
+    inputs = model.example(batch=3)  # 16 is no multiple of 3
     assert error(run(model.graph(), **inputs), model.torch(**inputs)) < tolerances.SAME_ARITHMETIC
 
 

@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_it_computes_what_the_cpu_does(name: str, calibrated: bool, dtype: torch.dtype) -> None:
+def test_a_module_agrees_with_the_cpu(name: str, calibrated: bool, dtype: torch.dtype) -> None:
     q, k, v = tensors(dtype, tokens=300)
     timestep = torch.tensor([50.0, 940.0])
     attention = Int8Attention(H, D, precision_mode=name)
@@ -107,7 +107,7 @@ def test_nothing_waits_and_graphs_replay(options: str, calibrated: bool) -> None
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("how", ["default", "reduce-overhead"])
-def test_it_compiles_on_a_gpu(options: str, how: str) -> None:
+def test_a_module_compiles_on_a_gpu(options: str, how: str) -> None:
     q, k, v = tensors()
     attention = Int8Attention(H, D, **OPTIONS[options]).cuda()
     torch._dynamo.reset()

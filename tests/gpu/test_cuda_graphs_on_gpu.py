@@ -73,14 +73,14 @@ def test_other_shapes_are_recorded_by_themselves():
         lambda x: (x.cpu() + 1).to(x.device),
     ],
 )
-def test_what_waits_for_the_device_stays_eager(waiting):
+def test_a_function_that_waits_for_the_device_stays_eager(waiting):
     graphed, denoiser, runs = graphed_and_runs(waiting)
     for x, timestep in calls(5, device="cuda"):
         assert torch.equal(graphed(x, timestep), denoiser(x, timestep))
     assert len(runs) == 5
 
 
-def test_what_follows_from_the_number_of_calls_stays_eager():
+def test_a_function_that_counts_its_calls_stays_eager():
     count, model = 0, Model(Doubling().cuda())
 
     def function(x: Tensor, timestep: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_what_follows_from_the_number_of_calls_stays_eager():
     assert count == 7
 
 
-def test_what_fails_while_it_is_recorded_stays_eager_and_random_numbers_go_on():
+def test_a_function_that_fails_while_recorded_stays_eager_and_random_numbers_go_on():
     def function(x: Tensor) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()

@@ -65,7 +65,7 @@ def test_a_pipeline_on_the_gpu_draws_with_an_engine(tmp_path, name):
     pipe = load_pipeline(tmp_path / "pipeline").to("cuda", torch.float16)
 
     def images() -> torch.Tensor:
-        if name == "animatediff":  # whose scales are of what its text encoder gives
+        if name == "animatediff":  # its scales come from the text encoder's output
             given = tiny_pipelines.arguments(pipe, name)
             kept = {key: x for key, x in given.items() if "embeds" not in key}
             return pipe(**kept, prompt="a cat")[0].flatten(0, 1)

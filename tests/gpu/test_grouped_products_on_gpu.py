@@ -54,7 +54,7 @@ def test_all_tiles_give_the_same(granularity, few):
     assert taken
 
 
-def test_what_is_not_finite_stays_in_its_group():
+def test_nonfinite_values_stay_in_their_group():
     x = torch.ones(40, 256, device="cuda").half()
     x[0, 3], x[1, 200] = torch.nan, torch.inf
     stored = torch.ones(64, 256, dtype=torch.int8, device="cuda")

@@ -221,7 +221,7 @@ def test_sinks_do_not_drown_other_values_in_balanced_mode() -> None:
 @pytest.mark.parametrize("kind", ["gauss", "sharp", "sink"])
 @pytest.mark.parametrize("keys", [129, 1000, 1152, 9000])
 def test_fp8_is_computed_alike_whatever_comes_first(kind: str, keys: int) -> None:
-    """Weights are relative to what the first keys held, sums taken over every thousand keys: their order does not matter."""
+    """Weights are relative to the first keys, and sums cover a thousand keys each; the order of keys does not matter."""
     q, k, v = draw(kind, 1, 4, 4, 200, keys, 128)
     tables, timestep = reference.tables_from_data(q, k, v, Mode.FP8), torch.zeros(1, device="cuda")
     order = (k @ q[:, :, :1].transpose(2, 3)).flatten(1)[0, :keys].argsort()  # the largest logits last

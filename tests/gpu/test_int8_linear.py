@@ -308,7 +308,7 @@ def test_geglu_of_16bit_rows(rows, channels, dtype, arch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [2, 300, 2048])
-def test_what_follows_16bit_rows(rows, dtype, arch):
+def test_epilogues_of_16bit_rows(rows, dtype, arch):
     x, weight, scale, bias = draw_16bit(rows, (640, 1288), dtype)
     z, off = exact_16bit(x, weight, scale, bias)
     for activation, kind in ((GELU, "none"), (GELU_TANH, "tanh")):

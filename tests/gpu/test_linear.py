@@ -169,7 +169,7 @@ def test_sums_far_beyond_the_output():
     assert y[:, 0].isposinf().all() and y[:, 1:].isfinite().all()
 
 
-def test_what_is_not_finite_reaches_its_row_only():
+def test_nonfinite_values_reach_their_row_only():
     x, weight, bias = draw(300, (72, 200))
     clean, y = blank(300, weight), blank(300, weight)
     assert run(params(x, weight, bias, clean))[0] == 0

@@ -157,5 +157,5 @@ def test_convolutions_and_every_kind_of_layer_keep_to_the_specification(tmp_path
             inputs = {"x": x * (0.5 + timestep / 2000), "timestep": torch.full((2,), timestep)}
             exact = model.denoiser(**inputs)
             expected, got = (bundle["denoiser"](**{**inputs, "x": inputs["x"].half()}) for bundle in (theirs, ours))
-            # Both are as far from full precision, but for what falls on another side of INT8's edges in FP16.
+            # Both have the same distance from full precision, except for numbers that FP16 moves across the edge of a code.
             assert relative_error(got.cpu(), exact) < 1.5 * relative_error(expected, exact) + HALF_LAYERS

@@ -71,7 +71,7 @@ def error(y: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 8)], ids=str)
 def test_models_give_what_they_give_on_the_cpu(bits):
-    """A rounding that falls the other way in a layer moves all that follow: two right ones differ by what quantising does."""
+    """Another rounding in a layer moves all later layers: two correct results differ by the error of quantisation."""
     settings = dataclasses.replace(DYNAMIC, weight_bits=bits[0], activation_bits=bits[1])
     there, here, exact = modulate(unet(), settings), modulate(unet().cpu(), settings), unet().cpu()
     for x, t in steps(6):

@@ -94,7 +94,7 @@ def test_one_mode_needs_no_table_of_modes(mode):
 
 
 @pytest.mark.parametrize("channels", [64, 3072])
-def test_what_cannot_be_computed_is_nan(channels):
+def test_unusable_timesteps_scales_and_modes_give_nan(channels):
     """Samples by NaN timesteps or scales of mode STATIC, all of them by a mode that the set has not; the sign tells the width."""
     x, _, _ = draw(4, channels)
     modes, scales = [WEIGHT_ONLY, DYNAMIC, STATIC, STATIC], [1.0, 1.0, 0.05, NAN]

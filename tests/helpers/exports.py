@@ -32,7 +32,7 @@ def export(module: nn.Module, x: Tensor, **dims: int) -> torch.onnx.ONNXProgram:
 
 
 def changed(text: str, changes: dict[str, str]) -> ir.Model:
-    """A model in ONNX's own words, some of which are replaced by others one after the other."""
+    """A model as ONNX text, after replacements in the given order."""
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new)

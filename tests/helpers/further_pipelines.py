@@ -1,4 +1,4 @@
-"""Further pipelines of diffusers with random weights, beside those of `tiny_pipelines`, in one table with what they need."""
+"""Further pipelines of diffusers with random weights, beside those of `tiny_pipelines`, in one table with their options."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def image_unet(**config: Any) -> Any:
     )
 
 
-@convertible("what it was trained on, in pixels")
+@convertible("images like its training data, in pixels")
 def ddpm() -> Any:
     return pipeline(diffusers.DDPMPipeline, unet=image_unet(), scheduler=diffusers.DDPMScheduler())
 
 
-@convertible("what it was trained on, in pixels")
+@convertible("images like its training data, in pixels")
 def ddim() -> Any:
     return pipeline(diffusers.DDIMPipeline, unet=image_unet(), scheduler=diffusers.DDIMScheduler())
 
@@ -115,7 +115,7 @@ def consistency() -> Any:
     return pipeline(diffusers.ConsistencyModelPipeline, unet=image_unet(num_class_embeds=10), scheduler=scheduler)
 
 
-@convertible("what it was trained on")
+@convertible("images like its training data")
 def ldm() -> Any:
     vqvae = model(
         diffusers.VQModel, block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,

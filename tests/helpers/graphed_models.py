@@ -1,4 +1,4 @@
-"""Models for what is recorded in CUDA graphs: one of a line, and digits with its calibration and its sensitivities."""
+"""Models for tests of CUDA graphs: a model of one line, and digits with its calibration and its sensitivities."""
 
 from __future__ import annotations
 

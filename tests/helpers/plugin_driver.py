@@ -150,7 +150,7 @@ def check_types_and_formats(
 
 
 def copies_read_back(driver: Driver, plugin: ctypes.c_void_p, expected: dict[str, object]) -> list[ctypes.c_void_p]:
-    """A clone and an attached one of what an engine makes of a plugin's fields, which say what is expected, as it does."""
+    """Returns a clone and an attached plugin, made from the fields that an engine keeps; both have the expected fields."""
     assert driver.serialised(plugin) == expected
     again = driver.create_from(driver.lib.driver_fields(plugin).contents, RUNTIME)
     copies = [ctypes.c_void_p(copy(again)) for copy in (driver.lib.driver_clone, driver.lib.driver_attach)]

@@ -28,7 +28,7 @@ class StatedSteps:
 
 
 class StatedSchedule:
-    """A scheduler of one schedule, with what fits it, whatever the timesteps are."""
+    """A scheduler of one schedule, for any timesteps."""
 
     timestep_input, timestep_place, noise_input = "timestep", 1, None
 

@@ -128,7 +128,7 @@ def model(denoiser: Callable[[], nn.Module] = UNet) -> DiffusionModel:
 
 
 def tables(layer: Layer, modes: Sequence[int], of: DiffusionModel, equalised: bool) -> LayerTables:
-    """With factors and scales by which 16-bit numbers are multiplied and divided without rounding."""
+    """With factors and scales that multiply and divide 16-bit numbers without rounding."""
     generator = torch.Generator().manual_seed(len(layer.input_group))
     module = of.denoiser.get_submodule(layer.name.split("#")[0])
     exponents = torch.randint(-1, 2, (layer.in_channels,), generator=generator)

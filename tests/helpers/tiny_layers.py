@@ -18,7 +18,7 @@ from trtconvert.linear.sites import Layer, LayerFinder, layer_hooks
 from trtconvert.models import DiffusionModel
 from trtconvert.weights.weight_files import read_tensors
 
-WIDTH, SIDE = 32, 4
+WIDTH = 32
 
 CHOSEN = ("conv", "q", "k", "v", "attended", "mlp.0", "mlp.2", "tied", "tied#2", "skip")
 """Layers of `Layered` that can be converted, in the order of their calls."""

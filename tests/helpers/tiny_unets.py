@@ -22,9 +22,7 @@ class UNet(nn.Module):
         self.unet = tiny_pipelines.unet(use_linear_projection=linear)
         generator = torch.Generator().manual_seed(0)
         for module in self.unet.modules():
-            if isinstance(
-                module, nn.GroupNorm
-            ):  # of which each has weights of its own, that are neither ones nor zeros
+            if isinstance(module, nn.GroupNorm):  # each has its own weights, neither ones nor zeros
                 nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
                 nn.init.normal_(module.bias, std=0.2, generator=generator)
 

@@ -158,7 +158,7 @@ def test_batches_beyond_the_engines_are_split(node, tmp_path):
         ({"c_crossattn": torch.zeros(1, 9, WIDTH)}, r"'encoder_hidden_states' is outside.*model\.options\.tokens"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(node, tmp_path, given, told):
+def test_inputs_that_an_engine_lacks_are_refused(node, tmp_path, given, told):
     _, bundle = made(tmp_path, "stable_diffusion", tokens=8)
     model = comfy_model(node, bundle, "SD1")
     usual = {"c_crossattn": noise(1, 8, WIDTH)}

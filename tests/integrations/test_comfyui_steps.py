@@ -91,7 +91,7 @@ own_euler.__name__ = "sample_euler"
     ],
     ids=["two calls", "churn", "another's", "windows", "wrapped", "mask"],
 )
-def test_what_else_draws_is_computed_and_told_once(loaded, sampler, options, calls, why):
+def test_other_samplers_compute_all_steps_and_warn_once(loaded, sampler, options, calls, why):
     patcher = loaded.load()
     x, made, told = drawn(loaded, sampler, patcher=patcher, **options)
     assert made == calls and len(told) == 1 and why in told[0]

@@ -35,7 +35,7 @@ def test_tokens_keep_half_a_step(size):
         assert bool((off <= step[:, group, None] * 0.5001).all())
 
 
-def test_what_is_not_finite_is_nan_in_its_group_alone():
+def test_nonfinite_values_give_nan_in_their_group_alone():
     x = torch.ones(3, 256)
     x[0, 3], x[1, 200] = math.nan, math.inf
     q, step = groups.act_quant(x)

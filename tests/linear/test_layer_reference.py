@@ -16,7 +16,6 @@ from trtconvert.weights import blocks
 
 INT8_MODES = [mode for mode in LayerMode if mode != LayerMode.EXACT]
 OF_CONVS = [LayerMode.WEIGHT_ONLY, LayerMode.STATIC]
-CONVOLVE = (F.conv1d, F.conv2d, F.conv3d)
 
 # The same arithmetic --------------------------------------------------------------------------------------------------
 

@@ -25,13 +25,13 @@ from tiny_pipelines import WIDTH
 from tolerances import SAME_ARITHMETIC, SAME_IMAGES_PSNR
 
 from trtconvert.bundle import ComponentRecord
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.engine import tensorrt_rtx
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.loading import load_pipeline
-from trtconvert.models.saved import INDEX
 from trtconvert.recipe import EngineSection, load_recipe
 from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder
 from trtconvert.runtime.pipeline import make_pipeline
@@ -116,7 +116,7 @@ def test_a_pipeline_that_offloads_its_models_leaves_converted_ones_where_they_ar
 
 
 @pytest.mark.parametrize("converted", ["stable_diffusion_xl"], indirect=True, scope="module")
-def test_what_was_not_looked_into_says_so_when_it_is(converted):
+def test_reading_an_unconverted_output_of_a_text_encoder_is_refused(converted):
     """With clip_skip SDXL reads another layer of its text encoder; the layer is converted if the recipe's call has clip_skip."""
     pipe = text_in_place(converted)
     with pytest.raises(UserError) as error:
@@ -255,8 +255,8 @@ def test_statistics_that_a_pipeline_reads_off_its_vae_are_there(tmp_path):
 
 def test_lists_of_numbers_in_an_index_are_settings(tmp_path):
     tiny_pipelines.wan().save_pretrained(tmp_path)
-    index = json.loads((tmp_path / INDEX).read_text()) | {"boundary_ratio": [0.5, 0.25]}
-    (tmp_path / INDEX).write_text(json.dumps(index))
+    index = json.loads((tmp_path / PIPELINE_INDEX).read_text()) | {"boundary_ratio": [0.5, 0.25]}
+    (tmp_path / PIPELINE_INDEX).write_text(json.dumps(index))
     pipe = make_pipeline(tmp_path, {"transformer": None, "vae": None})
     assert pipe.config.boundary_ratio == [0.5, 0.25]
 

@@ -101,7 +101,7 @@ def test_other_shapes_are_recorded_by_themselves():
         assert torch.equal(graphed(x, timestep), 2 * x + timestep[:, None])
 
 
-def test_what_follows_from_the_number_of_calls_stays_eager():
+def test_a_function_that_counts_its_calls_stays_eager():
     count = 0
 
     def function(x: Tensor, timestep: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_what_follows_from_the_number_of_calls_stays_eager():
     assert count == 7
 
 
-def test_what_cannot_be_recorded_stays_eager(monkeypatch):
+def test_a_function_that_fails_to_record_stays_eager(monkeypatch):
     def refuse(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 

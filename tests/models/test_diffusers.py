@@ -189,7 +189,7 @@ def test_a_denoiser_in_half_precision_goes_into_the_pipeline_in_single(tmp_path,
     assert psnr(drawn.float(), full).min() >= INT8_IMAGES_PSNR
 
 
-def test_it_stands_for_the_model(converted):
+def test_the_drop_in_stands_for_the_model(converted):
     """The drop-in has the configuration, type, device, parameters of forward and results of the model, without its weights."""
     pipe = converted.torch_pipeline()
     original = getattr(pipe, converted.model.diffusers.component)
@@ -258,7 +258,7 @@ def test_sizes_within_the_range_are_drawn_by_one_bundle(flux):
         ({"timestep": torch.ones(2, 16)}, ["values of 'timestep'", "got: 32, a tensor of shape [2, 16]"]),
     ],
 )
-def test_what_the_engine_has_not_taken_in_is_refused(flux, extra, expected):
+def test_arguments_that_the_engine_lacks_are_refused(flux, extra, expected):
     named = flux.model.example(3, {name: opt for name, (_, opt, _) in flux.model.dims.items()})
     with runtime.load(flux.bundle) as bundle, pytest.raises(UserError) as error:
         bundle.as_diffusers()(**named | extra)
@@ -266,7 +266,7 @@ def test_what_the_engine_has_not_taken_in_is_refused(flux, extra, expected):
         assert part in str(error.value)
 
 
-def test_what_would_change_the_model_is_not_there(flux):
+def test_the_drop_in_has_no_methods_that_change_the_model(flux):
     with runtime.load(flux.bundle) as bundle:
         transformer = bundle.as_diffusers()
         assert not hasattr(transformer, "load_lora_adapter")
@@ -301,7 +301,7 @@ def test_the_command_line_samples_with_the_pipeline(flux, tmp_path, monkeypatch)
     assert outcome.exit_code == 0 and (tmp_path / "grid.png").is_file(), outcome.output
 
 
-def test_what_is_given_for_all_samples_is_repeated(flux):
+def test_arguments_for_all_samples_are_repeated(flux):
     """Embeddings of one prompt broadcast to latents of two images, as in torch."""
     pipe = flux.torch_pipeline()
     given = arguments(pipe, "flux") | {"num_images_per_prompt": 2, "num_inference_steps": 2}

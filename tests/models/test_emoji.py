@@ -61,7 +61,7 @@ def test_captions_are_subgroups():
         emoji_labels(["a bird"])
 
 
-def test_it_runs_at_other_sizes(model):
+def test_the_emoji_model_runs_at_other_sizes(model):
     with torch.no_grad():
         out = model.denoiser(torch.randn(1, 3, 32, 48), torch.tensor([10.0]), torch.tensor([0]))
     assert out.shape == (1, 3, 32, 48)

@@ -273,7 +273,7 @@ def test_samplers_draw_the_same_from_both_bundles(digits_build, fused_build):
             conditions={"label": labels}, null_conditions={"label": torch.full_like(labels, 10)},
         )  # fmt: skip
 
-    # Four steps, each of which may round differently.
+    # Each of four steps may round differently.
     assert relative_error(drawn(fused_build), drawn(digits_build.bundle)) < FLIPPED_CALL
 
 

@@ -108,14 +108,14 @@ def test_a_variant_is_taken_where_it_is_asked_for(folder):
         ("mid_block.extra.weight", r"ignore: \['mid_block.extra.weight'\]"),
     ],
 )
-def test_what_a_model_has_no_place_for_is_refused_by_name(folder, name, remedy):
+def test_surplus_tensors_are_refused_by_name(folder, name, remedy):
     change(folder / "unet" / UNET, **{name: torch.zeros(4, 4)})
     with pytest.raises(UserError, match=rf"(?s)weights of unet .* more than.*got: 1 more, {name}.*remedy: .*{remedy}"):
         load_pipeline(folder)
     assert load_pipeline(folder, ignore=["*.to_k_ip.*", "*lora*", "mid_block.extra.*"])
 
 
-def test_what_an_encoder_of_transformers_has_too_much_is_refused_but_for_its_heads(folder):
+def test_surplus_tensors_of_a_text_encoder_are_refused_except_for_its_heads(folder):
     path = folder / "text_encoder" / "model.safetensors"
     change(path, **{"text_projection.weight": torch.zeros(32, 32), "logit_scale": torch.ones(())})
     assert load_pipeline(folder)
@@ -180,7 +180,7 @@ def test_a_class_is_found_by_the_name_that_it_had(folder):
     assert library_class("transformers", "CLIPFeatureExtractor") is transformers.CLIPImageProcessor  # in a bundle
 
 
-def test_what_is_there_is_not_called_missing(folder, tmp_path):
+def test_a_misnamed_weights_file_is_not_called_missing(folder, tmp_path):
     (folder / "unet" / UNET).rename(folder / "unet" / "my-unet.safetensors")
     with pytest.raises(
         UserError, match=r"(?s)no weights of unet.*got: config.json, my-unet.safetensors.*remedy: rename my"

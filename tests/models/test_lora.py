@@ -265,7 +265,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_cannot_be_merged_is_named(tmp_path, damage):
+def test_an_unmergeable_lora_is_refused_with_its_fault(tmp_path, damage):
     change, message = DAMAGES[damage]
     with pytest.raises(UserError, match=rf"(?s){message}.*remedy: "):
         merged(fresh("stable_diffusion"), {"file": written(tmp_path, change)})

@@ -307,7 +307,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_cannot_be_merged_is_named(tmp_path, damage):
+def test_an_unmergeable_file_is_refused_with_its_fault(tmp_path, damage):
     make, message = DAMAGES[damage]
     module = fresh("stable_diffusion")
     name = ATTENTION[0]

@@ -107,7 +107,7 @@ def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_converted_is_refused_with_its_reason(tmp_path, name):
+def test_pipelines_without_a_conversion_are_refused_with_a_reason(tmp_path, name):
     refused = REFUSED[name]
     refused.make().save_pretrained(tmp_path)
     images = {image: picture(tmp_path / f"{image}.png", 0, 64) for image in refused.images}
@@ -140,7 +140,7 @@ def test_classes_are_drawn_by_the_seed_or_taken_from_the_recipe_by_turns(tmp_pat
             model_of(tmp_path, "dit", call={"class_labels": unfit})
 
 
-def test_what_all_samples_have_in_common_is_no_noise(tmp_path):
+def test_inputs_shared_by_all_samples_are_no_noise(tmp_path):
     """Rotations beyond ±1 would take queries out of their ranges, and engines would be timed on inputs that no pipeline
     passes."""
     model = model_of(tmp_path, "hunyuan_dit")

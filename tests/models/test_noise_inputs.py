@@ -145,7 +145,7 @@ def test_a_consistency_model_has_one_sampler():
         (lambda: sample(knows, initial_noise([0], SHAPE), WAYS["sigma"], prediction="epsilon"), "given twice"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(make, told):
+def test_contradictory_noise_inputs_are_refused(make, told):
     with pytest.raises(UserError) as error:
         make()
     assert told in str(error.value) and "remedy" in str(error.value)

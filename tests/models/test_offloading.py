@@ -118,7 +118,7 @@ def test_a_forward_gives_what_it_gives_without(moves, prefetching):
     assert graphed(there, there.denoiser) is there.denoiser
 
 
-def test_what_is_resident_is_what_lies_on_the_device_at_once(moves, prefetching):
+def test_resident_bytes_bound_the_weights_on_the_device(moves, prefetching):
     model = digits_model(WEIGHTS)
     there = in_host_memory(model)
     expected = resident_bytes(there.denoiser)

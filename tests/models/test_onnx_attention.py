@@ -250,7 +250,7 @@ _LEFT = {
 
 
 @pytest.mark.parametrize("reason", _LEFT)
-def test_what_is_not_matched_is_refused_with_the_nearest_pattern(reason, tmp_path):
+def test_unmatched_attention_is_refused_with_the_nearest_pattern(reason, tmp_path):
     values = "v2" if "v2" in _LEFT[reason] else "v"
     body = plain(_LEFT[reason]).replace("attended = MatMul(p, v)", f"attended = MatMul(p, {values})")
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", body)
@@ -260,7 +260,7 @@ def test_what_is_not_matched_is_refused_with_the_nearest_pattern(reason, tmp_pat
     assert "Softmax at" in told and reason in told
 
 
-def test_what_is_not_matched_beside_attention_is_listed(tmp_path):
+def test_an_unmatched_softmax_beside_attention_is_listed(tmp_path):
     body = plain(f"{_LOGITS}\n{_SCALE}\nl = Mul(s, c)\np = Softmax<axis = -1>(l)").replace(
         "joined = Reshape(back, flat)",
         "joined0 = Reshape(back, flat)\ngate = Softmax<axis = -1>(joined0)\njoined = Mul(gate, joined0)",

@@ -270,7 +270,7 @@ def test_an_einsum_of_positions_is_a_mask(tmp_path):
 @pytest.mark.parametrize(
     "form", ["channels_before_tokens", "channels_before_tokens_with_a_mask", "tokens_before_heads"]
 )
-def test_what_is_made_of_einsums_is_exported_for_batches_that_vary(form, tmp_path):
+def test_attention_of_einsums_is_exported_for_varying_batches(form, tmp_path):
     body, options = _FORMS[form]
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", body, **options)
     model = onnx_model(path, sizes={"batch": [1, 2, 4]})

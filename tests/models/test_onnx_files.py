@@ -90,7 +90,7 @@ def test_files_of_weights_without_a_name_are_refused(location, tmp_path):
         if location is not None:
             tensor.external_data.add(key="location", value=location)
 
-    refused(changed(path, move), "in which file the weight 'q_weight' lies", "the name of a file beside it")
+    refused(changed(path, move), "does not name the file of the weight 'q_weight'")
 
 
 def of_node(index: int, name: str):
@@ -189,14 +189,14 @@ def test_weights_outside_of_the_folder_are_refused(place, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["cut", "text", "nothing"])
-def test_what_is_no_graph_is_refused(content, tmp_path):
+def test_damaged_files_are_refused(content, tmp_path):
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY)
     whole = path.read_bytes()
     path.write_bytes({"cut": whole[: len(whole) // 2], "text": b"no graph at all, " * 8, "nothing": b""}[content])
     refused(path, "no ONNX model, or damaged", f"{path.stat().st_size} bytes")
 
 
-def test_what_cannot_be_opened_is_refused(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     refused(tmp_path / "none.onnx", "cannot read the model", "No such file")
     os.mkfifo(tmp_path / "pipe.onnx")
     refused(tmp_path / "pipe.onnx", "cannot read the model")
@@ -304,7 +304,7 @@ def test_functions_that_call_themselves_are_refused(calls, circle, tmp_path):
     refused(path, "has a function that calls itself", f"got: {circle}")
 
 
-def test_what_the_library_does_not_read_is_refused_in_its_words(tmp_path):
+def test_files_that_the_library_refuses_are_refused_in_its_words(tmp_path):
     def change(model: onnx.ModelProto) -> None:
         model.graph.node[0].attribute[0].type = onnx.AttributeProto.SPARSE_TENSOR
 
@@ -381,7 +381,7 @@ def test_a_graph_out_of_order_is_refused(tmp_path):
     refused(changed(path, swap), "reads a value that nothing before it computes", "check_model")
 
 
-def test_what_a_model_is_follows_the_weights_beside_it_and_the_conditions(tmp_path):
+def test_external_weights_and_conditions_are_part_of_a_models_identity(tmp_path):
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY, external="model.data", kind="float16")
     section = ModelSection.model_validate({"source": str(path), "options": {"conditions": "rows.npz"}})
     assert (section.source, section.weights) == ("onnx", path)

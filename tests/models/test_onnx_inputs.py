@@ -107,7 +107,7 @@ def test_a_timestep_for_each_token_is_refused(tmp_path):
     refused(graph(tmp_path, change=change), "takes a timestep of the shape", "one for each sample")
 
 
-def test_what_names_do_not_tell_is_asked_for_and_said(tmp_path):
+def test_ambiguous_inputs_are_asked_for_by_option(tmp_path):
     path = graph(tmp_path, change=_renamed(timestep="noise_place", sample="what"))
     told = refused(path, "which input of", "is the timestep cannot be told", "noise_place ['batch']")
     assert "add `timestep: what` under model.options" in told

@@ -71,7 +71,7 @@ def test_without_a_gpu_it_says_what_it_could_do(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_pipeline_or_says_things_twice_is_refused(tmp_path):
+def test_other_objects_and_contradictory_arguments_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"(?s)cannot be optimized.*got: Linear"):
         trtconvert.optimize(torch.nn.Linear(2, 2), tmp_path, device="cpu")
     with pytest.raises(UserError, match=r"(?s)recipe\[.model.\] has fields that the arguments decide.*got: weights"):

@@ -53,7 +53,7 @@ def test_faults_are_told_as_the_samplers(sampler, got):
     assert got in refused.value.got
 
 
-def test_what_the_denoiser_raises_stays_as_it_is():
+def test_errors_of_the_denoiser_pass_unchanged():
     def call(denoiser, seeds, *, steps, solver):
         return denoiser()
 

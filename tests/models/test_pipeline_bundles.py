@@ -20,12 +20,13 @@ from tolerances import HALF_DENOISER, INT8_CALL, INT8_IMAGES_PSNR
 
 from trtconvert import runtime
 from trtconvert.cache import Cache
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.evaluation import full_precision
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.loading import load_pipeline
-from trtconvert.models.saved import INDEX, copy_without_models
+from trtconvert.models.saved import copy_without_models
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.runtime import pipeline as pipeline_module
@@ -221,7 +222,7 @@ def test_prompts_need_a_text_encoder(half, tmp_path, monkeypatch):
     ("name", "optional"),
     [("stable_diffusion_xl", ["text_encoder", "text_encoder_2"]), ("pixart", ["text_encoder"])],
 )
-def test_what_diffusers_calls_optional_is_missed_where_it_was_saved(tmp_path, name, optional):
+def test_a_saved_optional_part_must_not_be_missing(tmp_path, name, optional):
     """Without the part such pipelines take a prompt and draw something else."""
     pipe = tiny_pipelines.with_text(name)
     pipe.save_pretrained(tmp_path / "saved")
@@ -246,9 +247,9 @@ def kept(tmp_path):
 
 def test_the_safety_checker_is_not_missed(kept):
     folder, models_of = kept
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / PIPELINE_INDEX).read_text())
     index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / PIPELINE_INDEX).write_text(json.dumps(index))
     made = make_pipeline(folder, models_of)
     assert made.safety_checker is None and not made.config.requires_safety_checker
 
@@ -274,9 +275,9 @@ def test_a_processor_whose_package_is_missing_is_named(kept, monkeypatch):
 
 def test_a_part_that_the_installed_diffusers_wants_and_the_saved_pipeline_lacks_is_named(kept):
     folder, models_of = kept
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / PIPELINE_INDEX).read_text())
     del index["tokenizer"]
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / PIPELINE_INDEX).write_text(json.dumps(index))
     with pytest.raises(
         UserError, match=r"(?s)cannot be made from the saved parts.*'tokenizer'.*remedy: pass the missing"
     ):
@@ -299,7 +300,7 @@ def test_a_bundle_without_a_pipeline_makes_none(tiny_build):
         bundle.pipeline()
 
 
-def test_what_a_bundle_lacks_is_named_and_may_be_given(half, tmp_path):
+def test_missing_parts_of_a_bundle_are_named_and_may_be_given(half, tmp_path):
     model = {"dtype": "float16", "options": options("flux", height=[32, 32, 64])}
     folder = half.pipeline.parent  # its cache has all stages
     text = {"text_encoder": {}, "text_encoder_2": {}}

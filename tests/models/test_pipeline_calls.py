@@ -81,7 +81,7 @@ def test_prompts_of_further_text_encoders_are_those_of_every_sample(tmp_path):
 
 
 @pytest.mark.parametrize("value", [3, [], ["blurry", 3]])
-def test_what_is_no_prompt_is_refused(saved, value):
+def test_values_other_than_prompts_are_refused(saved, value):
     with pytest.raises(UserError, match=r"(?s)call.negative_prompt is not a prompt.*expected: a text for all samples"):
         diffusers_model(saved, **TWO, call={"negative_prompt": value})
 

@@ -216,7 +216,7 @@ def test_hidream_gives_images_of_any_shape():
             same(model(images, **given).sample, expected)
 
 
-def test_what_the_forwards_do_not_heed_is_refused():
+def test_arguments_that_an_exportable_forward_ignores_are_refused():
     model = further_pipelines.z_image().transformer
     make_exportable(model)
     rows = padded_rows([drawn(3, WIDTH)])

@@ -232,7 +232,7 @@ def test_the_configuration_of_one_model_is_refused_before_anything_is_read(tmp_p
         "cond_stage_model.transformer.text_model.encoder.layers.0.extra.weight",
     ],
 )
-def test_what_no_model_has_a_place_for_is_refused(sd, tmp_path, name):
+def test_surplus_tensors_are_refused(sd, tmp_path, name):
     folder, weights = sd
     path = tmp_path / "model.safetensors"
     save_file(weights | {name: torch.zeros(4, 4)}, path)
@@ -342,7 +342,7 @@ def test_of_a_pipeline_in_one_file_a_bundle_keeps_what_is_no_model(sd, tmp_path)
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["model_index.json", "scheduler", "tokenizer"]
 
 
-def test_what_a_file_and_its_configurations_hold_counts_for_what_is_cached(sd, tmp_path):
+def test_a_file_and_its_configurations_are_part_of_the_cache_key(sd, tmp_path):
     folder, weights = sd
     shutil.copytree(folder, tmp_path / "config")
     save_file(weights, tmp_path / "model.safetensors")

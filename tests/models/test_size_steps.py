@@ -1,4 +1,4 @@
-"""Sizes that pipelines round, and sizes at which models run other operations."""
+"""Sizes that pipelines round, and sizes that make models run other operations."""
 
 from __future__ import annotations
 

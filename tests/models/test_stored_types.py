@@ -45,7 +45,7 @@ def test_weights_of_another_type_than_the_recipe_has_are_float32(stored):
 
 
 @pytest.mark.first_case
-def test_what_is_exported_and_what_is_copied_in_float32_are_those_of_a_model_in_float32(stored):
+def test_exports_and_copies_in_float32_equal_those_of_a_model_in_float32(stored):
     narrow, wide = models.load(stored, as_stored=True), models.load(stored)
     ours, theirs = (traced(model, torch.bfloat16, like=wide).graph.initializers for model in (narrow, wide))
     assert {name: x.const_value.tobytes() for name, x in ours.items()} == {

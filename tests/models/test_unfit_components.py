@@ -14,10 +14,11 @@ from tiny_pipelines import PIPELINES
 
 from trtconvert.bundle import TensorRecord
 from trtconvert.cache import Cache
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import GateError, UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.observation import Observed
-from trtconvert.models.saved import INDEX, copy_without_models
+from trtconvert.models.saved import copy_without_models
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
@@ -29,7 +30,7 @@ def test_folders_that_are_no_part_of_the_pipeline_are_left(saved, tmp_path):
     (tmp_path / "pipeline" / "media").mkdir()
     (tmp_path / "pipeline" / "media" / "demonstration.mp4").touch()
     copy_without_models(tmp_path / "pipeline", tmp_path / "kept")
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [INDEX, "scheduler", "tokenizer"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [PIPELINE_INDEX, "scheduler", "tokenizer"]
 
 
 @pytest.fixture(scope="module")

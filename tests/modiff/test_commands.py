@@ -124,7 +124,7 @@ def test_places_that_cannot_be_written_are_told_before_anything_else(tmp_path):
     for outcome in outcomes:
         refusal(outcome, f"cannot write {file}", "with --work")
     refusal(run("modiff", "sample", "digits-dit", *FEW, "-o", file), f"cannot write {file}", "with -o")
-    # An existing folder in which no file can be made.
+    # An existing folder that refuses files.
     refusal(run("modiff", "sample", "digits-dit", *FEW, "-o", "/proc"), "cannot write /proc", "with -o")
 
 

@@ -41,7 +41,7 @@ def of_x(b: int, c: int, h: int, w: int) -> tuple[Sequence[int], Sequence[int]]:
     return (b, c, h, w), (b, h, w, c)
 
 
-def test_what_an_engine_keeps_is_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
+def test_serialised_plugins_are_read_back(driver: Driver, plugin: ctypes.c_void_p) -> None:
     expected = {"serialization_version": 1}
     copies_read_back(driver, plugin, expected)
 

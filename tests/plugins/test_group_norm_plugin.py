@@ -49,7 +49,7 @@ def of_x(*x: int) -> tuple[Sequence[int], ...]:
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_what_an_engine_keeps_is_read_back(driver: Driver, last: int) -> None:
+def test_serialised_plugins_are_read_back(driver: Driver, last: int) -> None:
     driver.messages()
     made = driver.create(epsilon=0.5, groups=16, silu=1, channels_last=last)
     expected = {"serialization_version": 1, "epsilon": 0.5, "groups": 16, "silu": 1, "channels_last": last}
@@ -58,7 +58,7 @@ def test_what_an_engine_keeps_is_read_back(driver: Driver, last: int) -> None:
         dynamic(descs, descs) for descs in (tensors(*SHAPES, last=last), tensors(*SHAPES, last=1 - last))
     )
     fits, fits_not = array(tensors(*of_x(1, 16, 1, 1))), array(tensors(*of_x(1, 24, 1, 1)))
-    for plugin in copies:  # they act on what they say
+    for plugin in copies:  # copies act by their attributes
         assert driver.lib.driver_supports(plugin, 4, together, 4)
         assert not driver.lib.driver_supports(plugin, 4, other, 4)
         assert driver.lib.driver_shape_change(plugin, fits, 4) == 0, driver.messages()

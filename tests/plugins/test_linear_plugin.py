@@ -38,7 +38,7 @@ def tensors(*shapes: Sequence[int], kind: int = HALF) -> list[Desc]:
 
 
 @pytest.mark.parametrize("geglu", [0, 1])
-def test_what_an_engine_keeps_is_read_back(driver: Driver, plugins: list[ctypes.c_void_p], geglu: int) -> None:
+def test_serialised_plugins_are_read_back(driver: Driver, plugins: list[ctypes.c_void_p], geglu: int) -> None:
     expected = {"serialization_version": 1, "geglu": geglu}
     copies = copies_read_back(driver, plugins[geglu], expected)
     descs, others = array(tensors(*SHAPES[geglu])), array(tensors(*SHAPES[1 - geglu]))

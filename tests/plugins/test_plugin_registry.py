@@ -110,11 +110,11 @@ def probed(request: pytest.FixtureRequest) -> tuple[str, dict, str]:
 OURS = ["Int8Attention", "Linear", "ResidualNorm", "GroupNorm", "ChannelsLastAdd", "QuantiseRows"]
 OURS += ["QuantiseChangedRows", "Int8Linear", "Int8ResidualNorm", "Int8GroupNorm", "Int8Conv"]
 ROWS = ["mode_set", "timestep_max", "factor", "offset", "timestep"]
-"""Attributes of what gives quantised rows."""
+"""Attributes of plugins that give quantised rows."""
 STEPS = ["stride_y", "stride_x", "pad_y", "pad_x"]
 """Of a convolution."""
 LAYER = ["mode_set", "activation", "bias", "residual", "bfloat16"]
-"""Attributes of what reads them."""
+"""Attributes of plugins that read quantised rows."""
 
 
 def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HANGS_AFTER = 120.0
-"""Seconds after which a run counts as one that hangs."""
+"""A run of more seconds counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Forking:
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         """
         Args:
-            environment: of all runs; log: a file for what they print.
+            environment: of all runs; log: a file for their output.
         """
         self._log = log
         self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Forking:
         """One run of the program.
 
         Args:
-            kill_after: seconds after which it is killed, unless it has ended.
+            kill_after: seconds until a kill, unless the run has ended.
             order: `folder`, where it is run; `variables` of the environment; `prepare`, "module:function" that is called first.
         """
         order |= {"arguments": [str(x) for x in arguments], "kill_after": kill_after, "log": str(self._log)}

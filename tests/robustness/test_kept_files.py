@@ -189,7 +189,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "sigma_data": (0.5, 1.0, 16.0, 1e-300, 1e-9, 1e8),
     "timestep_factor": (1.0, 1000, 250.0, 1e-300, 1e-9, 1e8),
 }
-"""Usual values of what a recipe says of a model's training, and those at the ends of what is allowed."""
+"""Usual values of a recipe's fields about the training, and values at the ends of the allowed ranges."""
 
 
 def test_parametrisations(tmp_path: Path):

@@ -104,8 +104,8 @@ class HostContext:
     The first leaves 2 · a in the context's memory. Between the two, other threads may run.
 
     Attributes:
-        told: shapes in the order in which they were set, and whether the caller was recording then.
-        memory: address of what it computes in; computed_in: what it was at each run.
+        told: shapes in the order of their setting, and whether the caller was recording then.
+        memory: address of the context's memory; computed_in: this address at each run.
     """
 
     def __init__(self, cuda) -> None:
@@ -145,7 +145,7 @@ class HostContext:
 
 
 REFUSED = 10
-"""A length for which the engine's outputs have another length."""
+"""A length with engine outputs of another length."""
 
 
 class HostEngine:

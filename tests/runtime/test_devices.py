@@ -128,7 +128,7 @@ def test_parts_run_at_the_same_time():
         assert torch.equal(parts(*inputs), expected_of(inputs))
 
 
-def test_what_fails_on_a_device_is_told_with_its_name_when_the_others_are_done():
+def test_a_failure_names_its_device_after_the_others_finish():
     failing = UserError("it does not fit", expected="this", got="that", remedy="do something")
     parts = [Part(), Part(fails=failing), Part(fails=BackendUnavailable("no memory"))]
     together = DataParallel(parts)
@@ -145,7 +145,7 @@ def test_what_fails_on_a_device_is_told_with_its_name_when_the_others_are_done()
     assert len(together(*inputs_of(3))) == 3  # the devices are there as before
 
 
-def test_what_cannot_be_moved_is_told_before_anything_runs():
+def test_a_missing_device_is_named_before_any_part_runs():
     parts = [Part(), Part(), Part()]
     parts[2].device = torch.device("cuda:77")
     with pytest.raises(Exception) as error:  # torch has one for each reason why there is no such GPU

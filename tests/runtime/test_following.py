@@ -98,7 +98,7 @@ def test_one_prediction_is_repeated(line, x):
     assert not torch.equal(found[0], found[1])
 
 
-def test_who_computes_all_steps_is_given_back(line):
+def test_a_denoiser_without_a_schedule_is_returned_as_it_is(line):
     assert follow(line, TIMES) is line
 
 
@@ -184,7 +184,7 @@ def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
     assert line.seen == [900, -1, 800, 600, 300, 100]
 
 
-def test_it_goes_through_what_draws_any_batch(line, x):
+def test_following_reaches_through_wrappers_for_any_batch(line, x):
     inner = Reusable(line, StatedSteps(COMPUTED))
     inner.signature = None
 

@@ -70,7 +70,7 @@ def test_a_library_of_an_older_version_is_named(monkeypatch):
         CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
 
 
-def test_what_cuda_keeps_goes_with_the_graph(cuda):
+def test_cuda_memory_is_freed_with_the_graph(cuda):
     graph = CopyingGraph(lambda stream: None, [torch.ones(4)], [], 0)
     assert cuda.graphs == 1 and cuda.streams == 0
     del graph

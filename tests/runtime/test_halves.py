@@ -206,7 +206,7 @@ def test_sum_contains_writes_into_a_view(mode, write, dtype):
     engine = Engine()
     with mode:
         torch.testing.assert_close(drawn(called(engine)), drawn(torch.cat([X, X]) + C[:, None]))
-    assert engine.scales == [[1.0, 1.0]] * 2  # no third one, for a sum without what was written
+    assert engine.scales == [[1.0, 1.0]] * 2  # no third call for a sum without the written half
 
 
 def test_a_step_leaves_nothing_in_memory():

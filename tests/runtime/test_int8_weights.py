@@ -198,7 +198,7 @@ def test_other_weights_are_quantised_as_a_build_with_them_does_it(geglu, tmp_pat
             parameter.add_(0.01).copy_(parameter.half())
     save_file(tuned.state_dict(), tmp_path / "tuned.safetensors")
     loaded.refit(tmp_path / "tuned.safetensors")
-    assert "shift" in HostRefitter.given  # added to what a layer gives, it is not that layer's bias
+    assert "shift" in HostRefitter.given  # added to a layer's output, it is not that layer's bias
     assert_engine_is_of(rebuilt(made, tuned), torch.float16, "plugin")
     with pytest.raises(UserError, match="LoRAs cannot be added to replaced weights"):
         loaded.set_loras([])
@@ -264,7 +264,7 @@ def test_without_memory_on_the_device_the_host_quantises(geglu, tmp_path, monkey
     assert_engine_is_of(merged(made, (file, 1.0)), torch.float16, "plugin")
 
 
-def test_what_cannot_be_set_leaves_the_engine_as_it_was(geglu, tmp_path, monkeypatch):
+def test_a_refused_lora_leaves_the_engine_unchanged(geglu, tmp_path, monkeypatch):
     made, loaded = geglu
     file, before = file_of(made, tmp_path, ["up"]), engine()
     with pytest.raises(UserError, match=r"(?s)up.weight leaves the range.*at 1e\+39"):

@@ -204,7 +204,7 @@ def test_a_recording_of_the_callers_has_a_context_to_itself(cuda, machine, open_
     machine.recording = True
     assert right(lane, 4) and right(lane, 4)
     machine.recording = False
-    assert cuda.launched == launched and len(contexts_of(lane)) == made  # plain calls, on what was there
+    assert cuda.launched == launched and len(contexts_of(lane)) == made  # plain calls, on existing contexts
     recorded = contexts_of(lane)[0]
     before = list(recorded.told)
     for length in (6, 4, 8, 4):

@@ -77,7 +77,7 @@ def test_the_next_item_is_made_while_one_is_used():
     assert list(ahead) == [1, 2, 3]
 
 
-def test_what_is_left_ends_with_its_user():
+def test_the_source_is_closed_when_its_reader_goes():
     ended = []
 
     def items():

@@ -114,7 +114,7 @@ def test_the_model_computes_what_the_merged_one_does(tiny, tmp_path):
     assert relative_error(run(model, **inputs) - before, module(**inputs) - exact) < 0.1  # INT8 attention's own
 
 
-def test_what_tensorrt_fused_with_a_weight_is_given_with_it(tiny, tmp_path, monkeypatch):
+def test_weights_that_tensorrt_fused_are_refitted_together(tiny, tmp_path, monkeypatch):
     module, loaded = tiny
     _, file = file_of(tmp_path, module, ["qkv"])
     _, other = file_of(tmp_path, module, ["out"], "b")
@@ -172,7 +172,7 @@ def test_a_text_encoder_takes_its_own_parts(tiny, tmp_path):
         loaded.set_loras([(of_denoiser, 1.0)])
 
 
-def test_what_cannot_be_set_leaves_the_engine_as_it_was(tiny, tmp_path):
+def test_a_refused_lora_leaves_the_engine_unchanged(tiny, tmp_path):
     module, loaded = tiny
     _, file = file_of(tmp_path, module, ["qkv"])
     loaded.set_loras([(file, 1.0)])

@@ -111,9 +111,7 @@ def test_failures_while_a_component_closes_are_reported(machine, component, tmp_
     assert scratch.allocated == 0
 
 
-def test_what_was_recorded_is_found_again_when_what_is_known_of_calls_is_forgotten(
-    component, tmp_path, machine, monkeypatch
-):
+def test_graphs_are_found_again_after_the_record_of_their_call_is_dropped(component, tmp_path, machine, monkeypatch):
     monkeypatch.setattr(tensorrt_runtime, "_KNOWN_CALLS", 2)
     made, _ = component(tmp_path / "x.plan", graphs=1)
     for length in (4, 4, 5, 6, 7, 8, 9, 4):

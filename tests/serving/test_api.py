@@ -31,7 +31,7 @@ def test_a_request_becomes_an_order_for_each_image():
 
 
 @pytest.mark.parametrize("size", [None, "auto"])
-def test_what_is_left_out_is_the_bundles_or_the_servers(size):
+def test_omitted_fields_take_the_bundles_or_the_servers_defaults(size):
     asked = {"prompt": ""} | ({} if size is None else {"size": size})
     one, other = read(asked), read(asked)
     assert one.shape == Shape(512, 768, 20, True) and len(one.orders) == 1 and one.orders[0].format == "png"
@@ -158,6 +158,6 @@ def test_the_longest_prompt_fits_into_a_body():
 
 
 @pytest.mark.parametrize(("whose", "status"), [("client", 400), ("machine", 503), ("fault", 500)])
-def test_what_a_replica_refused_has_a_status_by_whose_it_is(whose, status):
+def test_refusals_have_a_status_by_their_cause(whose, status):
     error = error_of(Refusal(whose, "no", "a", "b", "c"))
     assert error.status == status and (error.retry is not None) == (status == 503)

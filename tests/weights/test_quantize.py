@@ -30,7 +30,7 @@ def made(model, out, *options, name=MODEL):
     return load_file(out / name)
 
 
-def test_what_is_written(tmp_path):
+def test_written_tensors_and_types(tmp_path):
     before = weights()
     source = contents(save(tmp_path / "m", before))
     got = made(tmp_path / "m", tmp_path / "q")

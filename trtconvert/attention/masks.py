@@ -1,4 +1,4 @@
-"""Block masks: which blocks of queries attend to which blocks of keys, for sequences, images and videos.
+"""Block masks: pairs of a block of queries and a block of keys that attention computes, for sequences, images and videos.
 
 The operator skips whole blocks of `BLOCK` queries × `BLOCK` keys. It computes the masks below at that granularity: a query may
 see a few keys beyond its window, but never fewer than the window. Memory and time to make a mask are linear in the tokens, except
@@ -28,7 +28,7 @@ def window_mask(
     sink_tokens: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Makes a mask in which each query attends to the keys at most `window_size // 2` places away in one sequence.
+    """Makes a mask: each query attends to the keys at most `window_size // 2` places away in one sequence.
 
     Computed by a few comparisons on the device, cheap enough for every call.
 
@@ -74,10 +74,10 @@ def neighbourhood_mask(
     text: Literal["first", "last"] = "last",
     sink_tokens: int = 0,
 ) -> Tensor:
-    """Makes a mask in which tokens of an image or a video attend to tokens near them in every direction.
+    """Makes a mask: tokens of an image or a video attend to tokens near them in every direction.
 
     Args:
-        sizes: of the grid, whose tokens are in raster order: (tokens,), (height, width) or (frames, height, width).
+        sizes: of the grid, with tokens in raster order: (tokens,), (height, width) or (frames, height, width).
         window: width of the window in each direction: tokens see each other at a distance of at most half. One number stands
             for all directions.
         block_size: as in `window_mask`.
@@ -98,7 +98,7 @@ def neighbourhood_mask(
             "the place of the text is unknown",
             expected="first or last",
             got=repr(text),
-            remedy="use the order in which the model concatenates prompt and image",
+            remedy="use the order of prompt and image in the model's sequence",
         )
 
     tokens = math.prod(sizes) + text_tokens

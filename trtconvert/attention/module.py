@@ -534,7 +534,7 @@ class Int8Attention(nn.Module):
         return self
 
     def _carried(self, seen: Sequence[int]) -> Tensor:
-        """[T] factors of each bin's scales and offsets, relative to the bin from which they are copied."""
+        """[T] factors of each bin's scales and offsets, relative to the bin that they are copied from."""
         if self._lut is None:
             return torch.ones(self.bins)
         return self._lut / self._lut[nearest_bins(seen, self.bins)]

@@ -54,8 +54,8 @@ class AttentionReport:
     """Result of `replace_attention_with_int8`.
 
     Attributes:
-        replaced: paths of modules whose attention is INT8.
-        left: path: reason, of modules whose attention was not replaced.
+        replaced: paths of modules with INT8 attention.
+        left: reasons by path, of modules that keep their attention.
         exceptions: path: reason, of replaced modules that computed some calls exactly. Calls inside torch.compile are not seen.
     """
 
@@ -85,7 +85,7 @@ def replace_attention_with_int8(
     exact in code that torch.compile compiles.
 
     Args:
-        pipe: a pipeline, or a denoiser: a module whose forward takes a timestep.
+        pipe: a pipeline, or a denoiser, that is a module with a timestep among the arguments of its forward.
         calibration: a bundle's folder with scales and modes, or a calibration file with scales; of the same model. None: scales
             are measured in each call.
         precision_mode: "precision", "balanced", "aggressive", "fp8" or "fp16" for all timesteps, or "auto": a mode by the noise
@@ -217,7 +217,7 @@ def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     if not found:
         raise UserError(
             "this has no attention to replace",
-            expected="a diffusers pipeline with a unet or a transformer, or such a model, whose forward takes a timestep",
+            expected="a diffusers pipeline with a unet or a transformer, or such a model with a forward that takes a timestep",
             got=type(pipe).__name__ + (f" with {', '.join(parts)}" if parts and parts.keys() != {_ALONE} else ""),
             remedy="give the pipeline that generates images; use Int8Attention in modules of your own",
         )
@@ -239,7 +239,7 @@ def _replaced_in(denoisers: Mapping[str, nn.Module]) -> dict[str, Denoiser]:
 
 
 def _execution_devices(pipe: Any) -> set[torch.device]:
-    """Returns the device on which a pipeline with offloaded models computes."""
+    """Returns the device that computes a pipeline with offloaded models."""
     device = getattr(pipe, "_execution_device", None)
     if not isinstance(device, (str, torch.device)):
         return set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,16 @@ from torch.overrides import TorchFunctionMode
 from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.attention.sites import folds_of, of_elements, own_channels, refused_options, taken, too_many
+from trtconvert.attention.sites import (
+    Attention,
+    folds_of,
+    fused_attention,
+    of_elements,
+    of_unfused,
+    own_channels,
+    taken,
+    too_many,
+)
 from trtconvert.noise_input import NoiseInput, place_of
 from trtconvert.unfused import Unfused, UnfusedAttention
 
@@ -64,7 +72,7 @@ class Denoiser:
     Attributes:
         timestep: [B] FP32 of the running call, as a place where `NoiseInput` maps timesteps; None between calls.
         sites: replaced modules by path.
-        left: path: reason, of modules that are not replaced.
+        left: reasons by path, of modules that are not replaced.
         swapped: modules whose class changed, with the class before.
     """
 
@@ -124,44 +132,11 @@ class Site:
             found = self._on[device] = (self.denoiser.timestep_modes.modes.to(device), calls)
         return found
 
-    def attend(
-        self,
-        number: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Computes one call of `scaled_dot_product_attention`; number: of the module's calls, from 1."""
-        exact = partial(
-            scaled_dot_product_attention,
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
-        softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
-        reason = refused_options(dropout_p, is_causal)
-        return self._computed(number, (query, key, value), attn_mask, softmax_scale, reason, exact)
-
-    def attend_unfused(self, number: int, attention: UnfusedAttention) -> Tensor:
-        """Computes attention that the module writes out in several operators; number: of the module's calls, from 1."""
-        tensors = (attention.query, attention.key, attention.value)
-        return self._computed(number, tensors, attention.mask, attention.scale, attention.obstacle, attention.written)
-
-    def _computed(
-        self,
-        number: int,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        mask: Tensor | None,
-        scale: float,
-        reason: str,
-        exact: Callable[[], Tensor],
-    ) -> Tensor:
-        """Computes one attention in INT8, or exactly if there is a reason against INT8."""
-        shared, timestep, (q, k, v) = self.denoiser.timestep_modes, self.denoiser.timestep, tensors
-        folds, value = 1, v
+    def attend(self, number: int, attention: Attention) -> Tensor:
+        """Computes an attention in INT8, or exactly if INT8 is not possible; number: of the module's calls, from 1."""
+        shared, timestep = self.denoiser.timestep_modes, self.denoiser.timestep
+        q, k, value, mask, scale, reason, exact = attention
+        folds, v = 1, value
         if timestep is None:
             reason = "it was called outside of its denoiser, or without a timestep"
         elif not reason:
@@ -214,12 +189,12 @@ class _Mode(TorchFunctionMode):
     def _call(self, func, args, kwargs):
         if func is scaled_dot_product_attention:
             self.calls += 1
-            return self.site.attend(self.calls, *args, **kwargs)
+            return self.site.attend(self.calls, fused_attention(*args, **kwargs))
         return func(*args, **kwargs)
 
-    def _attend_unfused(self, attention: UnfusedAttention) -> Tensor:
+    def _attend_unfused(self, x: UnfusedAttention) -> Tensor:
         self.calls += 1
-        return self.site.attend_unfused(self.calls, attention)
+        return self.site.attend(self.calls, of_unfused(x))
 
 
 def calling_attention(cls: type) -> type:

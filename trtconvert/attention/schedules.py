@@ -303,7 +303,7 @@ class NoiseSchedule:
         return torch.lerp(log_sigmas[low], log_sigmas[low + 1], t - low).exp()
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """Returns the timestep, fractions included, at which the denoiser expects σ; clamps to [0, T-1]. Float64."""
+        """Returns the timestep, fractions included, that the denoiser expects at σ; clamps to [0, T-1]. Float64."""
         log_sigmas = self._log_sigmas.to(sigma.device)
         wanted = sigma.double().log().clamp(log_sigmas[0], log_sigmas[-1])
         low = torch.searchsorted(log_sigmas, wanted, right=True).sub(1).clamp(0, self.timesteps - 2)
@@ -334,7 +334,7 @@ class FlowSchedule:
         return self.fractions / (1 - self.fractions)
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """Returns the timestep, fractions included, at which the denoiser expects σ. Float64."""
+        """Returns the timestep, fractions included, that the denoiser expects at σ. Float64."""
         return (sigma / (1 + sigma) * self.timesteps).clamp_max(self.timesteps - 1)
 
 

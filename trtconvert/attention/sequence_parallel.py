@@ -147,7 +147,7 @@ class SequenceParallelAttention(nn.Module):
                 "the arguments of the processes",
                 "valid tensors and a valid timestep in each process",
                 f"invalid ones on rank {', '.join(map(str, refused))}",
-                f"correct the arguments of rank {refused[0]}, whose error names them",
+                f"correct the arguments of rank {refused[0]}; that rank's error names them",
             )
         for rank, row in enumerate(rows):
             if row[:_SHAPES] != rows[0][:_SHAPES]:

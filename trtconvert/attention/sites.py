@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,20 @@ MAX_BATCH = 65_535
 """Batch elements that the kernels take: CUDA's limit of thread blocks along an axis."""
 
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Relative error up to which written-out attention may differ from `scaled_dot_product_attention`, which sums in another order
-and rounds scores and probabilities less."""
+"""Largest relative difference between written-out attention and `scaled_dot_product_attention`, which sums in another order and
+rounds scores and probabilities less."""
+
+
+class Attention(NamedTuple):
+    """One attention as a model computes it; `mask`, `scale`, `obstacle` and `exact` as in `SiteCall`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    obstacle: str
+    exact: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class SiteCall:
             zeros, which change neither the logits nor the other channels of the output.
         mask: broadcastable to [B, H, Nq, Nk], boolean or additive, or None.
         scale: factor of the logits.
-        timestep: [B] FP32, the denoiser's timestep of the sample to which each batch element belongs.
+        timestep: [B] FP32, for each batch element the denoiser's timestep of its sample.
         obstacle: why this call cannot become INT8 attention; empty if it can.
         exact: computes the call as the model wrote it, with the model's head size.
         folds: number of adjacent batch elements that belong to one sample: its frames, windows or places.
@@ -89,12 +101,12 @@ def attention_hooks(handler: Handler) -> Hooks:
     """Returns hooks that pass calls of attention to a handler and return the handler's output."""
 
     def attend(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        call = _call(caller, *args, **named)
-        return own_channels(handler(call), named["value"] if "value" in named else args[2])
+        attention = fused_attention(*args, **named)
+        return own_channels(handler(_site_call(caller, *attention)), attention.value)
 
     def attend_unfused(caller: Caller, args: tuple[UnfusedAttention], named: dict[str, Any]) -> Tensor:
-        (attention,) = args
-        return own_channels(handler(_unfused_call(caller, attention)), attention.value)
+        (x,) = args
+        return own_channels(handler(_site_call(caller, *of_unfused(x), x.softmax, x.split)), x.value)
 
     return {scaled_dot_product_attention: attend, unfused_attention: attend_unfused}
 
@@ -115,11 +127,6 @@ def own_channels(output: Tensor, model: Tensor) -> Tensor:
     return output if output.shape[-1] == own else output[..., :own]
 
 
-def refused_options(dropout: float, causal: bool) -> str:
-    """Returns why a call's options cannot become INT8 attention; empty if they can."""
-    return "it is causal" if causal else "it uses dropout" if dropout else ""
-
-
 def taken(q: Tensor, k: Tensor, v: Tensor, folds: int) -> tuple[Tensor, Tensor, Tensor, str]:
     """Returns tensors that the kernels take, padded if needed, and the obstacle if there is one. folds: see `folds_of`."""
     obstacle = obstacle_to(q, k, v, folds)
@@ -130,20 +137,28 @@ def taken(q: Tensor, k: Tensor, v: Tensor, folds: int) -> tuple[Tensor, Tensor, 
     return q, k, v, obstacle
 
 
-def _call(
-    caller: Caller, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-) -> SiteCall:
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attention:
+    """Returns a call of `scaled_dot_product_attention`, by the function's arguments."""
     exact = partial(
         scaled_dot_product_attention,
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
     )  # fmt: skip
     softmax_scale = query.shape[-1] ** -0.5 if scale is None else scale
-    obstacle = refused_options(dropout_p, is_causal)
-    return _site_call(caller, query, key, value, attn_mask, softmax_scale, obstacle, exact)
+    obstacle = "it is causal" if is_causal else "it uses dropout" if dropout_p else ""
+    return Attention(query, key, value, attn_mask, softmax_scale, obstacle, exact)
 
 
-def _unfused_call(caller: Caller, x: UnfusedAttention) -> SiteCall:
-    return _site_call(caller, x.query, x.key, x.value, x.mask, x.scale, x.obstacle, x.written, x.softmax, x.split)
+def of_unfused(x: UnfusedAttention) -> Attention:
+    return Attention(x.query, x.key, x.value, x.mask, x.scale, x.obstacle, x.written)
 
 
 def _site_call(
@@ -387,7 +402,7 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
 
 
 def _by_reason(left: list[Site]) -> str:
-    """Lists sites by what keeps them from being converted, each reason once."""
+    """Lists sites by the reason against their conversion, each reason once."""
     groups: dict[str, list[str]] = {}
     for site in left:
         groups.setdefault(site.obstacle, []).append(site.name)

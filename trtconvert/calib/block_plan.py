@@ -64,8 +64,7 @@ def stated_blocks(
 def attention_seconds(
     cost: KernelCost, shape: AttentionShape, unit: Unit, blocks: SiteBlocks | None, bins: int
 ) -> Tensor:
-    """[T, choices] time of a site in each of its choices; infinite for modes without times, and for shares at which no block may
-    be skipped."""
+    """[T, choices] time of a site in each of its choices; infinite for modes without times, and for shares that skip no block."""
     densities = {0.0: [1.0] * bins}
     if blocks is not None:
         densities |= dict(zip(blocks.shares, blocks.densities().T.tolist(), strict=True))

@@ -376,7 +376,7 @@ def _coverage(
 
 
 def _covered(section: CalibrationSection) -> CalibrationSection:
-    """Returns the section for the samples on which the coverage is measured."""
+    """Returns the section for the samples that measure the coverage."""
     return section.model_copy(update={"samples": max(1, section.samples // COVERAGE_SHARE)})
 
 

@@ -154,11 +154,11 @@ class KernelCost:
         """Loads a file of `trtconvert measure`, or the times that come with the program.
 
         Args:
-            candidates: modes that the plan may choose, whose times are required beside those of `ALWAYS_MEASURED`.
+            candidates: modes that the plan may choose; their times are required beside those of `ALWAYS_MEASURED`.
             layer_candidates: the same for layers, including 16 bits.
-            masks: the plan may choose block masks, whose times are required.
+            masks: the plan may choose block masks; their times are required.
             caches: the plan may choose layers that quantise deltas; the memory's bandwidth prices their caches.
-            of_convs: the plan may choose convolutions, whose times are required.
+            of_convs: the plan may choose convolutions; their times are required.
         Raises:
             UserError: the file is not a table of times, or lacks times that are required.
         """

@@ -134,7 +134,7 @@ def _recorded(
 
 
 def nothing_observed(left_out: Sequence[str]) -> UserError:
-    """Returns the error for a calibration in which no site was called; left_out: the skipped bad samples."""
+    """Returns the error for a calibration without a call of a site; left_out: the skipped bad samples."""
     return UserError(
         "there is nothing to calibrate on",
         expected="at least one batch of denoiser inputs",
@@ -317,7 +317,7 @@ def _encoder(model: DiffusionModel, example: Example):
     if model.encoder is None:
         raise UserError(
             f"{model.name} cannot take the image {example.name}",
-            expected="a model with an encoder from images to what it denoises",
+            expected="a model with an encoder from images to the denoiser's inputs",
             got="a model without one",
             remedy="give DiffusionModel an ImageEncoder, or calibrate with denoise or recorded inputs",
         )

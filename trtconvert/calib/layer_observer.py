@@ -47,7 +47,7 @@ class LayerRows(TensorFields):
 
 
 def deltas_of(layer: str) -> str:
-    """Returns the name under which the deltas of a layer's input are recorded."""
+    """Returns the name of a layer's input deltas in the record."""
     return f"changes of {layer}"
 
 

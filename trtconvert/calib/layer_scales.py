@@ -48,7 +48,7 @@ MOST_NUMBERS = 2**25
 """Numbers per chunk when several limits are evaluated together: 256 MiB in FP64."""
 
 WEIGHT_ROWS = 512
-"""Output channels on which the error of weights is estimated during the choice of factors."""
+"""Number of output channels that estimate the error of weights during the choice of factors."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _factor(of_x: Tensor, of_weight: Tensor, exponent: float) -> Tensor:
 
 
 class _Points:
-    """Whole rows, and the extremes of every call for what the rows miss; extremes count by their frequency."""
+    """Whole rows, and the extremes of every call that the rows miss; extremes count by their frequency."""
 
     def __init__(self, rows: LayerRows) -> None:
         self._rows = rows

@@ -37,7 +37,7 @@ CORRECTIONS = (0.0, 0.5, 0.75, 1.0)
 """Shares of the correction to try. Denoisers differ in how much a skipped step's change of the sample changes predictions."""
 
 CORRECTED_AT = 0.4
-"""Share of computed steps at which the shares of the correction are compared."""
+"""Shares of the correction are compared at this share of computed steps."""
 
 OBJECTIVES: tuple[Objective, ...] = ("mean", "worst")
 

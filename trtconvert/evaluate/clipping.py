@@ -16,8 +16,6 @@ from trtconvert.bundle import Manifest
 from trtconvert.calib.calibration import load_of_bundle, modes_of_bundle
 from trtconvert.calib.coverage import INSIDE
 
-TENSORS = ("q", "k", "v")
-
 
 class Clipping:
     """Counts the full-precision elements that INT8 would clip in the mode of each sample's timestep.

@@ -79,12 +79,12 @@ class PairedQuality(_Record):
     """INT8 against full precision of the same seeds, over pairs that are both finite.
 
     Attributes:
-        psnr: dB over all pixels of all samples. psnr_worst: of the worst sample, whose seed is psnr_worst_seed.
+        psnr: dB over all pixels of all samples. psnr_worst: of the worst sample, which has the seed psnr_worst_seed.
         ssim, ssim_worst, lpips, lpips_worst: mean and worst; None where they were not computed.
         fid_int8, fid_full: distance of the INT8 and of the full-precision samples to those of other seeds.
         psnr_all_steps: dB with all steps computed. psnr_of_steps: dB of the INT8 samples against INT8 samples with all steps.
             Both are None where the bundle reuses no steps.
-        nonfinite_sites: by site, samples for which its attention gave NaN or Inf in full precision.
+        nonfinite_sites: by site, samples whose attention gave NaN or Inf in full precision.
         nonfinite_int8_sites: the same in INT8, where torch runs it: the inside of an engine cannot be observed.
         nonfinite_int8_layers: the same of INT8 layers.
         clipped: by site, share of the elements of "q", "k" and "v" that the bundle's scales clip, see `Clipping`.

@@ -1,4 +1,4 @@
-"""Conditions under which our INT8 kernel computes a convolution faster. The plan and the engines share them.
+"""Conditions for convolutions that our INT8 kernel computes faster. The plan and the engines share the conditions.
 
 TensorRT's own layers and ONNX Runtime may compute other convolutions in INT8.
 """

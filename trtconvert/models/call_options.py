@@ -117,6 +117,6 @@ def refuse_unfit_texts(kind: str, arguments: Mapping[str, Any], has_text_encoder
             raise UserError(
                 f"no text encoder reads model.options.call.{name}",
                 expected=f"a {kind} with its text encoders",
-                got=f"{value!r}, and a pipeline without text encoders, whose prompt embeddings are noise",
+                got=f"{value!r}, and a pipeline without text encoders, which gets noise as prompt embeddings",
                 remedy=f"save the pipeline with its text encoders and tokenizers, or remove {name} from model.options.call",
             )

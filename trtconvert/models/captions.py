@@ -26,7 +26,7 @@ _ONE, _OTHER = PROMPTS[0], PROMPTS[5]
 """Captions that differ in every word."""
 
 _SAME = 1e-3
-"""Relative difference up to which rows are of one caption: the same text encoders computed both."""
+"""Largest relative difference between rows of one caption: the same text encoders computed both."""
 
 
 @dataclass(frozen=True)

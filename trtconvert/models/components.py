@@ -187,7 +187,7 @@ class PipelineComponents:
         return tuple(text + binned for text in notices)
 
     def _observe_rows(self, observe: Observe) -> Observed:
-        """Observes a half of the VAE, whose inputs have rows that do not depend on one another.
+        """Observes a half of the VAE. The rows of its inputs are independent.
 
         The pipeline is called with the recipe's batches alone, as a denoiser may hold the number of images as a constant, like
         that of QwenImage; other numbers of rows are made from these calls. Rows may be frames, and the pipeline may pass a chunk
@@ -305,7 +305,7 @@ def _repeated_to_length(tensors: Mapping[str, Tensor], length: int) -> dict[str,
 
 
 def _latents_like(vae: nn.Module, x: Tensor) -> Tensor:
-    """Returns noise like x [B, C, …] with the mean and the deviation by which pipelines scale the VAE's latents."""
+    """Returns noise like x [B, C, …] with the mean and the deviation of the VAE's latents, as pipelines scale them."""
     settings = {**_config(vae), **dict(vae.named_buffers(recurse=False))}
 
     def setting(name: str, otherwise: float) -> Tensor:

@@ -39,7 +39,7 @@ def graphed(
 ) -> Callable[..., Any]:
     """Records a denoiser, or another function of a model's inputs, in CUDA graphs if the model is on a GPU.
 
-    Without a GPU, and with offloaded weights, whose addresses change from call to call, it returns the function itself.
+    Without a GPU, and with offloaded weights, which move from call to call, it returns the function itself.
 
     Args:
         function: see `Graphed`. It must not keep state on the host, such as caches of layers.

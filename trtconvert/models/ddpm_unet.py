@@ -29,7 +29,7 @@ IMAGE_SHAPE = (3, 32, 32)
 
 _GROUPS, _EPSILON = 32, 1e-6  # of GroupNorm
 _NESTED = ("ema", "model_ema", "ema_state_dict", "ema_model", "shadow", "state_dict", "model", "model_state_dict")
-"""Entries of checkpoints in which training scripts store weights, averaged weights first."""
+"""Entries of checkpoints that hold weights, averaged weights first."""
 
 _OTHER_LAYOUTS = {
     "a UNet2DModel of diffusers": r"(down_blocks|mid_block|up_blocks)\.",
@@ -226,7 +226,7 @@ def build(
     image_channels: int = 3,
     dropout: float = 0.1,
 ) -> DDPMUNet:
-    """Makes a model with random weights, for training; by default CIFAR-10's, whose attention is at 16 × 16 of 32 × 32 pixels.
+    """Makes a model with random weights, for training; by default CIFAR-10's, with attention at 16 × 16 of 32 × 32 pixels.
 
     Args:
         channels, multipliers, blocks, attention, image_channels, dropout: see `DDPMUNet`.

@@ -217,7 +217,7 @@ def _timestep_name(inputs: Observed) -> str:
         expected=f"{' or '.join(map(repr, TIMESTEPS))}: one for all samples, one for each, or several for each, [samples, …]",
         got=", ".join(inputs.example) if x is None else f"one of shape {list(x.shape)} for {batch} samples",
         remedy="keep the pipeline as it is, or convert its denoiser through a function of your own, model.source: "
-        "package.module:function, whose forward takes one timestep for each sample",
+        "package.module:function, with a forward that takes one timestep for each sample",
     )
 
 
@@ -229,7 +229,7 @@ def _refuse_rising_shares(record: DiffusersRecord, timesteps: Sequence[float]) -
             expected="timesteps that fall, the largest for a sample's noisiest token",
             got=f"{timesteps[0]:g}, and then {timesteps[-1]:g}",
             remedy="keep the pipeline as it is, or convert its denoiser through a function of your own, model.source: "
-            "package.module:function, whose timesteps fall",
+            "package.module:function, with falling timesteps",
         )
 
 
@@ -319,7 +319,7 @@ def _output(
         named,
         flat.record.model,
         f"keep the pipeline's own {flat.record.component}, or convert it through a function of your own, model.source: "
-        "package.module:function, whose operations do not depend on the inputs' values, as with prompts padded to one length",
+        "package.module:function, with operations that do not depend on the inputs' values, as with prompts padded to one length",
     )
     _refuse_further_results(flat.record, output, images)
     sizes, symbolic = named[first].shape, inputs.shapes[first]
@@ -367,7 +367,7 @@ def _refuse_unfit_predictions(
             f"the result of {model} cannot be used",
             expected=f"predictions [{rows}, …] of {rows} samples",
             got=f"'{unfit[0]}' of shape {list(fields[unfit[0]].shape)}",
-            remedy=f"{_OWN_FUNCTION}, whose forward returns the prediction alone",
+            remedy=f"{_OWN_FUNCTION}, with a forward that returns the prediction alone",
         )
     varying = [name for name, (low, _, high) in dims.items() if low < high and not name.startswith("batch")]
     if varying:
@@ -386,7 +386,7 @@ def _steps(
     named: Mapping[str, Tensor],
     output: Sequence[int | str],
 ) -> dict[str, int]:
-    """Returns the steps in which sizes may vary, see `steps_of`. Nothing is computed."""
+    """Returns the steps between valid sizes, see `steps_of`. Nothing is computed."""
 
     def run(sizes: Mapping[str, int]) -> list[tuple[Any, ...]]:
         log = OperationLog()

@@ -1,4 +1,4 @@
-"""Progress of drawings: a model whose sampler moves a bar with each call of the denoiser."""
+"""Progress of drawings: a model's sampler moves a bar with each call of the denoiser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replacements for parts of diffusers' models whose operations depend on the values or the number of the samples.
+"""Replacements for parts of diffusers' models that depend on the values or the number of the samples.
 
 Exporters take the replacements. Each computes the same as the part, and is found by the name of the part's class.
 """
@@ -118,7 +118,7 @@ def _attended(
 
 
 class _HunyuanVideoAttention:
-    """Replaces HunyuanVideo15AttnProcessor2_0, whose mask also hides all keys from the padding of a prompt. Padding rows reach no
+    """Replaces HunyuanVideo15AttnProcessor2_0: its mask also hides all keys from the padding of a prompt. Padding rows reach no
     other rows, and a mask of keys alone does not grow with the square of the video's tokens.
 
     This is a class, as diffusers reads the parameters of `__call__`.
@@ -153,7 +153,7 @@ class _HunyuanVideoAttention:
 def _hunyuan_video_refiner(
     self: Any, hidden_states: Tensor, temb: Tensor, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Replaces the forward of HunyuanVideo15IndividualTokenRefiner, whose mask also hides all keys from the padding of a prompt.
+    """Replaces the forward of HunyuanVideo15IndividualTokenRefiner: its mask also hides all keys from the padding of a prompt.
 
     Args:
         hidden_states: [B, L, C]; temb: [B, C]; attention_mask: [B, L], true for tokens of the prompt.

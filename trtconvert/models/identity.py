@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import UserError
 from trtconvert.files import sha256
-from trtconvert.models.saved import INDEX, pipeline_folder
+from trtconvert.models.saved import pipeline_folder
 from trtconvert.recipe import ONNX, LoraSection, ModelSection
 from trtconvert.weights.lora_files import refuse_unreadable, settings_beside
 
@@ -80,7 +81,7 @@ def _lora(section: LoraSection) -> dict[str, Any]:
 def _configurations(folder: Path) -> dict[str, str]:
     """Hashes a pipeline's folder without the files of weights beside its index, which have other uses."""
     parts = sorted(path for path in folder.iterdir() if path.is_dir())
-    return {INDEX: sha256(folder / INDEX)} | {
+    return {PIPELINE_INDEX: sha256(folder / PIPELINE_INDEX)} | {
         f"{part.name}/{name}": digest for part in parts for name, digest in _hashes(part).items()
     }
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
 from trtconvert.models.model_weights import FAILURES, Weights, load_model, model_of, not_loaded
-from trtconvert.models.saved import DENOISERS, INDEX, contents_of, pipeline_folder, refuse_unfit_config
+from trtconvert.models.saved import DENOISERS, contents_of, pipeline_folder, refuse_unfit_config
 from trtconvert.runtime.libraries import current_name
 from trtconvert.runtime.pipeline import component_entries, component_names
 from trtconvert.weights.weight_files import (
@@ -71,7 +72,7 @@ def load_pipeline(
     folder = _index_folder(asked)
     with _without_progress():
         try:
-            index = json.loads((folder / INDEX).read_text())
+            index = json.loads((folder / PIPELINE_INDEX).read_text())
             pipeline = getattr(diffusers, index["_class_name"])
             entries = component_entries(pipeline, index)
             # `from_pretrained` must get None for components that were saved as None.
@@ -190,9 +191,9 @@ def _without_filters(folder: Path, parts: Collection[str], pipeline: Any) -> dic
     if lost := [name for name in named if name not in optional]:
         raise UserError(
             f"the pipeline in {folder} is not whole",
-            expected=f"the folder {lost[0]}, which its {INDEX} names",
+            expected=f"the folder {lost[0]}, which its {PIPELINE_INDEX} names",
             got=f"no {', '.join(lost)}",
-            remedy=f'get it too, or, if it is optional, write "{lost[0]}": [null, null] in {INDEX}',
+            remedy=f'get it too, or, if it is optional, write "{lost[0]}": [null, null] in {PIPELINE_INDEX}',
         )
     return dict.fromkeys(named + [name for name in optional if name == "safety_checker"])  # its verdict is not used
 

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trtconvert.documents import safetensors_header
+from trtconvert.documents import PIPELINE_INDEX, safetensors_header
 from trtconvert.errors import TrtconvertError, UserError, first_line
-from trtconvert.models.saved import DENOISERS, INDEX
+from trtconvert.models.saved import DENOISERS
 from trtconvert.weights.weight_files import StoredWeights, holds_scaled, how_without, is_spare, read_tensors
 
 FAILURES = (
@@ -82,7 +82,8 @@ def load_model(
             + (f", and {asked.place} holds none for it" if asked.place.is_file() else ""),
             remedy=f"rename {others[0].name} to {name}{others[0].suffix}, if it has all weights"
             if others
-            else f'{otherwise}get them; or, if the pipeline can do without, write "{folder.name}": [null, null] in {INDEX}',
+            else f"{otherwise}get them; or, if the pipeline can do without, "
+            f'write "{folder.name}": [null, null] in {PIPELINE_INDEX}',
         )
     try:
         quantised = "quantization_config" in json.loads((folder / "config.json").read_text())
@@ -216,7 +217,7 @@ def _refuse_others(
             f"the weights of {title} are incomplete",
             expected=f"all weights of {type(model).__name__}",
             got=f"{len(lost)} missing, {lost[0]} the first of them",
-            remedy=f"save the pipeline again, or correct its classes in {INDEX} and its sizes in config.json",
+            remedy=f"save the pipeline again, or correct its classes in {PIPELINE_INDEX} and its sizes in config.json",
         )
     further = (name for name in unexpected if not _is_shared(model, name))
     more = sorted(name for name in further if not is_spare(name, type(model), ignore))

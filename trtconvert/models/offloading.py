@@ -3,7 +3,7 @@
 Its hooks bring a block's weights to the GPU before the block's forward, prefetch the next block's meanwhile, and free them after
 it. They are made for inference. Two additions here make backward passes work:
 
-- Autograd keeps a weight by its parameter, whose memory is on the host again after the forward. Functions therefore get tensors
+- Autograd keeps a weight by its parameter, which is on the host again after the forward. Functions therefore get tensors
   that share the parameter's memory of that moment (`_SharedMemory`). This alone would keep all weights on the GPU, so blocks keep
   their inputs alone, and backward passes compute the blocks again (`computed_again`).
 - The hooks prefetch in the order of the forward. In a backward pass, which goes the other way, they would bring blocks to the GPU
@@ -32,7 +32,7 @@ from trtconvert.interception import Interception
 from trtconvert.linear.sites import Layer
 
 LARGE = 2**30
-"""Bytes of weights from which another model of the pipeline is offloaded too. Smaller models stay on the GPU."""
+"""Other models of the pipeline are offloaded if they have as many bytes of weights. Smaller models stay on the GPU."""
 
 PINNED_SHARE = 0.8
 """Share of the available host memory that pinned weights may take."""
@@ -92,8 +92,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 def resident_bytes(module: nn.Module) -> int:
-    """Returns the most bytes of an offloaded module that are on the device at once: two blocks, one of which is prefetched, and
-    everything outside of blocks."""
+    """Returns the most bytes of an offloaded module that are on the device at once: a block, a prefetched block, and everything
+    outside of blocks."""
     blocks = sorted(sum(x.nbytes for x in _tensors(block)) for block in _blocks(module))
     return sum(x.nbytes for x in _tensors(module)) - sum(blocks[:-2])
 

@@ -1,4 +1,4 @@
-"""Draws samples with a diffusers pipeline whose denoiser is replaced."""
+"""Draws samples with a diffusers pipeline and a replaced denoiser."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class PipelineCaller:
         return self.pipe.components.get("vae", self.pipe) is not None
 
     def taken_steps(self, steps: int, least: int = 1) -> int:
-        """Returns the number of steps of a schedule of which the pipeline takes at least so many.
+        """Returns the length of a schedule, `steps` or more, that makes the pipeline take at least `least` steps.
 
         A pipeline that begins with an image takes the share of the last steps that its strength gives. A pipeline of a part of
         the schedule takes the steps of this part.
@@ -361,7 +361,7 @@ class PipelineCaller:
                 expected="one tensor of all samples, which an engine takes",
                 got=f"'{first}', {type(samples).__name__} of {len(samples) if isinstance(samples, (list, tuple)) else 1}",
                 remedy=f"keep the pipeline's own {self.component}, or convert it through a function of your own, model.source: "
-                "package.module:function, whose module takes one tensor and makes the list",
+                "package.module:function, with a module that takes one tensor and makes the list",
             )
         return take_apart(arguments, least)
 

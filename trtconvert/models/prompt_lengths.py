@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def settled_lengths(caller: PipelineCaller, given: Range | None, sizes: Mapping[str, int]) -> Range | None:
-    """Returns the lengths by which the pipeline's calls can vary, and sets the caller up for them; None for one length.
+    """Returns the range of prompt lengths in the pipeline's calls, and sets the caller up for the range; None for one length.
 
     Args:
         given: (min, opt, max) of the recipe, or None.
@@ -45,7 +45,7 @@ def settled_lengths(caller: PipelineCaller, given: Range | None, sizes: Mapping[
         )
     if caller.takes_prompts:
         caller.pads = LENGTH in caller.parameters
-        # Lengths at which a prompt of one letter is not cut.
+        # Long enough for a prompt of one letter.
         pair = (max(low, min(8, high - 1)) if low < high else max(1, high - 1), high)
         if caller.pads and not _follows(caller, sizes, *pair, captions=["a"] * sizes["batch"]):
             caller.pads = False  # it cuts prompts at the length, and pads them to another
@@ -115,7 +115,7 @@ def _other_than_a_range(caller: PipelineCaller) -> str:
     return (
         "give model.options.prompts texts of one number of tokens, such as one text alone: the engine then takes prompts of "
         "this length; or convert the denoiser through a function of your own, model.source: "
-        "package.module:function, whose inputs have a symbolic length"
+        "package.module:function, with inputs of a symbolic length"
     )
 
 

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from trtconvert.documents import parse_json, safetensors_header
+from trtconvert.documents import PIPELINE_INDEX, parse_json, safetensors_header
 from trtconvert.errors import UserError
 from trtconvert.recipe import ONNX, ModelSection
 
@@ -15,8 +15,6 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", "
 
 _OF_MODELS = {"generation_config.json"}
 """Further configurations of models. Tokenizers, schedulers and processors have configurations of other names."""
-
-INDEX = "model_index.json"
 
 DENOISERS = ("transformer", "unet")
 """Names of the component that denoises, unless the recipe names another."""
@@ -26,7 +24,7 @@ _STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"} | {name: name for name in
 
 def is_saved_pipeline(folder: Path) -> bool:
     """Whether the folder has the index of a whole pipeline."""
-    return (folder / INDEX).is_file()
+    return (folder / PIPELINE_INDEX).is_file()
 
 
 def pipeline_folder(weights: Path, config: Path | None = None) -> Path | None:
@@ -47,7 +45,7 @@ def refuse_unfit_config(weights: Path, config: Path | None) -> None:
     if config is None or not weights.is_file() or is_saved_pipeline(config):
         return
     if (config / "config.json").is_file():
-        got = f"config.json of one model, without {INDEX}"
+        got = f"config.json of one model, without {PIPELINE_INDEX}"
     elif config.is_dir():
         got = contents_of(config)
     else:
@@ -55,7 +53,7 @@ def refuse_unfit_config(weights: Path, config: Path | None) -> None:
     near = next((folder for folder in (config.parent, weights.parent) if is_saved_pipeline(folder)), None)
     raise UserError(
         f"model.config {config} does not say what the pipeline of {weights.name} is made of",
-        expected=f"a folder with {INDEX} and the folders that it names; a model in the file needs config.json alone",
+        expected=f"a folder with {PIPELINE_INDEX} and the folders that it names; a model in the file needs config.json alone",
         got=got,
         remedy=f"give `config: {near}` under model"
         if near
@@ -143,9 +141,9 @@ def copy_without_models(folder: Path, target: Path) -> None:
     A folder is a model's if it holds weights, or, for a pipeline whose weights are in one file, a configuration and nothing else.
     """
     target.mkdir()
-    shutil.copyfile(folder / INDEX, target / INDEX)
+    shutil.copyfile(folder / PIPELINE_INDEX, target / PIPELINE_INDEX)
     # Published pipelines have other folders too, such as examples and media.
-    for name, entry in json.loads((folder / INDEX).read_text()).items():
+    for name, entry in json.loads((folder / PIPELINE_INDEX).read_text()).items():
         part = folder / name
         if isinstance(entry, list) and part.is_dir() and not _is_model(part):
             shutil.copytree(part, target / name)

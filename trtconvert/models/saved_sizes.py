@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trtconvert.documents import parse_json
-from trtconvert.models.saved import DENOISERS, INDEX
+from trtconvert.documents import PIPELINE_INDEX, parse_json
+from trtconvert.models.saved import DENOISERS
 from trtconvert.runtime.pipeline import names_class
 
 FEW_STEPS = 4
@@ -37,7 +37,7 @@ def saved_config(folder: Path, part: str) -> Mapping[str, Any]:
 def parts_of(folder: Path) -> dict[str, str]:
     """Returns the classes of a pipeline's components by name, without components that were saved as None."""
     try:
-        index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
+        index = parse_json((folder / PIPELINE_INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     named = index.items() if isinstance(index, dict) else ()

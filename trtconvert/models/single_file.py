@@ -233,7 +233,7 @@ def _diffusers_renaming(kind: Any, config: Mapping[str, Any], tensors: Mapping[s
 
 
 def _text_encoder_renaming(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> Rename:
-    """Returns the renaming for a text encoder, whose weights all have one prefix."""
+    """Returns the renaming for a text encoder: all of its weights have one prefix."""
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
     prefix = next(prefix for of in _TEXT.values() for prefix in of if next(iter(tensors)).startswith(prefix))

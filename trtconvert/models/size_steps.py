@@ -1,4 +1,4 @@
-"""Finds sizes that a pipeline rounds, and the steps of sizes at which a model runs the same operations."""
+"""Finds sizes that a pipeline rounds, and the steps between sizes that run the same operations."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ def refuse_between_steps(
 def steps_of(
     run: Callable[[Mapping[str, int]], Iterable[tuple[Any, ...]]], dims: Mapping[str, Range]
 ) -> dict[str, int]:
-    """Returns the steps, counted from the opt, at which a model runs the same operations, by symbolic dimension; without steps of
-    1.
+    """Returns the steps between sizes that run the same operations as the opt, by symbolic dimension; without steps of 1.
 
     An exported graph holds the operations of one size. U-Nets, for example, upsample to twice the size if the latents can be
     halved often enough, and otherwise to the stored sizes of the way down.

@@ -1,4 +1,4 @@
-"""Layers whose quantisation follows a sampler's trajectory: modulation (MoDiff) and Q-Diff's calibration."""
+"""Layers with a quantisation that follows a sampler's trajectory: modulation (MoDiff) and Q-Diff's calibration."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -98,7 +98,7 @@ def commands(speaking: Callable[[Command], Command]) -> click.Group:
     def modiff() -> None:
         """Sample with layers that quantise the delta since the step before (MoDiff), calibrated by Q-Diff.
 
-        MODEL is a shipped model (emoji-dit, digits-dit) or a recipe, whose `model` section is read.
+        MODEL is a shipped model (emoji-dit, digits-dit) or a recipe; only its section `model` is read.
         """
 
     @modiff.command()

@@ -159,7 +159,7 @@ class ModulatedLayer(nn.Module):
             x: […, K], of a convolution [B, C, H, W]; any floating-point type.
             state: of the step before. None: the first step of all samples.
             timestep_bin: [B] bins of the table. None: the first.
-            reset: [B] bool, samples in their first step, whose caches are not read.
+            reset: [B] bool, samples in their first step; their caches are not read.
             batch: number of samples B if x has several rows per sample; by default x.shape[0].
         Returns:
             […, N] or [B, N, H', W'] in x's type, and the caches, None without modulation. If caches have x's type the output

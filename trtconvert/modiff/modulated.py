@@ -279,7 +279,7 @@ class Modulated(nn.Module):
         if not any(held.states for held in self.layers.values()):
             raise UserError(
                 "there are no caches yet",
-                expected="one step before, whose shapes the caches have",
+                expected="an earlier step, which gives the shapes of caches",
                 got="no step" if self.settings.modulation else "a model without modulation, which has none",
                 remedy="call the model once with inputs of the batch, then reset_cache()",
             )
@@ -354,7 +354,7 @@ def modulate(
 def batch_and_timestep(
     names: Sequence[str], timestep_input: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the denoised tensor of a call, whose first axis is the batch, and [B] timesteps.
+    """Returns the denoised tensor [B, …] of a call, and [B] timesteps.
 
     Raises:
         UserError: there is no tensor to denoise, or the number of timesteps does not fit.

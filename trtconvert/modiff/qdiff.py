@@ -129,7 +129,7 @@ def calibrate(
         raise UserError(
             "the model has no layers to calibrate",
             expected="linear layers or convolutions",
-            got=f"{len(chosen)} that the settings name, none of which is called with min_rows",
+            got=f"{len(chosen)} that the settings name; no call has min_rows",
             remedy="widen Settings.include, or lower Settings.min_channels and Settings.min_rows",
         )
     layers = {name: chosen[name] for name in order}

@@ -203,7 +203,7 @@ def _by_pixels(values: Tensor, like: Tensor) -> Tensor:
 def _convolve(codes: Tensor, zero: Tensor, weight: Tensor, geometry: Geometry, shifted: bool) -> Tensor:
     """The exact sums of w · (c − z), [B, H', W', N], in FP32 where it holds them all, else in FP64.
 
-    On a GPU always in FP64: convolutions in FP32 may go by Winograd's algorithm there, whose steps are no integers.
+    On a GPU always in FP64: convolutions in FP32 may use Winograd's algorithm there, which leaves the integers.
     """
     most = (255 if shifted else 127) * 127
     fits = weight[0].numel() * most <= _EXACT and not codes.is_cuda

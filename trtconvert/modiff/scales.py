@@ -16,7 +16,7 @@ VALUES = 4096
 """Kept numbers of a layer's input in a bin."""
 
 _STEPS = 6
-"""Steps in one direction, after which errors of deltas are compared."""
+"""Errors of deltas are compared after this number of steps in one direction."""
 
 
 @dataclass

@@ -169,7 +169,7 @@ class Workspace:
         return found
 
     def calibration_path(self, variant: Variant) -> Path:
-        """Returns the path of a variant's calibration, whose name hashes all inputs."""
+        """Returns the path of a variant's calibration; the name hashes all inputs."""
         reads = {
             "code": code_identity(*sorted(self.code)),
             "model": self.digest,

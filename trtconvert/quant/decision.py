@@ -36,7 +36,7 @@ class Choice:
 
     @property
     def parts(self) -> tuple[Choice, ...]:
-        """Choices whose errors add up to the error of this choice: the mode without a mask, and the mask in full precision."""
+        """The mode without a mask, and the mask in full precision: their errors add up to the error of this choice."""
         alone = replace(self, mask_share=None), Choice(Mode.FP16, self.mask_share)
         return tuple(part for part in alone if not part.exact)
 

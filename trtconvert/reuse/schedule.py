@@ -70,7 +70,7 @@ def all_computed(steps: int) -> Schedule:
 
 
 def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective) -> dict[int, Schedule]:
-    """Returns the best schedule for each number of computed steps for which the gaps need not exceed `LONGEST`.
+    """Returns the best schedule for each number of computed steps that allows gaps of at most `LONGEST`.
 
     Args:
         timesteps: [M] of all steps, in the order of denoising, all different. Steps outside of the calibrated range are computed.

@@ -36,7 +36,7 @@ class Trajectories:
         products: [S, N, N] FP64, ⟨p(t_i), p(t_j)⟩ per element of the prediction.
         sigmas: [N] FP64 noise-to-signal ratios.
         gain: [N] FP64, shift of the sample by an error in the prediction, relative to Gaussian data.
-        predicts_noise: true if predictions are the noise, whose errors weigh √(1 + σ²) times those of a velocity.
+        predicts_noise: true if predictions are the noise: its errors weigh √(1 + σ²) times those of a velocity.
         fitted: true if extrapolations are fitted to the products; false in older bundles: linear in the timestep.
         correction: share of a gap's correction that is applied; 0, as in older bundles: no correction.
     """

@@ -27,7 +27,7 @@ class Machine:
 def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine) -> EngineRecord:
     """Return the first of a component's TensorRT engines that runs on this machine, preferably one built on this kind of GPU.
 
-    Warns if the engine was built on another GPU of the same architecture, whose times decided about kernels and attention.
+    Warns if the engine was built on another GPU of the same architecture: that GPU's times decided about kernels and attention.
 
     Args:
         name: name of the component.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _KNOWN_CALLS = 256
-"""Number of combinations of shapes and types whose checks are remembered."""
+"""Number of combinations of shapes and types that are remembered as checked."""
 
 
 class DataParallel:

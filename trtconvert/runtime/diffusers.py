@@ -133,7 +133,7 @@ class _DropIn(nn.Module):
         """Raise NotPicklable. `copy` uses `__copy__`."""
         raise NotPicklable(
             f"the converted {self._record.model} cannot be pickled",
-            expected="the path of the bundle, from which each process loads its own engine",
+            expected="the path of the bundle: each process loads its own engine from there",
             got="an engine or a session of this process",
             remedy="pass the bundle's path to the other process, and call trtconvert.runtime.load(path).as_diffusers() there",
         )

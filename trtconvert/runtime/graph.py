@@ -1,4 +1,4 @@
-"""A CUDA graph whose inputs and outputs have other addresses at every launch.
+"""A CUDA graph with new addresses of inputs and outputs at every launch.
 
 A captured graph keeps its addresses. The work therefore reads and writes fixed buffers, and the graph also copies between the
 buffers and the caller's memory: one kernel for all inputs and one for all outputs, of our library (graph_copies.h). One library

@@ -34,12 +34,11 @@ _REST = 1000
 """Calls without a further attempt after a failed capture: an attempt costs far more than a graph saves."""
 
 _UNUSED = 256
-"""Calls without a launch after which a graph may be replaced. A capture takes TensorRT a tenth of a second, and a graph saves
-some
-microseconds a call: if more shapes take turns than graphs are kept, the further ones run without a graph."""
+"""A graph may be replaced after this number of calls without a launch. A capture takes TensorRT a tenth of a second, and a graph
+saves some microseconds a call: if more shapes take turns than graphs are kept, the further ones run without a graph."""
 
 _MOST_FAILURES = 3
-"""Failed captures, other than for lack of memory, after which no more are tried. A capture that collides with that of another
+"""Captures stop after this number of failures, other than for lack of memory. A capture that collides with that of another
 thread fails once."""
 
 _DESTROYED_STREAM = "invalid resource handle"
@@ -355,7 +354,7 @@ class Lane:
         if caches is None or caches.of is not call:
             if torch.cuda.is_current_stream_capturing():
                 self._wanted.add(call)
-                raise unready("other shapes in the last call on this stream, whose caches do not fit")
+                raise unready("other shapes in the last call on this stream, so that the caches do not fit")
             self._let_go_of(self._caches.pop(trajectory, None))
             recorded = next(
                 (own for whose, own in self._recorded_caches if whose is trajectory and own.of is call), None

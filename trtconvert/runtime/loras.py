@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ from trtconvert.weights.lora import read_lora
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-_T = TypeVar("_T")
 
 Loras = Sequence[tuple[str | Path, float]]
 """LoRA files with their scales."""

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trtconvert.documents import read_json
+from trtconvert.documents import PIPELINE_INDEX, read_json
 from trtconvert.errors import BackendUnavailable, UserError, did_you_mean, first_line
 from trtconvert.runtime.libraries import library_class
-
-INDEX = "model_index.json"
 
 _CHANGES_NO_IMAGE = ("safety_checker",)
 """Optional models that do not change images."""
@@ -31,13 +29,13 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         BackendUnavailable: the installed libraries lack the pipeline or a class of its parts.
     """
     try:
-        index: dict[str, Any] = read_json(folder / INDEX)
+        index: dict[str, Any] = read_json(folder / PIPELINE_INDEX)
         if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
-            raise ValueError(f"an {INDEX} without the class of a pipeline")
+            raise ValueError(f"an {PIPELINE_INDEX} without the class of a pipeline")
     except (OSError, ValueError) as error:
         raise UserError(
             f"the pipeline in {folder} cannot be read",
-            expected=f"the {INDEX} of the build",
+            expected=f"the {PIPELINE_INDEX} of the build",
             got=first_line(error),
             remedy="check the bundle's path, or copy the bundle again",
         ) from error
@@ -120,7 +118,7 @@ def component_entries(kind: Any, index: Mapping[str, Any]) -> dict[str, tuple[st
 
     Args:
         kind: class of the pipeline.
-        index: content of the file `INDEX`.
+        index: content of the file `PIPELINE_INDEX`.
     Raises:
         UserError: the entry of a component is no pair of texts, and not [null, null].
     """
@@ -135,7 +133,7 @@ def component_entries(kind: Any, index: Mapping[str, Any]) -> dict[str, tuple[st
             entries[name] = None
         else:
             raise UserError(
-                f"the entry '{name}' of {INDEX} is no component of {kind.__name__}",
+                f"the entry '{name}' of {PIPELINE_INDEX} is no component of {kind.__name__}",
                 expected=f'"{name}": [LIBRARY, CLASS] as two texts, or [null, null] for none',
                 got=f"{entry!r}",
                 remedy=f"save the pipeline again, or correct the entry '{name}'",

@@ -1,4 +1,4 @@
-"""Denoisers that skip steps, whose predictions are extrapolated from the last two computed ones.
+"""Denoisers that skip steps. Skipped predictions are extrapolated from the last two computed ones.
 
 `follow` makes an object for one trajectory from its timesteps. The schedule is decided on the host before the first call, so that
 no call waits for a device. A skipped step costs one kernel, and so does each half of a correction (see
@@ -93,8 +93,8 @@ def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) ->
         denoiser: a bundle's denoiser, `bundle["denoiser"]`. A denoiser that skips no step is returned unchanged.
         timesteps: timesteps of all calls in order, one call a step. For a tensor on a GPU this waits.
     Returns:
-        A callable like the denoiser. It computes calls whose shapes differ from the call before, calls beyond the timesteps, and
-        all calls after one whose timestep, if on the CPU, is not the next one.
+        A callable like the denoiser. It computes calls with other shapes than the call before, calls beyond the timesteps, and
+        all calls after one with an unexpected timestep, if timesteps are on the CPU.
     """
     reuse = reuse_of(denoiser)
     if reuse is None:
@@ -215,7 +215,7 @@ _FIRST_ORDER = frozenset(
 """Schedulers of diffusers that call the model once a step and add no noise, without the suffix `Scheduler`."""
 
 _ADD_NOISE = {"algorithm_type": "sde", "stochastic_sampling": True}
-"""Settings with which some of them add noise."""
+"""Settings that make some of these schedulers add noise."""
 
 
 class PipelineSteps:

@@ -45,7 +45,7 @@ class Scratch:
         self.size = max(self.size, size)
 
     def on(self, stream: torch.cuda.Stream) -> Room:
-        """Return the room of a stream, whose memory is freed in the stream's order.
+        """Return the room of a stream; its memory is freed in the stream's order.
 
         Raises:
             BackendUnavailable: the GPU is out of memory.

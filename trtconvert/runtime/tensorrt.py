@@ -30,7 +30,7 @@ _PER_THREAD = 2
 """Handle of cudaStreamPerThread."""
 
 _KNOWN_CALLS = 256
-"""Number of combinations of shapes, types and devices whose checks are remembered."""
+"""Number of combinations of shapes, types and devices that are remembered as checked."""
 
 
 def _target(component: ComponentRecord) -> str:
@@ -98,7 +98,7 @@ class TensorRTComponent:
     shape captured on one stream, must not run concurrently.
 
     Args:
-        path: the serialized engine, whose hash was checked; record: its entry in the manifest; component: the signature.
+        path: the serialized engine, with a checked hash; record: its entry in the manifest; component: the signature.
         onnx: the component's ONNX model, with the base weights of `set_loras`.
         device: the GPU.
         scratch: memory of execution contexts, shared with other engines.

@@ -20,7 +20,7 @@ FAR = 3.0
 differ by less."""
 
 _PENDING = 64
-"""Number of calls whose figures may be pending on the device."""
+"""Number of calls with figures that may be pending on the device."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class ApiError(Exception):
     Args:
         status: HTTP status.
         param: the wrong field of the request; code: error code for programs.
-        retry: seconds after which a retry may succeed; None if it cannot.
+        retry: seconds until a retry may succeed; None if it cannot.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Placement:
 
     Attributes:
         address: address of a Ray cluster; None for a cluster of this machine, which ends with the server.
-        least, most: number of replicas, between which Ray scales; None for one per GPU of the cluster, or one without GPUs.
+        least, most: limits of the number of replicas; None for one per GPU of the cluster, or one without GPUs.
         device: "cuda" for a GPU each; "cpu"; "auto" for cuda if the cluster has GPUs.
         cpus: cores that Ray reserves for each.
         patience: longest start of a replica in seconds.

@@ -18,7 +18,7 @@ _TRIES = 3
 """Replicas that may be lost while they draw an image, before the image counts as the cause."""
 
 _LOOK_AGAIN = 0.5
-"""Seconds after which the number of replicas of a busy pool is read again."""
+"""Seconds between readings of the number of replicas of a busy pool."""
 
 
 class ReplicaLost(Exception):
@@ -127,7 +127,7 @@ class Dispatcher:
                 task.cancel()
 
     def _hand_out(self) -> float | None:
-        """Send ready batches to free replicas. Returns the seconds after which to look again; None to wait for a change."""
+        """Send ready batches to free replicas. Returns the seconds until the next look; None to wait for a change."""
         while True:
             for shape in list(self._queues):
                 self._drop_cancelled(shape)

@@ -47,7 +47,7 @@ class _Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        lost = Counter("trtconvert_lost_batches", "Batches whose replica was lost.", registry=registry)
+        lost = Counter("trtconvert_lost_batches", "Batches of lost replicas.", registry=registry)
         dispatcher.on_lost = lost.inc
         dispatcher.on_batch = self._batch
         for name, text, read in (

@@ -30,7 +30,7 @@ class Offer:
     Attributes:
         shows: the condition of an image beside its seed: a "prompt", which is required; a "caption" for the model's own function;
             the "label" of a class; or "seed" for none.
-        height, width: sizes of images; None for a model of one unknown size, whose replica refuses other sizes after drawing one.
+        height, width: sizes of images; None for a model of one unknown size: a replica refuses other sizes after its first image.
         batch: largest number of images of a batch.
         backend: description of the backend.
     """

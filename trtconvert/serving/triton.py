@@ -275,4 +275,4 @@ def _notes(manifest: Manifest, repository: Path, name: str) -> Iterator[str]:
     yield "the Python backend's Python needs this trtconvert"
     section = manifest.recipe.model
     if not manifest.pipeline and section.weights is not None and ":" in section.source:
-        yield f"run tritonserver in a folder from which {section.source} and {section.weights} can be found"
+        yield f"run tritonserver in a folder where {section.source} and {section.weights} can be found"

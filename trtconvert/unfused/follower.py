@@ -37,7 +37,7 @@ _BEGIN = PRODUCTS | _SOFTMAXES | _RESHAPES | TURNS
 """Functions that are followed while nothing is known of any tensor."""
 
 _FARTHEST = 3
-"""Number of calls that are not followed, after which a tensor no longer counts as scores or probabilities."""
+"""After this number of calls that are not followed a tensor no longer counts as scores or probabilities."""
 
 
 @dataclass(frozen=True)

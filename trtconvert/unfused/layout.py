@@ -17,7 +17,7 @@ _CHANNEL, _HEAD = "*+"
 
 MOST_HEADS = 256
 """Largest number of heads that share an axis with the samples, if the model's reshapes do not tell the number. Larger numbers are
-windows, places or frames, whose number follows the size."""
+windows, places or frames; their number follows the size."""
 
 Unmerged = Callable[[Tensor], Tensor | None]
 """Returns the tensor [B, H, …] that a tensor [B·H, …] of three axes was reshaped from; None if it is not known."""

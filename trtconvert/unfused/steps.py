@@ -141,8 +141,8 @@ Known = Scores | Largest | Probabilities | Unlike
 """The knowledge about a tensor."""
 
 Step = Callable[[Sequence[Known | None], tuple[Any, ...], Mapping[str, Any]], Known | None]
-"""Maps what is known of positional arguments, these arguments, and named ones to what is known of the result; None for a call
-that is not followed. Raises NotAttention."""
+"""Maps knowledge of the positional arguments, these arguments, and the named arguments to knowledge of the result; None for a
+call that is not followed. Raises NotAttention."""
 
 
 def _same(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:

@@ -45,7 +45,7 @@ OCTAVES = 16
 
 _TILE = 2**19  # elements
 _WIDE = 2**13  # columns of a tile at most
-_NORMS = (1e-12, 1e15)  # of a tile, between which FP32 holds squares and their sums
+_NORMS = (1e-12, 1e15)  # of a tile: FP32 holds squares and sums of values in this range
 _LEAST_SHORT = 2.0**-20  # of `short_scale`
 _LEAST_NORMAL, _LEAST = 2.0**-126, 2.0**-149  # of FP32
 

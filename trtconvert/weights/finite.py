@@ -20,7 +20,7 @@ def finite(x: Tensor) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=x.device)
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    elif x.is_floating_point() and x.itemsize == 1:  # torch has no aminmax of FP8, whose range BF16 holds
+    elif x.is_floating_point() and x.itemsize == 1:  # torch has no aminmax of FP8; BF16 holds the range of FP8
         x = x.bfloat16()
     turned = x.T if x.dim() == 2 and not x.is_contiguous() else x  # in the order of the memory
     return torch.isfinite(torch.stack(turned.aminmax())).all()

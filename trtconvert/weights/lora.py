@@ -185,7 +185,7 @@ class LoraFile:
                 f"names in the LoRA {self.path} begin with '{prefix}', which is not known",
                 expected=f"names of modules of {title}, as {rest}, with nothing before them or one of "
                 + ", ".join(DENOISER_PREFIXES),
-                got=f"{unknown[0]}, of which the rest fits ({len(unknown)} of {layers} layers)",
+                got=f"{unknown[0]}; the rest of the name fits ({len(unknown)} of {layers} layers)",
                 remedy=f"take '{prefix}' off the names: safetensors.torch.save_file({{name.replace('{prefix}', '', 1): x for "
                 "name, x in safetensors.torch.load_file(FILE).items()}, NEW_FILE); alphas in the file's metadata have to go "
                 "along",
@@ -273,7 +273,7 @@ def _twice(path: Path, what: str, *keys: str) -> UserError:
 
 
 def _foreign_prefix(names: Sequence[str], known: Mapping[str, Place]) -> str:
-    """The unknown prefix of all names, without which they fit modules; empty where there is none."""
+    """Returns the unknown prefix that all names share; empty if there is none. Without the prefix the names fit modules."""
     found = {_prefix_of(component_of(name)[1], known) for name in names}
     return found.pop() if len(found) == 1 else ""
 
@@ -360,7 +360,7 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
             f"the settings of the LoRA {path} cannot be read",
             expected=f"peft's, with alphas above 0, as JSON in {PEFT_CONFIG} beside it or in its metadata",
             got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
-            remedy="get the file again, with what lies beside it",
+            remedy="get the file again, with the files beside it",
         ) from error
     for of in settings.values():
         if asked := [name for name in ("use_dora", "fan_in_fan_out") if getattr(of, name)]:
@@ -395,7 +395,7 @@ def _settings_of(
                 raise UserError(
                     f"the LoRA {path} cannot be merged",
                     expected="a LoKr whose difference is a Kronecker product",
-                    got=f"{module}, a convolution of one axis, for which peft puts the blocks elsewhere",
+                    got=f"{module}, a convolution of one axis: peft puts its blocks elsewhere",
                     remedy=_BY_PEFT,
                 )
             return of_prefix.alpha_and_rank(module.removeprefix(prefix), rank_of(parts))

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trtconvert.documents import read_json, text_flaw
+from trtconvert.documents import PIPELINE_INDEX, read_json, text_flaw
 from trtconvert.errors import UserError, several
 from trtconvert.files import open_regular
 from trtconvert.weights.tensor_files import TYPES, read_entries, read_entry
@@ -39,7 +39,6 @@ from trtconvert.weights.weight_files import (
     unknown_kind,
 )
 
-PIPELINE = "model_index.json"
 METADATA = "trtconvert"
 """Key in the metadata of safetensors files that `trtconvert quantize` wrote: how each weight in them is stored."""
 
@@ -164,7 +163,7 @@ def _open(place: Path) -> Source:
             got="something else" if place.exists() else "nothing of this name",
             remedy="correct the path",
         )
-    if (place / PIPELINE).is_file():
+    if (place / PIPELINE_INDEX).is_file():
         folders = sorted(folder for folder in place.iterdir() if folder.is_dir() and not folder.name.startswith("."))
         parts = [_part(folder.name, folder, files) for folder in folders if (files := _files(folder))]
     else:

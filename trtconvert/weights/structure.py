@@ -1,6 +1,6 @@
 """The purpose of a model's tensors, by their shapes and places in the model, whatever their names.
 
-Names only tell which modules lie in which, which are numbered, and which tensor is a layer's weight. A model is cut into units,
+Names only tell the nesting of modules, the numbered modules, and the tensor that is a layer's weight. A model is cut into units,
 as a file may hold a denoiser, a VAE and text encoders:
 
 | unit | has |

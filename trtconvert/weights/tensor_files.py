@@ -157,7 +157,7 @@ class TensorWriter:
         self._file.close()
 
     def add(self, name: str, x: Tensor, dtype: torch.dtype) -> None:
-        """Append a tensor, whose type is changed in parts: there is no copy of the whole tensor."""
+        """Append a tensor. Its type is changed in parts, without a copy of the whole tensor."""
         nbytes, summed = x.numel() * dtype.itemsize, 0
         file = self._odd if (waits := nbytes % 8 != 0) else self._file
         start = self._odd.tell()

@@ -174,7 +174,7 @@ struct Shape {
   static constexpr int kSharedBytes = kBarriers + int(sizeof(Barriers));
 
   // Descriptors of a stage's keys and values; `address` is that of shared memory. With the swizzle the next 64 columns are the next
-  // block, or the block of ones, which is the same for all stages: the distance to it shrinks by what the start moves on.
+  // block, or the block of ones, which is the same for all stages: the distance to it shrinks as the start moves on.
   static constexpr bool kSharedOnes = kOnesBytes > 0;
   static __device__ __forceinline__ uint64_t key_descriptor(uint32_t address, int stage) {
     return matrix_descriptor(address + stage * kStageBytes + kValueRoom, (kInt8Qk ? kKeyTile : kHalfTile) * 16, 128);
@@ -404,7 +404,7 @@ __device__ __forceinline__ Task task_of(const Params& p, const Schedule& schedul
 template <typename S>
 struct ConsumerTask {
   int active, steps, streams;
-  int partial_step, last_columns;  // the step, the last one, whose tile has fewer keys than others, or -1, and how many
+  int partial_step, last_columns;  // the last step, if its tile has fewer keys than others, or -1; and the number of keys
 
   __device__ __forceinline__ explicit ConsumerTask(const Task& task)
       : active(__shfl_sync(0xffffffffu, task.active, 0)),

@@ -10,7 +10,7 @@ namespace trtconvert::plugin {
 struct Attributes {
   bool heads_first = true;       // layout: "BHND" (true) or "BNHD"
   float softmax_scale = 0.0f;    // factor of the logits; 0 stands for 1/sqrt(head_dim)
-  float timestep_max = 1000.0f;  // the timestep at which the last bin ends
+  float timestep_max = 1000.0f;  // the end of the last bin
   bool dynamic_scaling = false;  // scaling: "calibrated" (false) or "dynamic"
   bool smooth_k = true;          // subtract k_offset from the keys
   bool block_mask = false;       // whether there is an input 'block_mask'

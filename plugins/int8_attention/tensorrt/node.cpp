@@ -191,7 +191,7 @@ bool describe_block_mask(Dims const& blocks, TrtConvertAttentionParams& params) 
   return true;
 }
 
-// The input at a position, or kV for an output, whose type follows q like v.
+// The input at a position, or kV for an output: its type follows q, like the type of v.
 Input role_of(Attributes const& attributes, int32_t position, int32_t num_inputs) noexcept {
   if (position >= num_inputs) return kV;
   OptionalInputs const optional = optional_inputs(attributes, num_inputs);

@@ -30,7 +30,7 @@ enum Input : int32_t {
   kMask,       // broadcastable to [B, H, Nq, Nk], BOOL or as q
   kBlockMask,  // [B or 1, H or 1, ceil(Nq / 128), ceil(Nk / 128)] BOOL: blocks of queries and keys that there are
   kKeyIndex,   // [B, Hkv, n] INT32: the rows of k and v to attend to. Nk of mask and block_mask is n then
-  kRotary,     // [N, D / 2, 2] FP32: cosine and sine by which neighbouring channels of q and k are turned; Nq = Nk = N
+  kRotary,     // [N, D / 2, 2] FP32: cosine and sine that turn neighbouring channels of q and k; Nq = Nk = N
   kNorm,       // [2, D] FP32: weights of the RMS norms of q and k, which come before that; [2, H, D], Hkv = H: across the heads;
                // with norm_split s [2, 2, D]: of q and k, of the tokens before s and of those from s on, 0 < s < Nq = Nk
   kMaxInputs,

@@ -6,7 +6,7 @@
 
 namespace trtconvert::linear {
 
-constexpr int kQuantisedColumns = 32;   // of the boxes of kBlockRows in which quantised rows are written, with the 32-byte swizzle
+constexpr int kQuantisedColumns = 32;   // of the boxes of kBlockRows that write quantised rows, with the 32-byte swizzle
 constexpr int kWeightOnlyColumns = 128;  // of a tile for 16-bit rows: rows of weight, half of them of each product where there are two
 
 // The kernel's instances.

@@ -12,7 +12,7 @@ constexpr int kTileRows = 128;
 constexpr int kBlockRows = 64;     // of a tile: those of one wgmma
 constexpr int kRowBytes = 128;     // of x and weight at a time, as the swizzle requires
 constexpr int kTileDepth = 64;     // 16-bit channels of these
-constexpr int kStoreColumns = 32;  // of the boxes of kBlockRows in which y is written
+constexpr int kStoreColumns = 32;  // of the boxes of kBlockRows that write y
 
 struct Params {
   const void* bias;  // [columns] of each product, one behind the other, or null

@@ -58,7 +58,7 @@ def test_all_parts_are_the_whole(parts):
     assert drop_rejoins(model) == 0
 
 
-def test_what_reads_one_part_alone_still_can():
+def test_a_reader_of_one_part_alone_stays_possible():
     class ReadsText(Rejoins):
         def forward(self, x):
             return super().forward(x), x.exp()[:, :2]

@@ -37,10 +37,10 @@ THREADS, STREAMS = 8, 4
 DEVICE_GROWTH = 32 * 2**20
 """Bytes of device memory, which allocators and the driver round up to. Of thousands, what stays of each would be more."""
 HOST_GROWTH = 64 * 2**20
-"""Bytes of host memory: the driver keeps some of what it had for graphs. An engine that stays takes 3 MiB or more each time."""
+"""Bytes of host memory: the driver keeps some memory of graphs. An engine that stays takes 3 MiB or more each time."""
 FILLINGS = 20
 HANGS_AFTER = 1800
-"""Seconds beside those of the threads, of which the rest takes some hundreds: then it tells where it is, and ends."""
+"""Seconds for the rest of the script, which takes some hundreds. At the limit the script names its place and ends."""
 
 Sets = list[list[torch.Tensor]]
 Report = dict[str, Any]

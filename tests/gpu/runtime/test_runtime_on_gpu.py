@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().availabl
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 16])
-def test_it_computes_what_onnx_runtime_does(denoiser, folder, batch):
+def test_engines_agree_with_onnx_runtime(denoiser, folder, batch):
     """In both profiles, at their limits."""
     inputs = make_inputs(batch)
     with runtime.load(folder, backend="onnxruntime") as reference:

@@ -1,4 +1,4 @@
-"""A minute of what `make soak-gpu` does for longer."""
+"""A minute of `make soak-gpu`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ TrtConvertStatus call(char const* name, Function<Params> function, Params const*
   return status;
 }
 
-// Both functions of an API, with what `valid` makes, and then with some of its fields changed.
+// Both functions of an API, with arguments of `valid`, and then with some fields changed.
 template <typename Params>
 void call_both(char const* name, Function<Params> check, Function<Params> run, Params (*valid)(Random&), Random& random,
                long long rounds, Counts& counts) {

@@ -172,7 +172,7 @@ PluginTensorDesc tensor(std::initializer_list<int64_t> shape, DataType type, Ten
   return desc;
 }
 
-// A plugin's attributes as numbers, from what it serialises.
+// A plugin's attributes as numbers, from its serialised fields.
 int64_t attribute(IPluginV3OneRuntime* runtime, std::string_view name) {
   PluginFieldCollection const* const fields = runtime->getFieldsToSerialize();
   for (int32_t i = 0; i < fields->nbFields; ++i) {

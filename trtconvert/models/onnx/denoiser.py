@@ -35,7 +35,7 @@ _NAMED = {
     "trtconvert::attention",
     "trtconvert::linear",
 }
-"""Operators that the module of their scope computes, whose path names sites and layers."""
+"""Operators that the module of their scope computes: the module's path names sites and layers."""
 
 _WEIGHTS = {
     "Conv": (1, 2),
@@ -323,7 +323,7 @@ class GraphDenoiser(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphDenoiser:
         super()._apply(fn, recurse)
-        # Kept constants change their device and not their type, whose precision they need.
+        # Kept constants change their device only, because they need the precision of their type.
         self._kept = _Kept({name: x.to(fn(x.flatten()[:0]).device) for name, x in self._kept.items()})
         return self
 

@@ -144,7 +144,7 @@ def _flaws_of_place(tensor: onnx.TensorProto, what: str) -> Iterator[Flaw]:
     )
     if not said.get("location") or "\0" in said["location"]:
         got = repr(said["location"]) if said.get("location") else "no location"
-        yield Flaw(f"does not say in which file {what} lies", "the name of a file beside it", got, remedy)
+        yield Flaw(f"does not name the file of {what}", "the name of a file beside the model", got, remedy)
     for name in ("offset", "length"):
         if name in said and not _NUMBER.fullmatch(said[name]):
             yield Flaw(

@@ -25,7 +25,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {**ELEMENTWISE, **SHAPES, **REDUCTION
 
 
 def _tensors_alone(function: Callable[..., Any]) -> tuple[frozenset[int], int]:
-    """Returns the places of inputs that a function annotates as tensors alone, and the place from which all inputs are."""
+    """Returns the places of inputs that a function annotates as tensors alone, and the first place of variadic tensors."""
     parameters = [*inspect.signature(function).parameters.values()][1:]
     places = frozenset(place for place, x in enumerate(parameters) if "Tensor" in str(x.annotation).split(" | "))
     last = parameters[-1] if parameters else None

@@ -17,7 +17,7 @@
  * channels, as many in each. Results are rounded once.
  *
  * A run launches one kernel. It allocates nothing and synchronises nothing, so CUDA graphs capture it. Every function is safe to call
- * from several threads and on several streams at once. Results do not depend on the order in which thread blocks run.
+ * from several threads and on several streams at once. Results do not depend on the order of thread blocks.
  */
 #ifndef TRTCONVERT_GROUP_NORM_H_
 #define TRTCONVERT_GROUP_NORM_H_
