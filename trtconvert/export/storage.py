@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import onnx_ir as ir
@@ -202,8 +203,13 @@ def row_major(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def _at_once() -> dict[str, int]:
-    """Returns limits for onnx_ir: how many weights are computed and written at the same time."""
+class _AtOnce(TypedDict):
+    max_workers: int
+    max_in_flight_bytes: int
+
+
+def _at_once() -> _AtOnce:
+    """Returns onnx_ir's limits of the weights that are computed and written at the same time."""
     return {"max_workers": min(_MOST_THREADS, len(os.sched_getaffinity(0))), "max_in_flight_bytes": _BYTES_AT_ONCE}
 
 
