@@ -18,12 +18,12 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
     model_serializer,
     model_validator,
 )
-from pydantic.functional_serializers import SerializerFunctionWrapHandler
 
 from trtconvert import __version__
 from trtconvert.documents import JSON_BYTES, read_json

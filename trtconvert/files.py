@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ class FileDigest:
     part_bytes: int | None = None
 
 
-def digests(files: Iterable[tuple[Path, int | None]]) -> Iterator[FileDigest]:
+def digests(files: Iterable[tuple[Path, int | None]]) -> Generator[FileDigest]:
     """Hash regular files, and the parts of large files, on all cores; yields in the order of the files.
 
     Args:
