@@ -241,7 +241,7 @@ def test_every_mode_can_be_named_and_fp8_must_be(tmp_path):
     recipe = load(
         tmp_path, MODEL + f"attention: {{modes: [{', '.join(names)}]}}\ncalibration: {{bins: {len(names)}}}\n"
     )
-    assert recipe.attention.modes == names and recipe.plan.candidates == ["precision", "balanced", "aggressive"]
+    assert recipe.attention.modes == names and recipe.plan.candidates == ["precision", "aggressive"]
     assert load(tmp_path, MODEL + "plan: {candidates: [precision, fp8]}\n").plan.candidates == ["precision", "fp8"]
     assert "'plan.candidates.0'" in refused(tmp_path, MODEL + "plan: {candidates: [fp4]}\n")
 

@@ -328,12 +328,12 @@ class PlanSection(_Section):
         "attention.scaling: auto too. Default: the program's own times of an H200.",
     )
     candidates: list[ModeName] = Field(
-        default=["precision", "balanced", "aggressive"],
+        default=["precision", "aggressive"],
         min_length=1,
-        description="Modes that the search may choose, beside fp16. [balanced, aggressive] gives a plan of INT8 in both "
-        "products. fp8 may be added for long sequences on Hopper, where it is 14 % faster than aggressive. The relative error "
-        "of fp8 is 0.04, or 0.09 if all queries attend to one token; those of aggressive are 0.02 and 0.15, of precision 0.01 "
-        "and 0.01. A kernel_cost without fp8 must be measured again.",
+        description="Modes that the search may choose, beside fp16. balanced is for GPUs where `trtconvert measure` shows that "
+        "it is faster than precision; on an H100 it is slower and less exact. fp8 is for long sequences on Hopper, where it is "
+        "14 % faster than aggressive. The relative error of fp8 is 0.04, or 0.09 if all queries attend to one token; those of "
+        "aggressive are 0.02 and 0.15, of precision 0.01 and 0.01. A kernel_cost without fp8 must be measured again.",
     )
     layer_candidates: list[LayerModeName] = Field(
         default=["static"],

@@ -454,7 +454,7 @@ def _quality(
         "",
         "attention:",
         *why,
-        f"  modes: {modes[0]} # or auto, fp16, precision, balanced, aggressive, fp8",
+        f"  modes: {modes[0]} # or auto, fp16, precision, aggressive, fp8",
         *(
             ["  # sparse: 0.03 # skips blocks that hold at most 3 % of the attention"]
             if long_sequences and large

@@ -418,7 +418,7 @@ def test_a_recipe_sets_the_budget_and_chooses_among_the_plans(tmp_path):
 
 
 def test_a_plan_follows_the_times_of_the_gpu_that_it_is_for(tmp_path):
-    fast = {"fp16": [4, 3, 1, 2], "other": [4, 1, 2, 3]}
+    fast = {"one": [4, 3, 0.5, 1], "other": [4, 1, 0.5, 3]}  # balanced is not among the default candidates
     for name, seconds in fast.items():
         rows = [{"mode": m, "shape": [1, 1, 16, 16, 32], "seconds": s * 1e-5} for m, s in enumerate(seconds)]
         (tmp_path / f"{name}.json").write_text(json.dumps({"gpu": name, "date": "2026-01-01", "rows": rows}))
