@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from delta_layers import delta_model
+from layered_graphs import int8_model
 from pydantic import ValidationError
 from rtx_builds import Watch
 from timed_sites import case, refuse, timed_site
@@ -254,6 +255,25 @@ def test_layers_that_were_asked_for_by_name_have_no_others_instead(builds, monke
     with pytest.raises(TrtconvertError):
         builds.build(attention, int8_layers=True, layers="plugin")
     assert not [notice for notice in builds.watch.notices if notice.startswith("layers are ")]
+
+
+@pytest.mark.parametrize(("layers", "left"), [("plugin", True), ("native", False), ("exact", False)])
+def test_products_that_plugins_leave_in_16_bits_are_counted(builds, layers, left):
+    made = int8_model(attention=True)
+    sizes = {name: (opt, opt, opt) for name, (_, opt, _) in made.model.dims.items()}
+    options = EngineSection(layers=layers, channels_last=False)
+    lowered = lowered_model.lowered(made.graph(torch.float16), list(made.attention), options, [sizes])
+    assert bool(lowered_model.linear_in_16_bits(lowered)) == left
+
+
+@pytest.mark.parametrize(("layers", "told"), [("plugin", 1), ("native", 0), ("auto", 0)])
+def test_products_in_16_bits_are_told_where_plugins_were_asked_for(builds, monkeypatch, layers, told):
+    monkeypatch.setattr(lowered_model, "linear_in_16_bits", lambda model: 3)
+    builds.build("plugin", int8_layers=True, layers=layers)
+    notices = [
+        notice for notice in builds.watch.notices if "3 products of INT8 layers are computed in 16 bits" in notice
+    ]
+    assert len(notices) == told and all("engine.layers: native" in notice for notice in notices)
 
 
 @pytest.mark.parametrize("lacking", ["", "kernels for sm_80"])

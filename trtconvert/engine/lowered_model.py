@@ -48,6 +48,15 @@ def convs_in_16_bits(model: ir.Model, options: EngineSection, profiles: Sequence
     return left_convs(model, opt_sizes(profiles))
 
 
+def linear_in_16_bits(model: ir.Model) -> int:
+    """Returns the number of products in a model of `lowered` whose layer is INT8, but which the engine computes in 16 bits."""
+    from trtconvert.export.lowering.int8_weights import int8_weight_of
+
+    products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm") and not node.domain]
+    weights = [int8_weight_of(node.inputs[1]) for node in products]
+    return sum(weight is not None and weight.activation.is_int8 for weight in weights)
+
+
 def lowered(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> ir.Model:
     """Returns a copy of an exported model for TensorRT on this GPU.
 
