@@ -57,7 +57,14 @@ class Schedule:
 
     def before(self, step: int) -> list[int]:
         """Returns the last two computed steps before a step, or as many as there are."""
-        return [index for index in range(step) if self.computed[index]][-2:]
+        return self._before[step]
+
+    @functools.cached_property
+    def _before(self) -> list[list[int]]:
+        found: list[list[int]] = [[]]
+        for step, computed in enumerate(self.computed):
+            found.append([*found[-1][-1:], step] if computed else found[-1])
+        return found
 
     def correction(self, step: int) -> float:
         """Returns the factor of a step's correction; 0: no correction."""

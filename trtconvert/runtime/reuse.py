@@ -17,7 +17,7 @@ from torch import Tensor
 from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import UserError, first_line, warn
 from trtconvert.guidance import guidance_of
-from trtconvert.noise_input import place_of
+from trtconvert.noise_input import at_place, place_of
 from trtconvert.reuse.schedule import Reuse, Scheduler, extrapolation, reuse_of
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.trajectory import apart, begin
@@ -107,6 +107,13 @@ def _places(reuse: Scheduler, timesteps: Sequence[float] | Tensor) -> list[float
     return place_of(reuse.noise_input, given.double()).tolist()
 
 
+def _ranges(reuse: Scheduler, timesteps: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Returns the least and the most timestep input that is that of each step. Python's numbers compare faster than tensors."""
+    places, room = torch.tensor(timesteps, dtype=torch.float64), SAME * max(map(abs, timesteps), default=0.0)
+    least, most = (at_place(reuse.noise_input, places + away).tolist() for away in (-room, room))
+    return least, most
+
+
 class Following:
     """One trajectory of a denoiser, see `follow`.
 
@@ -119,6 +126,7 @@ class Following:
     def __init__(self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float]) -> None:
         self._denoiser, self._reuse, self._timesteps = denoiser, reuse, timesteps
         self._schedule = reuse.schedule(timesteps)
+        self._least, self._most = _ranges(reuse, timesteps)
         self._kept: list[_Kept] = []
         self._told = True
         self.guidance = guidance_of(denoiser)
@@ -133,11 +141,11 @@ class Following:
     def at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         """Return the prediction of a step of the schedule; steps between calls may be left out."""
         self.calls = step + 1
-        shapes = [(name, tuple(x.shape)) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
+        shapes = [(name, x.shape) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
         line = None
         if not self._goes_on(step, inputs, named, shapes):
             self._kept.clear()
-        elif len(self._kept) == min(2, sum(self._schedule.computed[:step])):
+        elif len(self._kept) == len(self._schedule.before(step)):
             line = self._kept
         if line is not None and not self._schedule.computed[step]:
             return self._extrapolated(line, step)
@@ -172,11 +180,10 @@ class Following:
         timestep = named.get(self._reuse.timestep_input)
         if timestep is None and len(inputs) > self._reuse.timestep_place:
             timestep = inputs[self._reuse.timestep_place]
-        if timestep is None or timestep.device.type != "cpu" or not timestep.numel():
+        if timestep is None or not timestep.is_cpu:
             return True
-        room = SAME * max(map(abs, self._timesteps))
-        place = place_of(self._reuse.noise_input, timestep.double())
-        return bool(((place - self._timesteps[step]).abs() <= room).all())
+        least, most = self._least[step], self._most[step]
+        return all(least <= given <= most for given in timestep.flatten().tolist())
 
 
 class _Kept:
