@@ -132,7 +132,7 @@ def digests(files: Iterable[tuple[Path, int | None]]) -> Generator[FileDigest]:
     Raises:
         OSError: the next file cannot be read, see `open_regular`, or its size changed meanwhile.
     """
-    with ThreadPoolExecutor(_threads(), "trtconvert-hashes") as pool:
+    with ThreadPoolExecutor(threads(), "trtconvert-hashes") as pool:
         try:
             begun = [(path, part_bytes, _begin(pool, path, part_bytes)) for path, part_bytes in files]
             for path, part_bytes, parts in begun:
@@ -170,8 +170,9 @@ def _sha256_of_part(path: Path, size: int, start: int, length: int) -> bytes:
     return digest.digest()
 
 
-def _threads() -> int:
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+def threads(most: int = _MOST_THREADS) -> int:
+    """Return a number of threads: one for each core that this process may use, at most `most`."""
+    return min(most, len(os.sched_getaffinity(0)))
 
 
 @contextmanager
@@ -335,7 +336,7 @@ def copy_files(sources: Mapping[Path, Path]) -> None:
     Raises:
         OSError: a file cannot be copied; half-written copies stay.
     """
-    with ThreadPoolExecutor(_threads(), "trtconvert-copies") as pool:
+    with ThreadPoolExecutor(threads(), "trtconvert-copies") as pool:
         try:
             for copy in [pool.submit(shutil.copyfile, source, target) for target, source in sources.items()]:
                 copy.result()

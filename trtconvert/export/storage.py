@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from trtconvert.errors import UserError
-from trtconvert.files import free_space, is_disk_full, temporary_folder
+from trtconvert.files import free_space, is_disk_full, temporary_folder, threads
 
 INLINE_LIMIT = 500_000_000
 """Bytes of weights kept inside the ONNX file. Protobuf allows 2 GiB, but is slow: it copies everything several times."""
@@ -31,9 +31,6 @@ _BLOCK = 256
 
 _BYTES_AT_ONCE = 2**30
 """Size of the weights that are computed at the same time."""
-
-_MOST_THREADS = 16
-"""The disk limits more."""
 
 
 def save(model: ir.Model, path: Path) -> None:
@@ -210,7 +207,7 @@ class _AtOnce(TypedDict):
 
 def _at_once() -> _AtOnce:
     """Returns onnx_ir's limits of the weights that are computed and written at the same time."""
-    return {"max_workers": min(_MOST_THREADS, len(os.sched_getaffinity(0))), "max_in_flight_bytes": _BYTES_AT_ONCE}
+    return {"max_workers": threads(), "max_in_flight_bytes": _BYTES_AT_ONCE}
 
 
 def weights_file(path: Path) -> Path:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.errors import UserError
-from trtconvert.files import open_regular
+from trtconvert.files import open_regular, threads
 
 _T = TypeVar("_T")
 
@@ -130,11 +130,11 @@ def read_ahead(
         OSError: a file cannot be read.
     """
     spent = spent or Spent()
-    with _Threads(device) as threads:
+    with _Threads(device) as readers:
         rest, ahead, orders = iter(wanted), 0, deque[tuple[_T, _Order]]()
         while True:
             while (not orders or ahead < limit) and (following := next(rest, None)) is not None:
-                orders.append((following[0], threads.order(following[1])))
+                orders.append((following[0], readers.order(following[1])))
                 ahead += orders[-1][1].memory.nbytes
             if not orders:
                 return
@@ -186,7 +186,7 @@ class _Threads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "trtconvert-weights")
+        self._pool = ThreadPoolExecutor(threads(_MOST_THREADS), "trtconvert-weights")
         self._own = threading.local()
         self._files, self._open = dict[Path, int](), ExitStack()
 

@@ -7,7 +7,6 @@ weight, with the suffix `:weight` if an input or output has that name.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
+from trtconvert.files import threads
 from trtconvert.runtime.reading import Spent
 from trtconvert.weights.finite import is_finite
 
@@ -55,7 +55,7 @@ class Refitter:
         self._names = set(self._refitter.get_all_weights())
         # Values are checked before: TensorRT would copy tensors from the device for its validation.
         self._refitter.weights_validation = False
-        self._refitter.max_threads = min(_THREADS, len(os.sched_getaffinity(0)))
+        self._refitter.max_threads = threads(_THREADS)
         self.replaced = set[str]()
 
     def replace(
