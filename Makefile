@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
 COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
-.PHONY: setup demo test test-gpu gpu-record soak soak-gpu sanitize lint docs wheel check-wheel bench tensorrt clean
+.PHONY: setup demo test test-gpu test-gpu-shared test-gpu-alone gpu-record soak soak-gpu sanitize lint docs wheel check-wheel bench tensorrt clean
 
 setup: $(STAMP)
 
@@ -25,10 +25,16 @@ PARALLEL := $(if $(shell command -v nvidia-smi),,-n auto --maxprocesses=4 --dist
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
-# On a machine with a GPU: the tests that need one. Writes the run to tests/gpu/record.json. One process: some tests measure the device's memory
-# and times. PART=1/2 and PART=2/2 run half of the tests each; the record joins parts.
-test-gpu: $(STAMP)
-	PYTHONPATH=tools $(BIN)/python -m pytest -p gpu_record -m 'gpu and not soak' $(if $(PART),--part $(PART))
+# On a machine with a GPU: the tests that need one. Writes the run to tests/gpu/record.json. The record joins both parts.
+test-gpu: test-gpu-shared test-gpu-alone
+
+RECORDED := PYTHONPATH=tools $(BIN)/python -m pytest -p gpu_record -m 'gpu and not soak'
+test-gpu-shared: $(STAMP)
+	$(RECORDED) --part shared -n $(or $(JOBS),4) --dist worksteal --ignore tests/gpu/runtime
+
+# These tests measure the device's memory and times.
+test-gpu-alone: $(STAMP)
+	$(RECORDED) --part alone tests/gpu/runtime
 
 # Which sources changed since the tests ran on a GPU.
 gpu-record: $(STAMP)

@@ -95,7 +95,8 @@ OF_MODEL: dict[str, dict[str, Any]] = {
 def watched_gpu() -> Iterator[dict[str, float]]:
     """The most device memory that is in use inside the block, in GiB, asked four times a second."""
     found, done = {"gpu_gib": 0.0}, threading.Event()
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={card}"]
 
     def watch() -> None:
         while not done.wait(0.25):

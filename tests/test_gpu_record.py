@@ -85,7 +85,6 @@ def test_without_a_run_the_remedy_is_named():
 
 # Parts ------------------------------------------------------------------------------------------------------------------
 
-COUNTS = {f"tests/gpu/test_{i}.py": 1 + i % 7 for i in range(20)}
 PART = CARD | {
     "commit": "a",
     "sources": {},
@@ -97,61 +96,46 @@ PART = CARD | {
 }
 
 
-@pytest.mark.parametrize("of", [1, 2, 3])
-@pytest.mark.parametrize("seconds", [{}, {f"tests/gpu/test_{i}.py": 5.0 * i for i in range(15)}], ids=["new", "known"])
-def test_parts_have_each_file_once_and_take_about_the_same_time(of, seconds):
-    shares = [gpu_record.files_of(gpu_record.Part(number, of), COUNTS, seconds) for number in range(1, of + 1)]
-    assert sorted(file for share in shares for file in share) == sorted(COUNTS)
-    each = sum(seconds.values()) / sum(COUNTS[file] for file in seconds) if seconds else 1.0
-    loads = [sum(seconds.get(file, COUNTS[file] * each) for file in share) for share in shares]
-    assert max(loads) < 1.3 * sum(loads) / of
-
-
 def part(name: str, **changes) -> tuple:
-    return gpu_record.Part.read(name), PART | {"passed": 5, "files": {f"{name}.py": 1.0}} | changes
+    return name, PART | {"passed": 5, "files": {f"{name}.py": 1.0}} | changes
 
 
 def test_parts_of_one_run_are_joined_in_any_order():
     whole = PART | {"passed": 9, "date": "2026-11-01"}
     first, second = (
-        part("1/2", skipped={"x": 1}),
-        part("2/2", failed=["y"], skipped={"x": 2, "z": 1}, date="2026-11-29"),
+        part("shared", skipped={"x": 1}),
+        part("alone", failed=["y"], skipped={"x": 2, "z": 1}, date="2026-11-29"),
     )
     for one, other in ((first, second), (second, first)):
         record = gpu_record.with_part(whole, *one)
-        assert record["passed"] == 9 and list(record["parts"]) == [f"{one[0].number}/2"]
+        assert record["passed"] == 9 and list(record["parts"]) == [one[0]]
         told = gpu_record.summary({"NVIDIA H100": record}, {})
-        assert "the other parts have not run" in told[0] and "9 passed" in told[1]
+        assert "the other part has not run" in told[0] and "9 passed" in told[1]
         record = gpu_record.with_part(record, *other)
         assert "parts" not in record and "code" not in record
         assert (record["passed"], record["failed"], record["seconds"]) == (10, ["y"], 120)
         assert record["skipped"] == {"x": 3, "z": 1} and record["date"] == "2026-11-29"
-        assert record["files"] == {"1/2.py": 1.0, "2/2.py": 1.0}
+        assert record["files"] == {"shared.py": 1.0, "alone.py": 1.0}
 
 
 @pytest.mark.parametrize(
     "changes", [{"commit": "c"}, {"driver": "581"}, {"code": "d"}, {"sources": {"a.cu": "1"}}], ids=str
 )
 def test_parts_of_two_runs_are_not_joined(changes):
-    record = gpu_record.with_part({}, *part("1/2"))
-    record = gpu_record.with_part(record, *part("2/2", **changes))
-    assert list(record["parts"]) == ["2/2"] and "passed" not in record
-    assert "5 passed; the other parts have not run" in gpu_record.summary({"NVIDIA H100": record}, {})[0]
-    record = gpu_record.with_part(record, *part("1/3", **changes))
-    assert list(record["parts"]) == ["1/3"]
+    record = gpu_record.with_part({}, *part("shared"))
+    record = gpu_record.with_part(record, *part("alone", **changes))
+    assert list(record["parts"]) == ["alone"] and "passed" not in record
+    assert "5 passed; the other part has not run" in gpu_record.summary({"NVIDIA H100": record}, {})[0]
 
 
-@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/2/3", "-1/2", "a/b", "1/0"])
-def test_invalid_parts_are_refused(text):
-    with pytest.raises(ValueError, match=r"--part: expected .* such as 1/2, got"):
-        gpu_record.Part.read(text)
-
-
-def test_a_run_in_parts_is_recorded_as_one(run, tmp_path):
-    (tmp_path / "test_recorded_other.py").write_text("def test_three(): pass\n")
-    body, other = "def test_one(): pass\ndef test_two(): pass\n", str(tmp_path / "test_recorded_other.py")
-    code, records = run(body, other, part=gpu_record.Part(1, 2))
+def test_a_run_in_parts_is_recorded_as_one(run):
+    code, records = run("def test_one(): pass\ndef test_two(): pass\n", part="shared")
     assert code == 0 and list(records["NVIDIA H100"]) == ["parts"]
-    code, records = run(body, other, part=gpu_record.Part(2, 2))
+    code, records = run("def test_one(): pass\ndef test_two(): pass\n", "-k", "two", part="alone")
+    assert code == 0 and records["NVIDIA H100"]["passed"] == 3
+
+
+def test_workers_report_to_the_process_that_records(run):
+    code, records = run("def test_one(): pass\ndef test_two(): assert False\n", "-n", "2", "-p", "xdist")
     entry = records["NVIDIA H100"]
-    assert code == 0 and entry["passed"] == 3 and len(entry["files"]) == 2
+    assert code == 1 and entry["passed"] == 1 and len(entry["failed"]) == 1

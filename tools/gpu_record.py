@@ -3,9 +3,9 @@
 `make test-gpu` runs the tests that need a GPU and writes `tests/gpu/record.json`, which keeps the last run of each kind of
 card. `make gpu-record` compares the sources with those that ran. It compares hashes of files, and needs no history of commits.
 
-If a command may not take as long as all tests, run them in parts: `make test-gpu PART=1/2` and `make test-gpu
-PART=2/2`. A part has whole files of tests. The record keeps a part until all parts of the same code and machine have run, and
-then joins them.
+The run has two parts, `make test-gpu-shared` and `make test-gpu-alone`. Tests of the first part run beside each other in
+processes of pytest-xdist. Tests of the second part measure the device's memory and times, and run in one process. The record keeps
+a part until the other part of the same code and machine has run, and then joins both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -31,6 +30,9 @@ RECORD = ROOT / _RECORD_PATH
 SOURCES = ("plugins", "trtconvert/engine", "trtconvert/runtime")
 """Folders with files that decide the work of a GPU."""
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp", ".txt"}
+
+
+PARTS = ("shared", "alone")
 
 
 def source_hashes(root: Path = ROOT) -> dict[str, str]:
@@ -102,40 +104,6 @@ def _commit() -> str | None:
     return commit + ("+" if state else "")
 
 
-class Part(NamedTuple):
-    """One part of a run, of so many; parts count from 1."""
-
-    number: int
-    of: int
-
-    @staticmethod
-    def read(text: str) -> Part:
-        """Of a text such as "1/2". Raises ValueError, which says what is wrong."""
-        found = re.fullmatch(r"(\d{1,3})/(\d{1,3})", text)
-        part = Part(*map(int, found.groups())) if found else None
-        if part is None or not 1 <= part.number <= part.of:
-            raise ValueError(f"--part: expected a number of a part and how many there are, such as 1/2, got {text!r}")
-        return part
-
-
-def files_of(part: Part, counts: Mapping[str, int], seconds: Mapping[str, float]) -> set[str]:
-    """The files of tests that a part of a run has. All parts together have each file once, and take about the same time.
-
-    Args:
-        counts: how many tests each file has.
-        seconds: that each file took before. Tests of other files count as much as the mean test of these.
-    """
-    known = sum(counts[file] for file in counts if file in seconds)
-    each = sum(seconds[file] for file in counts if file in seconds) / known if known else 1.0
-    weights = {file: seconds.get(file, count * each) for file, count in counts.items()}
-    loads, shares = [0.0] * part.of, [set[str]() for _ in range(part.of)]
-    for file in sorted(counts, key=lambda file: (-weights[file], file)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += weights[file]
-        shares[lightest].add(file)
-    return shares[part.number - 1]
-
-
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The entry of a run from those of its parts."""
     last = parts[-1]
@@ -150,10 +118,10 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def with_part(record: Mapping[str, Any], part: Part, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A card's record with an entry of a part: the joined run where all parts have run, else the record with the parts so far.
+def with_part(record: Mapping[str, Any], part: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A card's record with an entry of a part: the joined run where both parts have run, else the record with the part so far.
 
-    Parts of other code, another machine or another number of parts are dropped.
+    Parts of other code or another machine are dropped.
     """
 
     def run_of(of: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,13 +129,14 @@ def with_part(record: Mapping[str, Any], part: Part, entry: Mapping[str, Any]) -
         return {name: value for name, value in of.items() if name not in own}
 
     before = record.get("parts", {})
-    parts = {
-        name: known for name, known in before.items() if name.endswith(f"/{part.of}") and run_of(known) == run_of(entry)
-    } | {f"{part.number}/{part.of}": dict(entry)}
-    names = [f"{number}/{part.of}" for number in range(1, part.of + 1)]
-    if all(name in parts for name in names):
-        return joined([parts[name] for name in names])
+    parts = {name: known for name, known in before.items() if run_of(known) == run_of(entry)} | {part: dict(entry)}
+    if all(name in parts for name in PARTS):
+        return joined([parts[name] for name in PARTS])
     return {name: value for name, value in record.items() if name != "parts"} | {"parts": parts}
+
+
+def _records(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 class Recorder:
@@ -176,10 +145,10 @@ class Recorder:
     Args:
         run: the machine, see `machine`.
         path: of the record.
-        part: of the run; None for all of it.
+        part: one of `PARTS`; None for a run of all tests.
     """
 
-    def __init__(self, run: Mapping[str, Any], path: Path, part: Part | None = None) -> None:
+    def __init__(self, run: Mapping[str, Any], path: Path, part: str | None = None) -> None:
         self._run, self._path, self._part = run, path, part
         self._started = time.monotonic()
         self._files = Counter[str]()  # seconds
@@ -187,19 +156,6 @@ class Recorder:
         self._outcomes = Counter[str]()
         self._skipped = Counter[str]()
         self._failed: list[str] = []
-
-    def _records(self) -> dict[str, Any]:
-        return json.loads(self._path.read_text()) if self._path.is_file() else {}
-
-    @pytest.hookimpl(trylast=True)  # behind `-m`
-    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        if self._part is None:
-            return
-        files = [item.nodeid.partition("::")[0] for item in items]
-        seconds = self._records().get(self._run["card"], {}).get("files", {})
-        mine = files_of(self._part, Counter(files), seconds)
-        config.hook.pytest_deselected(items=[item for item, file in zip(items, files, strict=True) if file not in mine])
-        items[:] = [item for item, file in zip(items, files, strict=True) if file in mine]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._files[report.nodeid.partition("::")[0]] += report.duration
@@ -228,7 +184,7 @@ class Recorder:
             "files": {file: round(seconds, 1) for file, seconds in sorted(self._files.items())},
             "sources": self._sources,
         }
-        records, card = self._records(), self._run["card"]
+        records, card = _records(self._path), self._run["card"]
         if self._part is not None:
             entry = with_part(records.get(card, {}), self._part, entry | {"code": code_hash()})
         records[card] = entry
@@ -236,21 +192,20 @@ class Recorder:
 
 
 def pytest_addoption(parser: Any) -> None:
-    parser.addoption("--part", help="The part of the GPU tests that this run has, as 1/2. The record joins all parts.")
+    parser.addoption(
+        "--part", choices=PARTS, help="The part of the GPU tests that this run has. The record joins both."
+    )
 
 
 def pytest_configure(config: Any) -> None:
-    part = config.getoption("--part")
-    try:
-        part = Part.read(part) if part else None
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to the process that records
+        return
     run = machine()
     if run is None:
         raise pytest.UsageError(
             "the record of GPU tests needs an NVIDIA GPU that torch sees; without one, run make test"
         )
-    config.pluginmanager.register(Recorder(run, RECORD, part))
+    config.pluginmanager.register(Recorder(run, RECORD, config.getoption("--part")))
 
 
 def summary(records: Mapping[str, Mapping[str, Any]], now: Mapping[str, str]) -> list[str]:
@@ -261,7 +216,7 @@ def summary(records: Mapping[str, Mapping[str, Any]], now: Mapping[str, str]) ->
     for card, run in records.items():
         for name, part in sorted(run.get("parts", {}).items()):
             lines.append(
-                f"{card}, {part['date']}: part {name} of a run, {part['passed']} passed; the other parts have not run."
+                f"{card}, {part['date']}: part {name} of a run, {part['passed']} passed; the other part has not run."
             )
         if "sources" not in run:
             continue
@@ -276,5 +231,4 @@ def summary(records: Mapping[str, Mapping[str, Any]], now: Mapping[str, str]) ->
 
 
 if __name__ == "__main__":
-    records = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    sys.stdout.write("\n".join(summary(records, source_hashes())) + "\n")
+    sys.stdout.write("\n".join(summary(_records(RECORD), source_hashes())) + "\n")
