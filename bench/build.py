@@ -2,13 +2,13 @@
 
     python bench/build.py
     python bench/build.py --models sd15 sdxl … [--work FOLDER] [--backend tensorrt|onnxruntime] [--json FILE]
-                          [--engine FIELD=VALUE …] [--alone] [--exact]
+                          [--engine FIELD=VALUE …] [--alone] [--exact [only]]
 
 With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
 the seconds of every stage, the most memory of the host and of the GPU, and what was found. `--engine attention=plugin
 layers=native` has one engine of the denoiser built, where `auto` builds and times several. `--alone` leaves text encoders out,
-and converts the denoiser alone. `--exact` also builds the denoiser without INT8 and without plugins, for `bench/whole.py`. Gates
-are set so wide that random weights pass them: their figures are printed, not asserted. A pipeline that lies in the folder is
+and converts the denoiser alone. `--exact` also builds the denoiser without INT8 and without plugins, for `bench/whole.py`;
+`--exact only` builds nothing else. Gates are set so wide that random weights pass them: their figures are printed, not asserted. A pipeline that lies in the folder is
 taken, and so are the stages in its cache: a build that did not end goes on.
 
 Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--engine", nargs="+", default=[], metavar="FIELD=VALUE", help="of the recipe's engine section")
     parser.add_argument("--alone", action="store_true")
-    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--exact", nargs="?", const="also", choices=["also", "only"])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.models:
@@ -207,7 +207,7 @@ def main() -> None:
     rows = []
     for name in given.models:
         engine = {"backend": given.backend} | dict(field.split("=", 1) for field in given.engine)
-        for exact in [False, True] if given.exact else [False]:
+        for exact in {None: [False], "also": [False, True], "only": [True]}[given.exact]:
             rows.append(build_model(name, given.work, engine, given.alone, exact))
             print(json.dumps(rows[-1]), flush=True)
             if given.json:

@@ -4,8 +4,8 @@
 card. `make gpu-record` compares the sources with those that ran. It compares hashes of files, and needs no history of commits.
 
 The run has two parts, `make test-gpu-shared` and `make test-gpu-alone`. Tests of the first part run beside each other in
-processes of pytest-xdist. Tests of the second part measure the device's memory and times, and run in one process. The record keeps
-a part until the other part of the same code and machine has run, and then joins both.
+processes of pytest-xdist. Tests of the second part measure the device's memory and times, and run in one process. The record
+keeps a part until the other part of the same code and machine has run, and then joins both.
 """
 
 from __future__ import annotations
