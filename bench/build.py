@@ -8,8 +8,8 @@ With `--models`, whole pipelines in published sizes with random weights (bench/p
 the seconds of every stage, the most memory of the host and of the GPU, and what was found. `--engine attention=plugin
 layers=native` has one engine of the denoiser built, where `auto` builds and times several. `--alone` leaves text encoders out,
 and converts the denoiser alone. `--exact` also builds the denoiser without INT8 and without plugins, for `bench/whole.py`;
-`--exact only` builds nothing else. Gates are set so wide that random weights pass them: their figures are printed, not asserted. A pipeline that lies in the folder is
-taken, and so are the stages in its cache: a build that did not end goes on.
+`--exact only` builds nothing else. Gates are set so wide that random weights pass them: their figures are printed, not
+asserted. A pipeline that lies in the folder is taken, and so are the stages in its cache: a build that did not end goes on.
 
 Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
 Markdown table with the date and the machine; nothing is asserted.
