@@ -49,6 +49,7 @@ LAYERS: tuple[set[str], ...] = (
         "recipe",
         "shipped",
         "unfused",
+        "wrapped",
     },
 )
 """From the top: modules and folders of the package. Those of one layer may import each other."""

@@ -16,9 +16,8 @@ from trtconvert.attention.schedules import check_sigmas
 from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord, GuidanceRecord
 from trtconvert.errors import UserError
-from trtconvert.guidance import guidance_of
 from trtconvert.noise_input import NoiseInput, at_place, place_of
-from trtconvert.reuse.schedule import reuse_of
+from trtconvert.wrapped import WrappedDenoiser
 
 OF_NOISE = re.compile(r"(\w+_)?(timestep|sigma)s?(_\w+)?")
 """The pipelines' names of inputs that tell a denoiser the noise level: the timestep, that of a video's sound, and the end of a
@@ -347,16 +346,20 @@ class _WholeTimesteps:
     name: str
 
     def __call__(self, denoiser: Denoiser, seeds: Sequence[int], **named: Any) -> Tensor:
-        def whole(*inputs: Tensor, **by_name: Tensor) -> Tensor:
-            if self.name in by_name:
-                by_name[self.name] = by_name[self.name].round().long()
-            else:
-                inputs = (*inputs[: self.place], inputs[self.place].round().long(), *inputs[self.place + 1 :])
-            return denoiser(*inputs, **by_name)
+        return self.sampler(_OfWholeTimesteps(denoiser, self.place, self.name), seeds, **named)
 
-        whole.guidance = guidance_of(denoiser)  # type: ignore[attr-defined]  # attributes that samplers read
-        whole.reuse = reuse_of(denoiser)  # type: ignore[attr-defined]
-        return self.sampler(whole, seeds, **named)
+
+class _OfWholeTimesteps(WrappedDenoiser):
+    def __init__(self, denoiser: Denoiser, place: int, name: str) -> None:
+        super().__init__(denoiser)
+        self._place, self._name = place, name
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        if self._name in named:
+            named[self._name] = named[self._name].round().long()
+        else:
+            inputs = (*inputs[: self._place], inputs[self._place].round().long(), *inputs[self._place + 1 :])
+        return self._denoiser(*inputs, **named)
 
 
 def copied_with(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> nn.Module:

@@ -21,6 +21,7 @@ from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.guidance import FusedGuidance, GuidedDenoiser
 from trtconvert.manifest_checks import contradiction
+from trtconvert.models.denoiser import sampled_from
 from trtconvert.models.digits import _SCHEDULE
 from trtconvert.models.guidance import fused_form
 from trtconvert.models.samplers import initial_noise, sample
@@ -203,6 +204,17 @@ def test_own_samplers_hand_over_the_scale(source, digits):
     assert relative_error(drawn, expected) < SAME_ARITHMETIC
     assert engine.scales == [[1.0 if source == "digits-dit" else 2.0] * 2]
     assert form.dims["batch"] == (1, model.dims["batch"][1] // 2, model.dims["batch"][2] // 2)
+
+
+@pytest.mark.parametrize("name", ["digits", "stable_diffusion"])
+def test_models_whose_denoiser_is_on_another_device_have_the_form_too(model_of, digits, name):
+    """As for builds on a GPU."""
+    model = digits if name == "digits" else model_of(name)
+    moved = sampled_from(model, torch.device("cpu"))
+    engine = Engine(fused_form(moved))
+    drawn = moved.sample(engine, SEEDS, steps=2, solver="ddim")
+    assert engine.rows == [len(SEEDS)] * 2
+    assert relative_error(drawn, model.sample(model.denoiser, SEEDS, steps=2, solver="ddim")) < SAME_ARITHMETIC
 
 
 # Bundles --------------------------------------------------------------------------------------------------------------

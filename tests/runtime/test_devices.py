@@ -20,7 +20,7 @@ from trtconvert.models.samplers import initial_noise, sample
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.devices import DataParallel
 from trtconvert.runtime.signature import Signature
-from trtconvert.runtime.trajectory import apart, begin
+from trtconvert.wrapped import apart, begin
 
 X = TensorRecord(name="x", dtype="float32", shape=["batch", "width"])
 TIMESTEP = TensorRecord(name="timestep", dtype="float32", shape=["batch"])

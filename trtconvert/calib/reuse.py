@@ -21,7 +21,6 @@ from trtconvert.bars import Steps
 from trtconvert.calib.budget import Budget, figures, keeps_budget, squared_error
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
-from trtconvert.guidance import guidance_of
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import not_followed
 from trtconvert.models.drawings import with_progress
@@ -29,6 +28,7 @@ from trtconvert.noise_input import place_of
 from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of, stated
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.reuse import SAME, Reusable
+from trtconvert.wrapped import WrappedDenoiser
 
 PARTS = 8
 """Parts of a trajectory. The growth of errors is measured separately in each part."""
@@ -249,12 +249,12 @@ class _Stated:
         )
 
 
-class _Watch:
+class _Watch(WrappedDenoiser):
     """A denoiser that records its predictions along each trajectory."""
 
     def __init__(self, model: DiffusionModel, denoiser: Denoiser) -> None:
-        self._model, self._denoiser = model, denoiser
-        self.guidance = guidance_of(denoiser)
+        super().__init__(denoiser)
+        self._model = model
         self._calls: list[tuple[float, Tensor]] = []
         self._products: list[Tensor] = []
         self._timesteps: tuple[float, ...] = ()

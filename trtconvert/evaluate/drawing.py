@@ -19,17 +19,16 @@ from trtconvert.evaluate.clipping import Clipping
 from trtconvert.evaluate.features import Extractor
 from trtconvert.evaluate.records import Request
 from trtconvert.evaluate.torch_int8 import NonfiniteCounts, TorchInt8
-from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import DenoiserInType
 from trtconvert.reuse.schedule import reuse_of
+from trtconvert.wrapped import WrappedDenoiser
 
 
-class _FiniteWatch:
+class _FiniteWatch(WrappedDenoiser):
     """A denoiser that records which samples of its batch stayed finite."""
 
     def __init__(self, denoiser: Denoiser, samples: int) -> None:
-        self._denoiser, self.guidance, self.reuse = denoiser, guidance_of(denoiser), reuse_of(denoiser)
-        self.device = getattr(denoiser, "device", None)
+        super().__init__(denoiser)
         self.finite = torch.ones(samples, dtype=torch.bool)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
@@ -39,15 +38,10 @@ class _FiniteWatch:
         return output
 
 
-class _AllSteps:
+class _AllSteps(WrappedDenoiser):
     """A denoiser without step reuse: every step is computed."""
 
-    def __init__(self, denoiser: Denoiser) -> None:
-        self._denoiser, self.guidance = denoiser, guidance_of(denoiser)
-        self.device = getattr(denoiser, "device", None)
-
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        return self._denoiser(*inputs, **named)
+    reuse = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.documents import parse_json, require_plain_types, safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.guidance import guidance_of
-from trtconvert.runtime.trajectory import begin
+from trtconvert.wrapped import begin
 
 _EXPECTED, _TYPE_ERRORS = "prediction", "type_errors"
 

@@ -25,7 +25,7 @@ from trtconvert.models.drawings import with_progress
 from trtconvert.noise_input import at_place, place_of
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import VerifySection
-from trtconvert.runtime.trajectory import begin
+from trtconvert.wrapped import begin
 
 BATCH = 16
 """Samples drawn at once. Samples do not depend on it."""

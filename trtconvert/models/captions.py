@@ -7,7 +7,7 @@ InstructPix2Pix has the prompt in the first of three rows, and Wan calls its den
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
-from trtconvert.guidance import FusedGuidance, guidance_of
 from trtconvert.models.call_options import PROMPTS
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_inputs
-from trtconvert.reuse.schedule import Scheduler, reuse_of
+from trtconvert.wrapped import WrappedDenoiser
 
 _ONE, _OTHER = PROMPTS[0], PROMPTS[5]
 """Captions that differ in every word."""
@@ -110,33 +109,24 @@ class _Place:
     follow_noise: frozenset[str]
 
 
-@dataclass(frozen=True)
-class _Conditioned:
+class _Conditioned(WrappedDenoiser):
     """A denoiser with given inputs in each block of rows of a prompt.
 
-    Attributes:
+    Args:
         conditions: the given inputs, by name, [samples, …].
         own: the inputs of `Captions.stand_in`, likewise; they tell the blocks of a prompt.
     """
 
-    denoiser: Denoiser
-    conditions: Mapping[str, Tensor]
-    own: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def guidance(self) -> FusedGuidance | None:
-        return guidance_of(self.denoiser)
-
-    @property
-    def reuse(self) -> Scheduler | None:
-        return reuse_of(self.denoiser)
+    def __init__(self, denoiser: Denoiser, conditions: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        super().__init__(denoiser)
+        self._conditions, self._own = conditions, own
 
     def __call__(self, **named: Tensor) -> Tensor:
-        name, x = next(iter(self.conditions.items()))
+        name, x = next(iter(self._conditions.items()))
         blocks = [slice(start, start + len(x)) for start in range(0, len(named[name]), len(x))]
-        prompted = [rows for rows in blocks if all(_same(named[name][rows], x) for name, x in self.own.items())]
-        given = {name: named[name].clone() for name in self.conditions} if prompted else {}
-        for name, x in self.conditions.items() if prompted else ():
+        prompted = [rows for rows in blocks if all(_same(named[name][rows], x) for name, x in self._own.items())]
+        given = {name: named[name].clone() for name in self._conditions} if prompted else {}
+        for name, x in self._conditions.items() if prompted else ():
             if x.shape[1:] != given[name].shape[1:] and prompted == blocks:
                 # The prompts of another length have a call to themselves.
                 given[name] = torch.cat([x.to(named[name])] * len(blocks))
@@ -150,7 +140,7 @@ class _Conditioned:
                 )
             for rows in prompted:
                 given[name][rows] = x.to(named[name])
-        return self.denoiser(**named | given)
+        return self._denoiser(**named | given)
 
 
 def _same(x: Tensor, own: Tensor) -> bool:

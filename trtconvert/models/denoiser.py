@@ -21,8 +21,8 @@ from trtconvert.models import offloading
 from trtconvert.models.drawings import WatchedSampler
 from trtconvert.models.offloading import offload_large_parts
 from trtconvert.models.own_sampler import SamplerError
-from trtconvert.reuse.schedule import Schedule, all_computed, reuse_of
-from trtconvert.runtime.trajectory import begin
+from trtconvert.reuse.schedule import Schedule, all_computed
+from trtconvert.wrapped import WrappedDenoiser
 
 
 class _Reached(BaseException):
@@ -92,14 +92,12 @@ def not_followed(model: DiffusionModel) -> UserError:
     )
 
 
-class _Moved:
+class _Moved(WrappedDenoiser):
     """A denoiser on another device than the tensors of its sampler, which may be on any device."""
 
     def __init__(self, denoiser: Denoiser, device: torch.device) -> None:
-        self._denoiser, self.device, self.reuse = denoiser, device, reuse_of(denoiser)
-
-    def reset_cache(self) -> None:
-        begin(self._denoiser)
+        super().__init__(denoiser)
+        self.device = device
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         home = (inputs or tuple(named.values()))[0].device

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trtconvert.bars import Steps
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
-from trtconvert.runtime.trajectory import apart
+from trtconvert.wrapped import WrappedDenoiser
 
 
 def with_progress(model: DiffusionModel, bar: Steps, count: float = 1) -> DiffusionModel:
@@ -66,26 +66,18 @@ class _ProgressSampler(WatchedSampler):
         return drawn
 
 
-class CountedDenoiser:
-    """A denoiser that reports its calls, with the attributes of the denoiser inside.
+class CountedDenoiser(WrappedDenoiser):
+    """A denoiser that reports its calls.
 
     Args:
         called: is called after each call of the denoiser.
     """
 
     def __init__(self, denoiser: Denoiser, called: Callable[[], None]) -> None:
-        self._denoiser, self._called = denoiser, called
+        super().__init__(denoiser)
+        self._called = called
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         output = self._denoiser(*inputs, **named)
         self._called()
         return output
-
-    def apart(self) -> CountedDenoiser:
-        """See `trtconvert.runtime.trajectory.apart`."""
-        return CountedDenoiser(apart(self._denoiser), self._called)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._denoiser, name)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, Sampler
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, warn
-from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.reuse.schedule import reuse_of
-from trtconvert.runtime.trajectory import apart, begin
+from trtconvert.wrapped import WrappedDenoiser, begin
 
 _PACKAGE = Path(__file__).parents[1]
 _CALLED_BY_THEM = {
@@ -98,24 +97,19 @@ class OwnSampler:
         return images
 
 
-class _WatchedDenoiser(CountedDenoiser):
+class _WatchedDenoiser(WrappedDenoiser):
     """A denoiser that remembers the timestep of each call, as one number, on the device that it came on."""
 
-    def __init__(
-        self, denoiser: Denoiser, inputs: Sequence[str], timestep_input: str, seen: list[Tensor] | None = None
-    ) -> None:
-        self._denoiser, self._inputs, self._timestep_input = denoiser, inputs, timestep_input
-        self._seen = [] if seen is None else seen
+    def __init__(self, denoiser: Denoiser, inputs: Sequence[str], timestep_input: str) -> None:
+        super().__init__(denoiser)
+        self._inputs, self._timestep_input = inputs, timestep_input
+        self._seen: list[Tensor] = []
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
         timestep = (dict(zip(self._inputs, inputs, strict=False)) | named).get(self._timestep_input)
         if isinstance(timestep, Tensor) and timestep.numel():
             self._seen.append(timestep.detach().max().double())
         return self._denoiser(*inputs, **named)
-
-    def apart(self) -> _WatchedDenoiser:
-        """See `trtconvert.runtime.trajectory.apart`."""
-        return _WatchedDenoiser(apart(self._denoiser), self._inputs, self._timestep_input, self._seen)
 
     def distinct_timesteps(self) -> int:
         return len({float(timestep) for timestep in self._seen})

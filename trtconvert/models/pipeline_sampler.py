@@ -16,14 +16,13 @@ from torch.nn.functional import pad
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
-from trtconvert.guidance import FusedGuidance, guidance_of
 from trtconvert.images import read_picture
 from trtconvert.models.call_options import BATCH, PROMPTS, SIZE_ARGUMENTS, TOKENS, size_range
 from trtconvert.models.captions import Captions
+from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.models.pipelines import PipelineCaller
-from trtconvert.reuse.schedule import Scheduler, reuse_of
 from trtconvert.runtime.diffusers import DiffusersDenoiser, follow_scheduler
-from trtconvert.runtime.trajectory import apart, begin
+from trtconvert.wrapped import begin
 
 SOUND_ROW = 256
 """Amplitudes in a row of the picture that shows a sound."""
@@ -119,7 +118,13 @@ class PipelineSampler:
             )
         # The pipeline runs on the device of an engine; other denoisers move the tensors that they get from the CPU.
         device = getattr(denoiser, "device", torch.device("cpu"))
-        images, counted = [], _Counted(denoiser)
+        images, calls = [], 0
+
+        def called() -> None:
+            nonlocal calls
+            calls += 1
+
+        counted = CountedDenoiser(denoiser, called)
         for start in range(0, len(seeds), self.batch):
             chunk = seeds[start : start + self.batch]
             given = {name: x[start : start + self.batch] for name, x in (conditions or {}).items()}
@@ -127,7 +132,7 @@ class PipelineSampler:
             captions = [self.captions.stand_in] * len(chunk) if given else None
             begin(denoiser)
             images.append(self.draw(captioned, device, chunk, steps, captions))
-        if not counted.calls:
+        if not calls:
             raise UserError(
                 f"{self.record.pipeline} does not call its {self.record.component} in {steps} steps",
                 expected=f"a number of steps that includes the noise levels of {self.record.component}",
@@ -157,31 +162,6 @@ class PipelineSampler:
         with torch.no_grad(), self.caller.denoising_with(dropped_in):
             drawn = self.caller(seeds, self.caller.taken_steps(steps), self.sizes, captions)
         return as_images(drawn.cpu(), decoded=self.caller.decodes)
-
-
-@dataclass
-class _Counted:
-    denoiser: Denoiser
-    calls: int = 0
-    part_of: _Counted | None = None
-
-    @property
-    def guidance(self) -> FusedGuidance | None:
-        return guidance_of(self.denoiser)
-
-    @property
-    def reuse(self) -> Scheduler | None:
-        return reuse_of(self.denoiser)
-
-    def __call__(self, **named: Tensor) -> Tensor:
-        (self.part_of or self).calls += 1
-        return self.denoiser(**named)
-
-    def reset_cache(self) -> None:
-        begin(self.denoiser)
-
-    def apart(self) -> _Counted:
-        return _Counted(apart(self.denoiser), part_of=self.part_of or self)
 
 
 def as_images(output: Tensor, *, decoded: bool) -> Tensor:

@@ -19,7 +19,7 @@ from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
 from trtconvert.models.parametrisation import Parametrisation
 from trtconvert.runtime.reuse import follow
-from trtconvert.runtime.trajectory import begin
+from trtconvert.wrapped import begin
 
 Denoiser = Callable[..., Tensor]
 """denoiser(x [B, C, H, W], timestep [B] FP32, **conditions [B, …]) → prediction [B, C, H, W]."""

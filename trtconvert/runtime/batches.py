@@ -11,7 +11,8 @@ from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.component import Component
-from trtconvert.runtime.trajectory import Apart, apart, begin
+from trtconvert.runtime.trajectory import Apart
+from trtconvert.wrapped import apart, begin
 
 
 class AnyBatch:

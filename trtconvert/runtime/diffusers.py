@@ -30,8 +30,8 @@ from trtconvert.runtime.halves import Halves, Prediction
 from trtconvert.runtime.libraries import library_class
 from trtconvert.runtime.reuse import PipelineSteps
 from trtconvert.runtime.signature import shape_of
-from trtconvert.runtime.trajectory import apart, begin
 from trtconvert.runtime.unused import UnusedResult
+from trtconvert.wrapped import apart, begin
 
 if TYPE_CHECKING:
     from trtconvert.runtime.loras import Loras

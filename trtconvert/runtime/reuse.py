@@ -20,13 +20,13 @@ from trtconvert.guidance import guidance_of
 from trtconvert.noise_input import at_place, place_of
 from trtconvert.reuse.schedule import Reuse, Scheduler, extrapolation, reuse_of
 from trtconvert.reuse.trajectories import Trajectories
-from trtconvert.runtime.trajectory import apart, begin
+from trtconvert.wrapped import WrappedDenoiser
 
 SAME = 1e-3
 """Tolerance of equal timesteps, relative to the range of timesteps, for the types that pipelines pass."""
 
 
-class Reusable:
+class Reusable(WrappedDenoiser):
     """A denoiser that may skip steps for samplers that `follow` a trajectory. Direct calls compute every step.
 
     Args:
@@ -34,21 +34,8 @@ class Reusable:
     """
 
     def __init__(self, denoiser: Callable[..., Tensor], reuse: Scheduler) -> None:
-        self._denoiser, self.reuse = denoiser, reuse
-        self.guidance = guidance_of(denoiser)
-        if (device := getattr(denoiser, "device", None)) is not None:
-            self.device = device
-
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        return self._denoiser(*inputs, **named)
-
-    def reset_cache(self) -> None:
-        """See `Component.reset_cache`."""
-        begin(self._denoiser)
-
-    def apart(self) -> Reusable:
-        """See `Component.apart`."""
-        return Reusable(apart(self._denoiser), self.reuse)
+        super().__init__(denoiser)
+        self.reuse = reuse
 
 
 def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:

@@ -75,15 +75,3 @@ def require_finite(caches: Iterable[tuple[str, Tensor]]) -> None:
                 got=f"{int((~cache.isfinite()).sum())} of {cache.numel()} are NaN or Inf",
                 remedy="call reset_cache(), and find the overflow; with model.dtype float32 or bfloat16, caches are float32",
             )
-
-
-def apart(denoiser: Any) -> Any:
-    """Return a denoiser with its own caches, or the denoiser itself if it has none."""
-    return denoiser.apart() if hasattr(denoiser, "apart") else denoiser
-
-
-def begin(denoiser: Any) -> None:
-    """Tell a denoiser, where it has caches, that a sampler begins."""
-    reset = getattr(denoiser, "reset_cache", None)
-    if callable(reset):
-        reset()

@@ -38,7 +38,7 @@ from trtconvert.models.parametrisation import (
 from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.models.samplers import draw, followed, initial_noise
 from trtconvert.runtime.signature import shape_of
-from trtconvert.runtime.trajectory import begin
+from trtconvert.wrapped import begin
 
 EDM = "edm"
 SCHEDULES = (*BETA_SCHEDULES, FLOW, EDM)
