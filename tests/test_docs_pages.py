@@ -89,7 +89,11 @@ def test_the_figures_of_the_readme_are_those_of_the_page():
     rows = [
         [cell.strip(" *") for cell in line.strip("|").split("|")] for line in readme.splitlines() if line[:1] == "|"
     ]
-    said = {row[0].partition("**")[0]: row[1:] for row in rows if len(row) == 3 and row[1][:1].isdigit()}
+    said = {
+        row[0].partition("**")[0]: row[1:]
+        for row in rows
+        if len(row) == 3 and re.fullmatch(r"[\d.]+( to [\d.]+)?", row[1])
+    }
     ours = measured.pop("trtconvert, `modes: auto`")
     assert said.pop("trtconvert") == [ours[0], ours[-1]]
     named = {
