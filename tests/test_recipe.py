@@ -236,12 +236,12 @@ def test_a_search_sees_every_timestep_bin(tmp_path):
     load(tmp_path, MODEL + "calibration: {bins: 32}\nattention: {modes: balanced}\n")
 
 
-def test_every_mode_can_be_named_and_fp8_must_be(tmp_path):
+def test_every_mode_can_be_named_and_fp8_is_no_default_of_all_gpus(tmp_path):
     names = [mode.name.lower() for mode in Mode]
     recipe = load(
         tmp_path, MODEL + f"attention: {{modes: [{', '.join(names)}]}}\ncalibration: {{bins: {len(names)}}}\n"
     )
-    assert recipe.attention.modes == names and recipe.plan.candidates == ["precision", "aggressive"]
+    assert recipe.attention.modes == names and [*recipe.plan.searched_modes] == ["precision", "aggressive"]
     assert load(tmp_path, MODEL + "plan: {candidates: [precision, fp8]}\n").plan.candidates == ["precision", "fp8"]
     assert "'plan.candidates.0'" in refused(tmp_path, MODEL + "plan: {candidates: [fp4]}\n")
 

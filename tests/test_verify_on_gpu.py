@@ -1,4 +1,4 @@
-"""Samples of the gates in builds that compute on a GPU."""
+"""Samples of the gates and candidates of the search in builds that compute on a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 from support import tiny_recipe
 
 from trtconvert import pipeline
+from trtconvert.attention.modes import Mode
+from trtconvert.calib.cost import KERNEL_COST
 from trtconvert.models.placed import Place
 from trtconvert.optimization import _merged
 from trtconvert.recipe import VerifySection, load_recipe
@@ -50,3 +52,24 @@ def test_arguments_of_optimize_count_on_a_gpu_too(tmp_path, asked, expected):
     sections["model"] = {"source": "tiny_models:build"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(sections))
     assert drawn(pipeline._on_place(load_recipe(tmp_path / "recipe.yaml"), GPU).verify) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "place", "plan", "expected"),
+    [
+        ("sm90", GPU, {}, ["precision", "aggressive", "fp8"]),
+        ("sm86", GPU, {}, ["precision", "aggressive"]),
+        ("sm90", CPU, {}, ["precision", "aggressive"]),
+        ("sm90", GPU, {"candidates": ["precision"]}, ["precision"]),
+        ("sm90", GPU, {"kernel_cost": "old.json"}, ["precision", "aggressive"]),
+    ],
+)
+def test_a_search_on_hopper_may_choose_fp8_where_its_times_are_known(
+    tmp_path, monkeypatch, here, place, plan, expected
+):
+    table = json.loads(KERNEL_COST.read_text())
+    table["rows"] = [row for row in table["rows"] if row["mode"] != Mode.FP8]
+    (tmp_path / "old.json").write_text(json.dumps(table))
+    monkeypatch.setattr(pipeline, "device_architecture", lambda: here)
+    recipe = load_recipe(tiny_recipe(tmp_path, attention={"modes": "auto"}, plan={"steps": 4} | plan))
+    assert [*pipeline._on_place(recipe, place).plan.searched_modes] == expected

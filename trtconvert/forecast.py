@@ -74,7 +74,7 @@ def with_forecast(
     """Returns the model with a timer on its first drawing, the calibration's; the timer reports the forecast."""
     searched = len(recipe.plan.layer_candidates) if recipe.layers.modes == "auto" else 0
     groups = {layer.input_group for layer in parts.layers}
-    choices = len(parts.sites) * len(recipe.plan.candidates) + len(groups) * searched
+    choices = len(parts.sites) * len(recipe.plan.searched_modes) + len(groups) * searched
 
     def tell(step: float) -> None:
         found = forecast(recipe, place.device, choices, parts.sites, step / OBSERVED[place.device])

@@ -20,6 +20,7 @@ from trtconvert.bundle import ComponentRecord, Manifest, QualityRecord
 from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.identity import named_file, search_reads
 from trtconvert.engine import BackendStatus, choose_backend
+from trtconvert.engine.driver import device_architecture
 from trtconvert.entry_point import source_identity
 from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
@@ -29,7 +30,7 @@ from trtconvert.models.placed import Place
 from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
-from trtconvert.recipe import ONNX, Recipe, changed_paths, with_paths
+from trtconvert.recipe import ONNX, PlanSection, Recipe, changed_paths, with_paths
 from trtconvert.stages.build import Build
 from trtconvert.stages.calibrate import calibrate_stage
 from trtconvert.stages.common import (
@@ -214,12 +215,25 @@ def refuse_foreign(output: Path) -> None:
 
 
 def _on_place(recipe: Recipe, place: Place) -> Recipe:
-    """Apply `verify.on_gpu` to a recipe whose build computes on a GPU."""
-    more = recipe.verify.on_gpu
-    if not place.on_gpu or more is None:
+    """Apply what a recipe leaves to builds on a GPU: `verify.on_gpu`, and FP8 as a candidate on Hopper."""
+    if not place.on_gpu:
         return recipe
-    drawn = {"samples": more.samples, "steps": more.steps}
-    return recipe.model_copy(update={"verify": recipe.verify.model_copy(update=drawn)})
+    verify, plan = recipe.verify, recipe.plan
+    if (more := verify.on_gpu) is not None:
+        verify = verify.model_copy(update={"samples": more.samples, "steps": more.steps})
+    if recipe.attention.modes == "auto" and plan.candidates is None and _fp8_is_priced(plan):
+        plan = plan.model_copy(update={"candidates": [*plan.searched_modes, "fp8"]})
+    return recipe.model_copy(update={"verify": verify, "plan": plan})
+
+
+def _fp8_is_priced(plan: PlanSection) -> bool:
+    """Return whether this machine's GPU has a kernel for FP8 with known times."""
+    if device_architecture() != "sm90":
+        return False
+    from trtconvert.attention.modes import Mode
+    from trtconvert.calib.cost import KernelCost
+
+    return KernelCost.load(plan.kernel_cost).prices(Mode.FP8)
 
 
 def _refuse_missing_packages(recipe: Recipe) -> None:

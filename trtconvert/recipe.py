@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -327,13 +327,14 @@ class PlanSection(_Section):
         description="Kernel times on the plan's target GPU, a file of `trtconvert measure`, relative to the recipe; read by "
         "attention.scaling: auto too. Default: the program's own times of an H200.",
     )
-    candidates: list[ModeName] = Field(
-        default=["precision", "aggressive"],
+    candidates: list[ModeName] | None = Field(
+        default=None,
         min_length=1,
-        description="Modes that the search may choose, beside fp16. balanced is for GPUs where `trtconvert measure` shows that "
-        "it is faster than precision; on an H100 it is slower and less exact. fp8 is for long sequences on Hopper, where it is "
-        "14 % faster than aggressive. The relative error of fp8 is 0.04, or 0.09 if all queries attend to one token; those of "
-        "aggressive are 0.02 and 0.15, of precision 0.01 and 0.01. A kernel_cost without fp8 must be measured again.",
+        description="Modes that the search may choose, beside fp16. Default: precision and aggressive, and fp8 for builds on a "
+        "Hopper GPU. balanced is for GPUs where `trtconvert measure` shows that it is faster than precision; on an H100 it is "
+        "slower and less exact. fp8 is for long sequences with heads of 128 on Hopper, where it is 11 % faster than aggressive. "
+        "The relative error of fp8 is 0.04, or 0.09 if all queries attend to one token; those of aggressive are 0.02 and 0.15, "
+        "of precision 0.01 and 0.01. A kernel_cost without fp8 must be measured again for fp8.",
     )
     layer_candidates: list[LayerModeName] = Field(
         default=["static"],
@@ -378,6 +379,11 @@ class PlanSection(_Section):
         if self.features_weights is not None and self.features is None:
             raise ValueError("features as well, which features_weights belong to")
         return self
+
+    @property
+    def searched_modes(self) -> Sequence[ModeName]:
+        """The candidates, or the defaults for any GPU."""
+        return self.candidates or ("precision", "aggressive")
 
 
 class Range(_Section):

@@ -207,6 +207,10 @@ class KernelCost:
             refuse("the caches of layers.modiff: auto", expected, "none", "set layers.modiff to true or false")
         return cost
 
+    def prices(self, mode: Mode) -> bool:
+        """Whether a plan may choose the mode: its times are known at every head size."""
+        return not self._lacking([mode])
+
     def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:
         """Returns what the table lacks for some modes; empty if nothing."""
         if not self._rows:

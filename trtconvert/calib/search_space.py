@@ -35,7 +35,7 @@ def kernel_cost(
     Raises:
         UserError: as `KernelCost.load`.
     """
-    allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.candidates)}
+    allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.searched_modes)}
     in_int8 = {LayerMode[name.upper()] for name in section.layer_candidates} if of_layers.modes == "auto" else set()
     allowed_layers = {LayerMode.EXACT, *in_int8} if in_int8 else set[LayerMode]()
     cost = KernelCost.load(
@@ -57,7 +57,7 @@ def site_scalings(
     if attention.scaling != "auto":
         return {site.name: attention.scaling for site in sites}
     stated = attention.modes if isinstance(attention.modes, list) else [attention.modes]
-    searched = {"auto": section.candidates, "sigma-rule": ["precision", "balanced", "aggressive"]}
+    searched = {"auto": section.searched_modes, "sigma-rule": ["precision", "balanced", "aggressive"]}
     modes = {Mode[name.upper()] for name in searched.get(stated[0], stated)}
     cost = KernelCost.load(section.kernel_cost)
     return {site.name: cost.scaling(AttentionShape.of(site, batch), modes) for site in sites}
