@@ -222,6 +222,11 @@ class DiffusionModel:
         return self.onload or next(self.denoiser.parameters()).device
 
     @property
+    def sample_input(self) -> str:
+        """The name of the input with the noisy sample, the first one other than the timestep."""
+        return next(spec.name for spec in self.inputs if spec.name != self.timestep_input)
+
+    @property
     def timestep_place(self) -> int:
         """The index of the timestep among the inputs."""
         return [spec.name for spec in self.inputs].index(self.timestep_input)

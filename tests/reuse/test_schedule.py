@@ -25,14 +25,18 @@ from trtconvert.reuse.trajectories import Trajectories
 STEPS, SAMPLES, ELEMENTS = 9, 3, 5
 
 
-def trajectories(predictions: Tensor, timesteps: Tensor, predicts_noise: bool = False) -> Trajectories:
+def trajectories(
+    predictions: Tensor, timesteps: Tensor, predicts_noise: bool = False, samples: Tensor | None = None
+) -> Trajectories:
     """
     Args:
-        predictions: [S, N, E].
+        predictions: [S, N, E]. samples: the noisy ones, likewise.
     """
     sigmas = torch.linspace(2.0, -3.0, len(timesteps), dtype=torch.float64).exp()
-    products = predictions @ predictions.transpose(1, 2) / predictions.shape[2]
-    return Trajectories(timesteps, products, sigmas, torch.ones_like(timesteps), predicts_noise)
+    of_products = predictions if samples is None else torch.cat([predictions, samples], 1)
+    products = of_products @ of_products.transpose(1, 2) / predictions.shape[2]
+    gain = torch.ones_like(timesteps)
+    return Trajectories(timesteps, products, sigmas, gain, predicts_noise, with_samples=samples is not None)
 
 
 @pytest.fixture
@@ -46,6 +50,13 @@ def predictions(timesteps: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     rate = torch.rand(SAMPLES, 1, ELEMENTS, generator=generator, dtype=torch.float64)
     return torch.sin(rate * timesteps[:, None] / 150) + rate
+
+
+@pytest.fixture
+def samples(timesteps: Tensor, predictions: Tensor) -> Tensor:
+    """Noisy samples, which predictions follow in part."""
+    noise = torch.randn(SAMPLES, 1, ELEMENTS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return noise * timesteps[:, None] / 500 + predictions.roll(-1, 1)
 
 
 def extrapolated(predictions: Tensor, timesteps: Tensor, computed: tuple[bool, ...]) -> Tensor:
@@ -82,24 +93,27 @@ def cost_of(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...], 
         weights = found.weights(timesteps)
         error = torch.zeros(len(computed), dtype=torch.float64)
         for step in range(place + 1, end):
-            beyond = extrapolation(timesteps.tolist(), all_computed(len(computed)), [*before, place], step)
+            of_last, of_before, _ = extrapolation(
+                timesteps.tolist(), all_computed(len(computed)), [*before, place], step
+            )
             error[step] += weights[step]
-            error[place] -= weights[step] * (1 + beyond)
+            error[place] -= weights[step] * of_last
             if before:
-                error[before[0]] += weights[step] * beyond
+                error[before[0]] -= weights[step] * of_before
         squared = torch.einsum("i,sij,j->s", error, found.products, error)
         total += float(squared.mean() if objective == "mean" else squared.max())
     return total
 
 
-def used(predictions: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
+def used(predictions: Tensor, timesteps: Tensor, schedule: Schedule, samples: Tensor | None = None) -> Tensor:
     """[S, N, E] predictions that a sampler receives with a fitted schedule, including corrections."""
     given, last = [], list[int]()
     for step, now in enumerate(schedule.computed):
         exact = predictions[:, step]
         if last:
-            beyond = extrapolation(timesteps.tolist(), schedule, last, step)
-            line = predictions[:, last[-1]] + beyond * (predictions[:, last[-1]] - predictions[:, last[0]])
+            of_last, of_before, of_sample = extrapolation(timesteps.tolist(), schedule, last, step)
+            line = of_last * predictions[:, last[-1]] + of_before * predictions[:, last[0]]
+            line = line if samples is None else line + of_sample * samples[:, step]
             given.append(exact + schedule.correction(step) * (exact - line) if now else line)
         else:
             given.append(exact)
@@ -108,38 +122,50 @@ def used(predictions: Tensor, timesteps: Tensor, schedule: Schedule) -> Tensor:
 
 
 @pytest.mark.parametrize("computed", ["110101101", "101001001", "110010010"])
-def test_a_correction_takes_back_most_of_what_its_gap_has_moved(timesteps, predictions, computed):
-    steps = tuple(x == "1" for x in computed)
+@pytest.mark.parametrize("with_samples", [False, True])
+def test_a_correction_takes_back_most_of_what_its_gap_has_moved(
+    timesteps, predictions, samples, with_samples, computed
+):
+    steps, noisy = tuple(x == "1" for x in computed), samples if with_samples else None
 
     def moved(fitted: bool, correction: float) -> float:
-        found = replace(trajectories(predictions, timesteps), fitted=fitted, correction=correction)
+        found = replace(trajectories(predictions, timesteps, samples=noisy), fitted=fitted, correction=correction)
         schedule = stated(found, timesteps, steps)
         assert schedule.computed == steps and any(schedule.corrections) == (correction > 0)
-        errors = (predictions - used(predictions, timesteps, schedule)) * found.weights(timesteps)[:, None]
+        errors = (predictions - used(predictions, timesteps, schedule, noisy)) * found.weights(timesteps)[:, None]
         of_samples = errors.sum(1).square().mean(1)
         # The model adds the denoiser's response before the correction.
         assert (error_of(found, timesteps, schedule) >= of_samples - 1e-12).all()
         return float(of_samples.mean())
 
     assert moved(True, 1.0) < moved(True, 0.5) < moved(True, 0.0)
-    assert moved(False, 1.0) < moved(False, 0.0) / 4
+    if not with_samples:
+        assert moved(False, 1.0) < moved(False, 0.0) / 4
 
 
-def test_extrapolations_go_as_far_as_fits(timesteps, predictions):
-    """No other factor of the difference of two predictions comes nearer to the next prediction."""
-    found = replace(trajectories(predictions, timesteps), fitted=True)
-    schedule = stated(found, timesteps, tuple(x == "1" for x in "110010100"))
+def test_no_other_factors_come_nearer_to_the_next_predictions(timesteps, predictions, samples):
+    found = replace(trajectories(predictions, timesteps, samples=samples), fitted=True)
+    line = replace(trajectories(predictions, timesteps), fitted=True)
+    steps = tuple(x == "1" for x in "110010100")
+    schedule, on_line = stated(found, timesteps, steps), stated(line, timesteps, steps)
+    assert not any(of_sample for _, _, of_sample in on_line.factors)
     for step in (2, 3, 5, 7, 8):
         before, at = schedule.before(step)
+        basis = torch.stack([predictions[:, at], predictions[:, before], samples[:, step]])
 
-        def missed(beyond: float) -> float:
-            line = predictions[:, at] + beyond * (predictions[:, at] - predictions[:, before])  # noqa: B023
-            return float((predictions[:, step] - line).square().mean())  # noqa: B023
+        def missed(factors) -> float:
+            away = predictions[:, step] - torch.einsum("k,ksd->sd", torch.tensor(factors, dtype=torch.float64), basis)  # noqa: B023
+            return float(away.square().mean())
 
-        assert schedule.ahead[step] != pytest.approx(
-            extrapolation(timesteps.tolist(), all_computed(len(timesteps)), [before, at], step), rel=1e-3
-        )
-        assert missed(schedule.ahead[step]) <= min(missed(schedule.ahead[step] + off) for off in (-0.02, 0.02))
+        of_last, of_before, _ = on_line.factors[step]
+        assert of_last + of_before == pytest.approx(1)
+        for of_sample in (-0.02, 0.0, 0.02):
+            assert missed(schedule.factors[step]) <= missed((of_last, of_before, of_sample))
+        for place, off in product(range(3), (-0.02, 0.02)):
+            moved = [x + off * (i == place) for i, x in enumerate(schedule.factors[step])]
+            assert missed(schedule.factors[step]) <= missed(moved)
+        for off in (-0.02, 0.02):
+            assert missed(on_line.factors[step]) <= missed((of_last + off, of_before - off, 0.0))
 
 
 def test_fits_exist_at_calibrated_timesteps_only(timesteps, predictions):

@@ -189,6 +189,7 @@ def search_reuse(
                     model.timestep_input,
                     model.timestep_place,
                     model.noise_input,
+                    model.sample_input,
                 )
                 tried[schedule.computed] = found_of(drawn(reuse), reuse, schedule)
         # `added` excludes the error of INT8, which is the same for all and may be much larger than that of skipped steps.
@@ -232,6 +233,7 @@ class _Stated:
         self.timestep_input = model.timestep_input
         self.timestep_place = model.timestep_place
         self.noise_input = model.noise_input
+        self.sample_input = model.sample_input
         self.asked = False
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
@@ -244,7 +246,7 @@ class _Stated:
         return Schedule(
             tuple(step is None or of.computed[step] for step in nearest),
             0.0,
-            tuple(0.0 if step is None else of.ahead[step] for step in nearest),
+            tuple((1.0, 0.0, 0.0) if step is None else of.factors[step] for step in nearest),
             tuple(0.0 if step is None else of.corrections[step] for step in nearest),
         )
 
@@ -255,9 +257,10 @@ class _Watch(WrappedDenoiser):
     def __init__(self, model: DiffusionModel, denoiser: Denoiser) -> None:
         super().__init__(denoiser)
         self._model = model
-        self._calls: list[tuple[float, Tensor]] = []
+        self._calls: list[tuple[float, Tensor, Tensor]] = []
         self._products: list[Tensor] = []
         self._timesteps: tuple[float, ...] = ()
+        self._with_samples = True
         self._likeness: list[float] = []
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
@@ -266,16 +269,16 @@ class _Watch(WrappedDenoiser):
         time = float(place_of(self._model.noise_input, given[self._model.timestep_input].flatten()[0].double()))
         if self._calls and self._goes_back(time):
             self._end()
+        sample = given[self._model.sample_input]
         if not self._calls:
-            noised = next(x for name, x in given.items() if name != self._model.timestep_input)
-            if noised.shape == prediction.shape:
-                self._likeness.append(_correlation(noised, prediction))
+            self._with_samples = sample.shape == prediction.shape
+            self._likeness.append(_correlation(sample, prediction) if self._with_samples else 0.0)
         # The same timestep again is another call of the same step, with other conditions.
+        prediction_here, sample_here = (x.to("cpu", torch.float32, copy=True) for x in (prediction, sample))
         if self._calls and self._calls[-1][0] == time:
-            before = self._calls.pop()[1]
-            self._calls.append((time, torch.cat([before, prediction.float().cpu()])))
-        else:
-            self._calls.append((time, prediction.float().cpu()))
+            _, others, samples = self._calls.pop()
+            prediction_here, sample_here = torch.cat([others, prediction_here]), torch.cat([samples, sample_here])
+        self._calls.append((time, prediction_here, sample_here))
         return prediction
 
     def _goes_back(self, time: float) -> bool:
@@ -284,7 +287,7 @@ class _Watch(WrappedDenoiser):
 
     def _end(self) -> None:
         """Reduces a finished trajectory to the products of its predictions."""
-        timesteps = tuple(time for time, _ in self._calls)
+        timesteps = tuple(time for time, *_ in self._calls)
         if self._timesteps and timesteps != self._timesteps:
             raise UserError(
                 f"trajectories of {self._model.name} go through different timesteps",
@@ -293,8 +296,10 @@ class _Watch(WrappedDenoiser):
                 remedy="remove steps.computed from the recipe",
             )
         self._timesteps = timesteps
-        rows = min(len(prediction) for _, prediction in self._calls)  # guidance may end before the last step
-        kept = torch.stack([prediction[:rows].flatten(1) for _, prediction in self._calls], 1).double()
+        rows = min(len(prediction) for _, prediction, _ in self._calls)  # guidance may end before the last step
+        _, predictions, samples = zip(*self._calls, strict=True)
+        of_products = [*predictions, *samples] if self._with_samples else predictions
+        kept = torch.stack([x[:rows].flatten(1) for x in of_products], 1).double()
         self._products.append(kept @ kept.transpose(1, 2) / kept.shape[2])
         self._calls = []
 
@@ -310,7 +315,12 @@ class _Watch(WrappedDenoiser):
         sigmas = torch.lerp(levels[low], levels[high], place - low).exp()
         likeness = sum(self._likeness) / len(self._likeness) if self._likeness else 0.0
         return Trajectories(
-            timesteps, torch.cat(self._products), sigmas, torch.ones_like(timesteps), likeness > NOISE_LIKE
+            timesteps,
+            torch.cat(self._products),
+            sigmas,
+            torch.ones_like(timesteps),
+            likeness > NOISE_LIKE,
+            with_samples=self._with_samples,
         )
 
 

@@ -58,6 +58,7 @@ class _Asked:
 
     def __init__(self, model: DiffusionModel) -> None:
         self.timestep_input, self.timestep_place = model.timestep_input, model.timestep_place
+        self.sample_input = model.sample_input
         self.noise_input, self.reuse, self.told = model.noise_input, self, False
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:

@@ -2,15 +2,15 @@
 
 For each number of computed steps a dynamic programme finds the schedule of least modelled error. Its state is the last computed
 step and the length of the gap before that step, as an extrapolation depends on the last two computed steps. Errors in one gap add
-up as vectors, errors of different gaps as squares. Least squares over the calibrated samples determine how far an extrapolation
-goes, and how much the next computed step corrects.
+up as vectors, errors of different gaps as squares. Least squares over the calibrated samples determine the factors of an
+extrapolation, and how much the next computed step corrects.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -29,6 +29,12 @@ responded to the shifted sample."""
 LONGEST = 8
 """Largest number of steps from one computed step to the next."""
 
+RIDGE = 1e-9
+"""Regularisation of fits to basis vectors of unit length: the last two computed predictions may be nearly parallel."""
+
+Factors = tuple[float, float, float]
+"""Factors of an extrapolation: of the last computed prediction, of the one before, and of the skipped call's noisy sample."""
+
 Objective = Literal["mean", "worst"]
 """The aggregate of the samples' squared errors that a schedule minimises."""
 
@@ -40,14 +46,13 @@ class Schedule:
     Attributes:
         computed: for each step, true if its prediction is computed; the first step is.
         error: modelled mean squared error of the final samples.
-        ahead: for each step, the extrapolation's factor: how far its prediction lies beyond the last computed prediction, in
-            units of the difference of the last two computed predictions; empty: linear in the timestep.
+        factors: for each step, those of its extrapolation; empty: linear in the timestep.
         corrections: for each step, the factor of its correction, see `trtconvert.reuse.trajectories`; empty: no corrections.
     """
 
     computed: tuple[bool, ...]
     error: float
-    ahead: tuple[float, ...] = ()
+    factors: tuple[Factors, ...] = ()
     corrections: tuple[float, ...] = ()
 
     @property
@@ -139,52 +144,57 @@ def error_of(found: Trajectories, timesteps: Tensor, schedule: Schedule) -> Tens
     timesteps = timesteps.double()
     weights, gain = found.weights(timesteps), found.gain_at(timesteps)
     products = _products(found, timesteps)
-    steps = len(timesteps)
     # Rows: errors after the corrections, and errors before them.
-    left, answered, gap = torch.zeros(3, steps, dtype=torch.float64)
+    left, answered, gap = torch.zeros(3, products.shape[1], dtype=torch.float64)
     last: list[int] = []
     for step, now in enumerate(schedule.computed):
         # The weight of a gap, and of its correction, is the weight of its first skipped step.
         weight = gain[last[-1] + 1 if last else step] * weights[step]
         if not now:
-            gap = gap + weight * _of_extrapolation(timesteps, schedule, last, step)
+            gap = gap + weight * _of_extrapolation(timesteps, schedule, last, step, len(gap))
             continue
         if factor := schedule.correction(step):
-            left = left - factor * weight * _of_extrapolation(timesteps, schedule, last, step)
+            left = left - factor * weight * _of_extrapolation(timesteps, schedule, last, step, len(gap))
             answered = answered + gap
         left, gap, last = left + gap, torch.zeros_like(gap), [*last, step][-2:]
     errors = torch.stack([left + gap, RESPONSE * answered])
     return torch.einsum("ri,sij,rj->s", errors, products, errors)
 
 
-def extrapolation(timesteps: Sequence[float], schedule: Schedule, last: Sequence[int], step: int) -> float:
-    """Returns the factor of an extrapolation beyond the last computed prediction, in units of the last two's difference.
+def extrapolation(timesteps: Sequence[float], schedule: Schedule, last: Sequence[int], step: int) -> Factors:
+    """Returns the factors of an extrapolation.
 
     Args:
-        last: the last two computed steps; a single step is repeated. If they are not the schedule's, the extrapolation is linear
-            in the timestep.
+        last: the last two computed steps, or the only one. If they are not the schedule's, the extrapolation is linear in the
+            timestep; a single prediction is repeated.
     """
+    if schedule.factors and list(last) == schedule.before(step):
+        return schedule.factors[step]
     if len(last) < 2:
-        return 0.0
-    if schedule.ahead and list(last) == schedule.before(step):
-        return schedule.ahead[step]
+        return 1.0, 0.0, 0.0
     before, at = (timesteps[index] for index in last)
-    return (timesteps[step] - at) / (at - before)
+    beyond = (timesteps[step] - at) / (at - before)
+    return 1 + beyond, -beyond, 0.0
 
 
-def _of_extrapolation(timesteps: Tensor, schedule: Schedule, last: list[int], step: int) -> Tensor:
-    """[M] error of an extrapolated prediction, as a sum of computed predictions."""
-    error = torch.zeros(len(timesteps), dtype=torch.float64)
-    beyond = extrapolation(timesteps.tolist(), schedule, last, step)
+def _of_extrapolation(timesteps: Tensor, schedule: Schedule, last: list[int], step: int, size: int) -> Tensor:
+    """[size] error of an extrapolated prediction, as a sum of computed predictions, and of samples behind them."""
+    error = torch.zeros(size, dtype=torch.float64)
+    of_last, of_before, of_sample = extrapolation(timesteps.tolist(), schedule, last, step)
     error[step] += 1
-    error[last[-1]] -= 1 + beyond
-    error[last[0]] += beyond
+    error[last[-1]] -= of_last
+    error[last[0]] -= of_before
+    if of_sample:
+        error[len(timesteps) + step] -= of_sample
     return error
 
 
 def _products(found: Trajectories, timesteps: Tensor) -> Tensor:
-    """[S, M, M] products of the predictions at other timesteps than the calibrated ones."""
+    """[S, M, M] products of the predictions, or [S, 2·M, 2·M] with those of the samples, at other timesteps than the calibrated
+    ones."""
     through = found.interpolation(timesteps)
+    if found.with_samples:
+        through = torch.block_diag(through, through)
     return through @ found.products @ through.T
 
 
@@ -197,31 +207,32 @@ class _Gaps:
 
     Attributes:
         cost: [M, LONGEST, LONGEST] modelled squared error.
-        ahead: the same shape, factor for the computed step after the gap, see `Schedule`; steps in the gap take those of shorter
+        factors: [M, LONGEST, LONGEST, 3] `Factors` for the computed step after the gap; steps in the gap take those of shorter
             gaps.
-        corrections: the same shape, factor at the computed step after the gap.
+        corrections: [M, LONGEST, LONGEST] factor at the computed step after the gap.
     """
 
     cost: Tensor
-    ahead: Tensor
+    factors: Tensor
     corrections: Tensor
 
     def schedule(self, computed: tuple[bool, ...], error: float) -> Schedule:
         """Returns the schedule of computed steps. A gap longer than `LONGEST` makes it linear, without corrections."""
         if all(computed):
             return all_computed(len(computed))
-        ahead, corrections = [0.0] * len(computed), [0.0] * len(computed)
+        factors: list[Factors] = [(1.0, 0.0, 0.0)] * len(computed)
+        corrections = [0.0] * len(computed)
         places = [step for step, now in enumerate(computed) if now]
         for before, at, end in zip([0, *places], places, [*places[1:], len(computed)], strict=False):
             distance = max(at - before, 1)
             if max(distance, end - at) > LONGEST:
                 return Schedule(computed, error)
-            ways, factors = self.ahead[at, distance - 1].tolist(), self.corrections[at, distance - 1].tolist()
+            of_gap = self.factors[at, distance - 1].tolist()
             for step in range(at + 1, min(end + 1, len(computed))):
-                ahead[step] = ways[step - at - 1]
+                factors[step] = tuple(of_gap[step - at - 1])
             if end < len(computed):
-                corrections[end] = factors[end - at - 1]
-        return Schedule(computed, error, tuple(ahead), tuple(corrections))
+                corrections[end] = float(self.corrections[at, distance - 1, end - at - 1])
+        return Schedule(computed, error, tuple(factors), tuple(corrections))
 
 
 def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps:
@@ -231,12 +242,14 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
     inside = timesteps.clamp(*found.timesteps.aminmax())
     gain = found.gain_at(inside)
     # Padded, so that every window of steps that a gap's error depends on is complete.
-    window = 2 * LONGEST + 1
-    products = pad(_products(found, inside), (LONGEST, LONGEST + 1) * 2)
-    windows = torch.stack([products[:, at : at + window, at : at + window] for at in range(steps)])  # [M, S, w, w]
+    kinds = 2 if found.with_samples else 1
+    products = _products(found, inside).unflatten(1, (kinds, steps)).unflatten(3, (kinds, steps))
+    products = pad(products, (LONGEST, LONGEST + 1, 0, 0, LONGEST, LONGEST + 1))
+    window = [slice(at, at + _WINDOW) for at in range(steps)]
+    windows = torch.stack([products[:, :, at][..., at].flatten(3).flatten(1, 2) for at in window])  # [M, S, w, w]
     weights, fits = pad(found.weights(inside), (0, LONGEST + 1)), pad(known.double(), (0, LONGEST + 1))
     weight_of_gap = torch.cat([gain[1:], gain[-1:]]).square()  # the weight of the first skipped step
-    gaps = _Gaps(*torch.zeros(3, steps, LONGEST, LONGEST, dtype=torch.float64))
+    gaps = _Gaps(*(torch.zeros(steps, LONGEST, LONGEST, *of, dtype=torch.float64) for of in ((), (3,), ())))
     index = torch.arange(steps)
 
     def product(x: Tensor, y: Tensor) -> Tensor:
@@ -244,45 +257,68 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
         return torch.einsum("ti,tsij,tj->ts", x, windows, y)
 
     for distance in range(1, LONGEST + 1):
-        error = torch.zeros(steps, window, dtype=torch.float64)
+        error = torch.zeros(steps, kinds * _WINDOW, dtype=torch.float64)
         for length in range(1, LONGEST + 1):
             behind = index + length
-            line = _line(timesteps, distance, length)
-            if found.fitted:
-                way, sought = _sum(steps, {0: 1, -distance: -1}), _sum(steps, {length: 1, 0: -1})
-                fitted = product(way, sought).mean(1) / product(way, way).mean(1).clamp_min(1e-30)
-                line = torch.where((index >= distance) & (fits[behind] > 0), fitted, line)
-            missed = _sum(steps, {length: 1, 0: -1 - line, -distance: line})
-            squared = torch.zeros(steps, products.shape[0], dtype=torch.float64)
+            beyond = _beyond(timesteps, distance, length)
+            factors = torch.stack([1 + beyond, -beyond, torch.zeros_like(beyond)], 1)
+            last, before, ahead = (_one(steps, kinds, place) for place in (0, -distance, length))
+            sample = _one(steps, kinds, length + _WINDOW) if found.with_samples else torch.zeros_like(last)
+            if found.with_samples:
+                fitted = _fitted(product, [last, before, sample], ahead)
+                factors = torch.where(fits[behind][:, None] > 0, fitted, factors)
+            elif found.fitted:
+                fitted = _fitted(product, [last - before], ahead - last)
+                fitted = torch.cat([1 + fitted, -fitted, torch.zeros_like(fitted)], 1)
+                factors = torch.where(((index >= distance) & (fits[behind] > 0))[:, None], fitted, factors)
+            missed = ahead - sum(factors[:, i, None] * x for i, x in enumerate((last, before, sample)))
+            squared = torch.zeros(windows.shape[:2], dtype=torch.float64)
             if length > 1:
                 weighed = weights[behind][:, None] * missed
-                fitted = product(error, weighed).mean(1) / product(weighed, weighed).mean(1).clamp_min(1e-30)
+                fitted = _fitted(product, [weighed], error)[:, 0]
                 factor = gaps.corrections[:, distance - 1, length - 1] = found.correction * fits[behind] * fitted
                 left = error - factor[:, None] * weighed
                 squared = product(left, left) + RESPONSE**2 * product(error, error) * (factor != 0)[:, None]
             of_samples = squared.mean(1) if objective == "mean" else squared.amax(1)
             gaps.cost[:, distance - 1, length - 1] = weight_of_gap * of_samples.clamp_min(0)
-            gaps.ahead[:, distance - 1, length - 1] = line
+            gaps.factors[:, distance - 1, length - 1] = factors
             error = error + weights[behind][:, None] * missed
         gaps.cost[(index < distance) & (index > 0), distance - 1] = math.inf
     gaps.cost.masked_fill_(_impossible(known), math.inf)
     return gaps
 
 
-def _line(timesteps: Tensor, distance: int, length: int) -> Tensor:
-    """[M] factor of each computed step's extrapolation that is linear in the timestep."""
+_WINDOW = 2 * LONGEST + 1
+"""Steps around a computed step that a gap behind it depends on."""
+
+
+def _beyond(timesteps: Tensor, distance: int, length: int) -> Tensor:
+    """[M] reach of each computed step's extrapolation that is linear in the timestep, in units of the last two's difference."""
     index = torch.arange(len(timesteps))
     before, behind = (index - distance).clamp_min(0), (index + length).clamp_max(len(index) - 1)
     beyond = (timesteps[behind] - timesteps) / (timesteps - timesteps[before])
     return torch.where(index >= distance, beyond, 0.0)
 
 
-def _sum(steps: int, factors: Mapping[int, Tensor | float]) -> Tensor:
-    """[M, w] a sum of predictions, by their offsets in the window of each step."""
-    found = torch.zeros(steps, 2 * LONGEST + 1, dtype=torch.float64)
-    for place, factor in factors.items():
-        found[:, LONGEST + place] += factor
+def _one(steps: int, kinds: int, place: int) -> Tensor:
+    """[M, w] one prediction, or one sample behind the predictions, by its offset in the window of each step."""
+    found = torch.zeros(steps, kinds * _WINDOW, dtype=torch.float64)
+    found[:, LONGEST + place] = 1
     return found
+
+
+def _fitted(product: Callable[[Tensor, Tensor], Tensor], basis: Sequence[Tensor], sought: Tensor) -> Tensor:
+    """[M, K] factors of K sums of predictions that are nearest to the sought ones in the mean of the samples.
+
+    Args:
+        product: [M, S] of two sums.
+    """
+    squares = torch.stack([torch.stack([product(x, y).mean(1) for y in basis], 1) for x in basis], 1)  # [M, K, K]
+    lengths = squares.diagonal(dim1=1, dim2=2).clamp_min(1e-30).sqrt()
+    scaled = squares / lengths[:, :, None] / lengths[:, None]
+    scaled = scaled + RIDGE * torch.eye(len(basis), dtype=scaled.dtype)
+    along = torch.stack([product(x, sought).mean(1) for x in basis], 1) / lengths
+    return torch.linalg.solve(scaled, along) / lengths
 
 
 def _impossible(known: Tensor) -> Tensor:
@@ -305,7 +341,11 @@ class Scheduler(Protocol):
     Attributes:
         timestep_input, timestep_place: name and position of the denoiser's timestep input.
         noise_input: maps the timestep input to places; None if it holds DDPM timesteps.
+        sample_input: name of the input with the noisy sample, which is the first input other than the timestep.
     """
+
+    @property
+    def sample_input(self) -> str: ...
 
     @property
     def timestep_input(self) -> str: ...
@@ -329,7 +369,7 @@ class Reuse:
         found: the model's measured trajectories.
         objective: objective of the schedules.
         limit: limit on the modelled error of a schedule.
-        timestep_input, timestep_place, noise_input: see `Scheduler`.
+        timestep_input, timestep_place, noise_input, sample_input: see `Scheduler`.
     """
 
     found: Trajectories
@@ -338,6 +378,7 @@ class Reuse:
     timestep_input: str = "timestep"
     timestep_place: int = 1
     noise_input: NoiseInput | None = None
+    sample_input: str = "x"
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`. If timesteps are not monotonic, all steps are computed."""

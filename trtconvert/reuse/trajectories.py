@@ -1,14 +1,15 @@
 """Measured trajectories of a model: the data that prices every schedule, of any sampler and number of steps.
 
-The prediction of a skipped step is extrapolated from the last two computed predictions, at t_a and t_b,
+The prediction of a skipped step is extrapolated from the last two computed predictions, at t_a and t_b, and from the noisy
+sample x(t), which the skipped call is given,
 
-    p̂(t) = p(t_b) + α · (p(t_b) − p(t_a)),
+    p̂(t) = α · p(t_b) + β · p(t_a) + γ · x(t),
 
-where α, fitted to the calibrated trajectories, is near (t − t_b) / (t_b − t_a). The next computed prediction, at t_n, shows the
-error of the extrapolation. There the denoiser returns p(t_n) + κ · (p(t_n) − p̂(t_n)): κ is fitted so that the step undoes the
-gap's shift of the sample. All of this is linear in predictions, and so are predictions between calibrated timesteps, by cubic
-interpolation. The squared norm of any sum of such errors is therefore a quadratic form of ⟨p(t_i), p(t_j)⟩: one small matrix for
-each sample is stored, and no prediction.
+with factors fitted to the calibrated trajectories. The next computed prediction, at t_n, shows the error of the extrapolation.
+There the denoiser returns p(t_n) + κ · (p(t_n) − p̂(t_n)): κ is fitted so that the step undoes the gap's shift of the sample. All
+of this is linear in predictions and samples, and so are those between calibrated timesteps, by cubic interpolation. The squared
+norm of any sum of such errors is therefore a quadratic form of the products of predictions and samples: one small matrix for each
+sample is stored, and no prediction.
 
 A unit of error in the prediction shifts the sample by Δσ times a factor of the noise level, and later predictions respond to the
 shift. For Gaussian data of unit variance the response is known, and its product over the steps gives a weight. The model's
@@ -33,12 +34,14 @@ class Trajectories:
 
     Attributes:
         timesteps: [N] FP64, the denoiser's timesteps, or their places (see `trtconvert.noise_input`), in the order of denoising.
-        products: [S, N, N] FP64, ⟨p(t_i), p(t_j)⟩ per element of the prediction.
+        products: [S, N, N] FP64, ⟨p(t_i), p(t_j)⟩ per element of the prediction; with samples [S, 2·N, 2·N], of the N
+            predictions and the N noisy samples.
         sigmas: [N] FP64 noise-to-signal ratios.
         gain: [N] FP64, shift of the sample by an error in the prediction, relative to Gaussian data.
         predicts_noise: true if predictions are the noise: its errors weigh √(1 + σ²) times those of a velocity.
         fitted: true if extrapolations are fitted to the products; false in older bundles: linear in the timestep.
         correction: share of a gap's correction that is applied; 0, as in older bundles: no correction.
+        with_samples: true if extrapolations read the noisy sample; false in older bundles, and for predictions of another shape.
     """
 
     timesteps: Tensor
@@ -48,6 +51,7 @@ class Trajectories:
     predicts_noise: bool
     fitted: bool = False
     correction: float = 0.0
+    with_samples: bool = False
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the attributes as tensors by name, for `of_tensors`."""
@@ -62,7 +66,8 @@ class Trajectories:
         if not needed <= tensors.keys() <= known.keys():
             raise ValueError(f"tensors {', '.join(sorted(tensors)) or 'none'}, where {', '.join(known)} are needed")
         steps, samples = tensors["timesteps"].numel(), len(tensors["products"]) if tensors["products"].dim() else 0
-        shapes = {"timesteps": (steps,), "products": (samples, steps, steps), "sigmas": (steps,), "gain": (steps,)}
+        size = steps * (2 if bool(tensors.get("with_samples", torch.tensor(False)).any()) else 1)
+        shapes = {"timesteps": (steps,), "products": (samples, size, size), "sigmas": (steps,), "gain": (steps,)}
         for name, shape in shapes.items():
             x = tensors[name]
             if x.shape != shape or 0 in shape or x.dtype != torch.float64 or not x.isfinite().all():

@@ -60,8 +60,10 @@ def load_reuse(folder: Path, component: ComponentRecord) -> Reuse:
             got=first_line(error),
             remedy="build the bundle again, or load the bundle with all_steps=True",
         ) from error
-    place = [spec.name for spec in component.inputs].index(component.timestep_input)
-    return Reuse(found, record.objective, record.limit, component.timestep_input, place, component.noise_input)
+    names = [spec.name for spec in component.inputs]
+    place = names.index(component.timestep_input)
+    sample = names[sample_place(place)]
+    return Reuse(found, record.objective, record.limit, component.timestep_input, place, component.noise_input, sample)
 
 
 def warn_of_other_weights(reuse: Scheduler | None) -> None:
@@ -89,6 +91,11 @@ def follow(denoiser: Callable[..., Any], timesteps: Sequence[float] | Tensor) ->
     return Following(denoiser, reuse, _places(reuse, timesteps))
 
 
+def sample_place(timestep_place: int) -> int:
+    """Return the position of the noisy sample, the first input other than the timestep."""
+    return 0 if timestep_place else 1
+
+
 def _places(reuse: Scheduler, timesteps: Sequence[float] | Tensor) -> list[float]:
     given = timesteps if isinstance(timesteps, Tensor) else torch.tensor(list(timesteps), dtype=torch.float64)
     return place_of(reuse.noise_input, given.double()).tolist()
@@ -113,6 +120,7 @@ class Following:
     def __init__(self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float]) -> None:
         self._denoiser, self._reuse, self._timesteps = denoiser, reuse, timesteps
         self._schedule = reuse.schedule(timesteps)
+        self._reads_sample = any(of_sample for _, _, of_sample in self._schedule.factors)
         self._least, self._most = _ranges(reuse, timesteps)
         self._kept: list[_Kept] = []
         self._told = True
@@ -129,13 +137,14 @@ class Following:
         """Return the prediction of a step of the schedule; steps between calls may be left out."""
         self.calls = step + 1
         shapes = [(name, x.shape) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
+        sample = self._sample(inputs, named)
         line = None
         if not self._goes_on(step, inputs, named, shapes):
             self._kept.clear()
-        elif len(self._kept) == len(self._schedule.before(step)):
+        elif len(self._kept) == len(self._schedule.before(step)) and self._fits(sample):
             line = self._kept
         if line is not None and not self._schedule.computed[step]:
-            return self._extrapolated(line, step)
+            return self._extrapolated(line, step, sample)
         prediction = self._denoiser(*inputs, **named)
         self.computed += 1
         if not self._told or not isinstance(prediction, Tensor) or step >= len(self._timesteps):
@@ -147,15 +156,29 @@ class Following:
         # The correction holds for the schedule's whole gap.
         if not factor or line is None or [kept.step for kept in line] != self._schedule.before(step):
             return prediction
-        return torch.lerp(self._extrapolated(line, step), prediction, 1 + factor)
+        return torch.lerp(self._extrapolated(line, step, sample), prediction, 1 + factor)
 
-    def _extrapolated(self, kept: list[_Kept], step: int) -> Tensor:
-        """Extrapolate a step's prediction from the kept ones into a new tensor."""
-        if len(kept) == 1:
-            return kept[0].prediction.clone()
-        before, last = kept
-        beyond = extrapolation(self._timesteps, self._schedule, (before.step, last.step), step)
-        return torch.lerp(before.prediction, last.prediction, 1 + beyond)
+    def _sample(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the noisy sample of a call."""
+        place = sample_place(self._reuse.timestep_place)
+        found = inputs[place] if len(inputs) > place else named.get(self._reuse.sample_input)
+        return found if isinstance(found, Tensor) else None
+
+    def _fits(self, sample: Tensor | None) -> bool:
+        """Return whether extrapolations may read a sample, if they need one."""
+        return not self._reads_sample or (sample is not None and sample.shape == self._kept[-1].prediction.shape)
+
+    def _extrapolated(self, kept: list[_Kept], step: int, sample: Tensor | None) -> Tensor:
+        """Extrapolate a step's prediction from the kept ones and the call's sample into a new tensor."""
+        last = kept[-1].prediction
+        of_last, of_before, of_sample = extrapolation(self._timesteps, self._schedule, [x.step for x in kept], step)
+        if not of_sample:
+            return last.clone() if len(kept) == 1 else torch.lerp(kept[0].prediction, last, of_last)
+        assert sample is not None
+        found = torch.mul(last, of_last)
+        if len(kept) == 2:
+            found.add_(kept[0].prediction, alpha=of_before)
+        return found.add_(sample.to(found.device), alpha=of_sample)
 
     def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], shapes: list[Any]) -> bool:
         """Return whether the kept predictions fit this call."""
