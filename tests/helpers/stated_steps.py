@@ -14,7 +14,7 @@ class StatedSteps:
         asked: the timesteps of the trajectories, as they were told.
     """
 
-    timestep_input, timestep_place, noise_input = "timestep", 1, None
+    timestep_input, timestep_place, noise_input, sample_input = "timestep", 1, None, "x"
 
     def __init__(self, computed: Sequence[bool]) -> None:
         self._computed = tuple(computed)
@@ -30,7 +30,7 @@ class StatedSteps:
 class StatedSchedule:
     """A scheduler of one schedule, for any timesteps."""
 
-    timestep_input, timestep_place, noise_input = "timestep", 1, None
+    timestep_input, timestep_place, noise_input, sample_input = "timestep", 1, None, "x"
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

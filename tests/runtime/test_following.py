@@ -70,14 +70,50 @@ class Curve:
 
 def test_a_computed_step_takes_back_what_its_gap_has_moved(x):
     """Extrapolations of a parabola miss in one direction, and the correction follows the schedule's factor."""
-    ahead, corrections = (0.0, 0.0, 2.5, 4.0, 7.5), (0.0, 0.0, 0.0, 0.0, 0.5)
-    denoiser = Following(Curve(), StatedSchedule(Schedule(COMPUTED, 0.0, ahead, corrections)), TIMES)
+    factors = tuple((1 + ahead, -ahead, 0.0) for ahead in (0.0, 0.0, 2.5, 4.0, 7.5))
+    corrections = (0.0, 0.0, 0.0, 0.0, 0.5)
+    denoiser = Following(Curve(), StatedSchedule(Schedule(COMPUTED, 0.0, factors, corrections)), TIMES)
     first, second, third, fourth, last = (float(denoiser(x, at(t))[0, 0]) for t in TIMES)
     assert (
         (first, second) == (81, 64) and third == pytest.approx(64 - 2.5 * 17) and fourth == pytest.approx(64 - 4 * 17)
     )
     line = 64 - 7.5 * 17
     assert last == pytest.approx(1 + 0.5 * (1 - line)) and (denoiser.calls, denoiser.computed) == (5, 3)
+
+
+READING = ((1.0, 0.0, 0.0), (1.0, 0.0, 0.0), (0.5, 0.25, 2.0), (1.0, 0.0, -1.0), (0.0, 0.0, 3.0))
+"""Factors of extrapolations, some of which read the sample."""
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_extrapolation_reads_the_sample_of_its_call(x, by_name):
+    corrections = (0.0, 0.0, 0.0, 0.0, 0.5)
+    denoiser = Following(Curve(), StatedSchedule(Schedule(COMPUTED, 0.0, READING, corrections)), TIMES)
+    first, second, third, fourth, last = (
+        float((denoiser(x=x + i, timestep=at(t)) if by_name else denoiser(x + i, at(t)))[0, 0])
+        for i, t in enumerate(TIMES)
+    )
+    noisy = float(x[0, 0])
+    assert (first, second) == (81, 64) and third == pytest.approx(0.5 * 64 + 0.25 * 81 + 2 * (noisy + 2))
+    assert fourth == pytest.approx(64 - (noisy + 3)) and last == pytest.approx(1 + 0.5 * (1 - 3 * (noisy + 4)))
+    assert (denoiser.calls, denoiser.computed) == (5, 3)
+
+
+def test_the_first_prediction_and_the_sample_may_extrapolate(x):
+    schedule = Schedule((True, False, True), 0.0, ((1.0, 0.0, 0.0), (0.5, 0.0, 2.0), (1.0, 0.0, 0.0)), (0.0, 0.0, 0.0))
+    denoiser = Following(Curve(), StatedSchedule(schedule), TIMES[:3])
+    first, second = denoiser(x, at(TIMES[0])), denoiser(x + 1, at(TIMES[1]))
+    torch.testing.assert_close(second, 0.5 * first + 2 * (x + 1))
+
+
+def test_samples_of_another_shape_than_the_prediction_are_computed(x):
+    """Extrapolations that read the sample cannot take it."""
+    inside = Curve()
+    schedule = StatedSchedule(Schedule(COMPUTED, 0.0, READING, (0.0,) * 5))
+    denoiser = Following(lambda x, timestep: inside(x, timestep)[:1], schedule, TIMES)
+    for t in TIMES:
+        denoiser(x, at(t))
+    assert denoiser.computed == 5
 
 
 def test_computed_steps_need_no_correction(x):

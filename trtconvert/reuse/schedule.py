@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -252,9 +252,11 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
     gaps = _Gaps(*(torch.zeros(steps, LONGEST, LONGEST, *of, dtype=torch.float64) for of in ((), (3,), ())))
     index = torch.arange(steps)
 
-    def product(x: Tensor, y: Tensor) -> Tensor:
-        """[M, S] ⟨x, y⟩ of each sample, for sums of predictions in each window."""
-        return torch.einsum("ti,tsij,tj->ts", x, windows, y)
+    mean = windows.mean(1)
+
+    def squares(x: Tensor) -> Tensor:
+        """[M, S] ⟨x, x⟩ of each sample, for a sum of predictions in each window."""
+        return torch.einsum("ti,tsij,tj->ts", x, windows, x)
 
     for distance in range(1, LONGEST + 1):
         error = torch.zeros(steps, kinds * _WINDOW, dtype=torch.float64)
@@ -265,20 +267,20 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
             last, before, ahead = (_one(steps, kinds, place) for place in (0, -distance, length))
             sample = _one(steps, kinds, length + _WINDOW) if found.with_samples else torch.zeros_like(last)
             if found.with_samples:
-                fitted = _fitted(product, [last, before, sample], ahead)
+                fitted = _fitted(mean, [last, before, sample], ahead)
                 factors = torch.where(fits[behind][:, None] > 0, fitted, factors)
             elif found.fitted:
-                fitted = _fitted(product, [last - before], ahead - last)
+                fitted = _fitted(mean, [last - before], ahead - last)
                 fitted = torch.cat([1 + fitted, -fitted, torch.zeros_like(fitted)], 1)
                 factors = torch.where(((index >= distance) & (fits[behind] > 0))[:, None], fitted, factors)
             missed = ahead - sum(factors[:, i, None] * x for i, x in enumerate((last, before, sample)))
             squared = torch.zeros(windows.shape[:2], dtype=torch.float64)
             if length > 1:
                 weighed = weights[behind][:, None] * missed
-                fitted = _fitted(product, [weighed], error)[:, 0]
+                fitted = _fitted(mean, [weighed], error)[:, 0]
                 factor = gaps.corrections[:, distance - 1, length - 1] = found.correction * fits[behind] * fitted
                 left = error - factor[:, None] * weighed
-                squared = product(left, left) + RESPONSE**2 * product(error, error) * (factor != 0)[:, None]
+                squared = squares(left) + RESPONSE**2 * squares(error) * (factor != 0)[:, None]
             of_samples = squared.mean(1) if objective == "mean" else squared.amax(1)
             gaps.cost[:, distance - 1, length - 1] = weight_of_gap * of_samples.clamp_min(0)
             gaps.factors[:, distance - 1, length - 1] = factors
@@ -307,18 +309,19 @@ def _one(steps: int, kinds: int, place: int) -> Tensor:
     return found
 
 
-def _fitted(product: Callable[[Tensor, Tensor], Tensor], basis: Sequence[Tensor], sought: Tensor) -> Tensor:
+def _fitted(products: Tensor, basis: Sequence[Tensor], sought: Tensor) -> Tensor:
     """[M, K] factors of K sums of predictions that are nearest to the sought ones in the mean of the samples.
 
     Args:
-        product: [M, S] of two sums.
+        products: [M, w, w] of the predictions in each window, in the mean of the samples.
+        basis, sought: sums [M, w].
     """
-    squares = torch.stack([torch.stack([product(x, y).mean(1) for y in basis], 1) for x in basis], 1)  # [M, K, K]
+    vectors = torch.stack([*basis, sought], 1)
+    inner = vectors @ products @ vectors.transpose(1, 2)  # [M, K + 1, K + 1]
+    squares, along = inner[:, :-1, :-1], inner[:, :-1, -1]
     lengths = squares.diagonal(dim1=1, dim2=2).clamp_min(1e-30).sqrt()
-    scaled = squares / lengths[:, :, None] / lengths[:, None]
-    scaled = scaled + RIDGE * torch.eye(len(basis), dtype=scaled.dtype)
-    along = torch.stack([product(x, sought).mean(1) for x in basis], 1) / lengths
-    return torch.linalg.solve(scaled, along) / lengths
+    scaled = squares / lengths[:, :, None] / lengths[:, None] + RIDGE * torch.eye(len(basis), dtype=squares.dtype)
+    return torch.linalg.solve(scaled, along / lengths) / lengths
 
 
 def _impossible(known: Tensor) -> Tensor:
