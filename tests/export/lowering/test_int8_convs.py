@@ -17,6 +17,7 @@ from support import Quiet
 from tiny_convs import CHANNELS, WIDE, Odd, traced
 from torch.nn import functional as F
 
+from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import expand_layers, fuse_group_norms, lower_to_native, quantise_products
@@ -24,7 +25,6 @@ from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, fuse_int8_convs
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
-from trtconvert.linear.convs import IMAGE_MARKS
 from trtconvert.linear.sites import LayerFinder
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection

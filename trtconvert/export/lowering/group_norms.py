@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.c_structs import GROUP_NORM_MOST_CHANNELS
 from trtconvert.export.lowering.initializers import changed_initializer, columns_of
 from trtconvert.export.lowering.patches import is_of_patches
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, perm_of, producer_of
@@ -28,7 +29,6 @@ in `groups` of neighbouring channels; with `silu` its SiLU. [B, H, W, C] with `c
 CHANNELS_LAST_ADD = "ChannelsLastAdd"
 """Operator of the plugin: x [B, C, H, W], y [B, H, W, C] → the sum in the layout of x."""
 
-_MOST_CHANNELS = 4096  # TRTCONVERT_GROUP_NORM_MOST_CHANNELS of group_norm.h
 _VECTOR = 8  # channels per vector of the kernels
 _CHANNELS_LAST, _CHANNELS_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 
@@ -204,7 +204,9 @@ def _channels(image: ir.Value | None) -> int | None:
     if image is None or image.dtype not in HALF or image.shape is None or len(image.shape) != 4:
         return None
     channels = image.shape[1]
-    return channels if isinstance(channels, int) and channels % _VECTOR == 0 and channels <= _MOST_CHANNELS else None
+    if not isinstance(channels, int) or channels % _VECTOR or channels > GROUP_NORM_MOST_CHANNELS:
+        return None
+    return channels
 
 
 def _groups(flat: ir.Value, x: ir.Value) -> int | None:
