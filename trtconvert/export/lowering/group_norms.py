@@ -90,8 +90,9 @@ def fuse_group_norms(model: ir.Model) -> int:
     A norm takes the SiLU behind it, and the shift [B, C] in front. If patchify follows, the norm writes channels last, and a
     convolution of single pixels becomes a product of tokens; so does the one of unpatchify.
 
-    Only 16-bit images that convolutions write or read, of supported numbers of channels: elsewhere TensorRT copies nothing and
-    fuses itself. Weights are renamed: not for refittable engines. Runs before `fuse_residual_norms` and `fuse_linear_layers`.
+    Changes only 16-bit images that convolutions write or read, of supported numbers of channels: elsewhere TensorRT copies
+    nothing and fuses itself. Weights are renamed: not for refittable engines. Runs before `fuse_residual_norms` and
+    `fuse_linear_layers`.
 
     Returns:
         The number of new nodes. Without a matching norm nothing is changed.
@@ -244,7 +245,7 @@ def _silu(value: ir.Value) -> ir.Node | None:
 
 
 def _shift(x: ir.Value, reshape: ir.Node, back: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """Returns the image and the vector [B, C] whose sum only the norm reads."""
+    """Returns the image and the vector [B, C] of a sum that only the norm reads."""
     add, sizes = producer_of(x, "Add"), back.inputs[1]
     norm = {reshape}
     if sizes is not None and is_read_once(sizes) and (shape := producer_of(sizes, "Shape")) is not None:

@@ -123,7 +123,7 @@ def _found(conv: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Conv | str 
     if x is None or norm is None or norm.domain != DOMAIN or norm.op_type != GROUP_NORM:
         return NOT_NORMED
     if not read_once or norm.attributes["channels_last"].as_int():
-        return "whose input other nodes read too"
+        return "with an input that other nodes read too"
     if reason := _too_small(conv, weight, profiles):
         return reason
     residual, add = _residual(conv)

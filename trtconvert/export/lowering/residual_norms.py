@@ -46,8 +46,8 @@ def fuse_residual_norms(model: ir.Model) -> int:
     """Replaces sums and their layer norms by nodes `ResidualNorm`, in place, if only linear layers are between them and
     attention.
 
-    Only 16-bit sums of equal shapes, normed over the last axis, of a supported number of channels. Elsewhere TensorRT fuses
-    better. Runs after the rewrites of attention's neighbours, which do not match such nodes.
+    Replaces only 16-bit sums of equal shapes, normed over the last axis, of a supported number of channels. Elsewhere TensorRT
+    fuses better. Runs after the rewrites of attention's neighbours, which do not match such nodes.
 
     Returns:
         The number of replaced sums.
