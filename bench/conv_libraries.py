@@ -23,9 +23,9 @@ import torch
 from linear import Call, measured, write_table
 from torch import Tensor
 
+from trtconvert.c_structs import IMAGE_MARKS, GroupNormParams, Int8ConvParams
 from trtconvert.calib.measure import CONV_SHAPES
-from trtconvert.linear.conv_kernel import GroupNormParams, Int8ConvParams, one_scale
-from trtconvert.linear.convs import IMAGE_MARKS
+from trtconvert.linear.conv_kernel import one_scale
 from trtconvert.linear.reference import quantise_weight
 
 GROUPS, SCALE = 32, 0.03

@@ -22,12 +22,12 @@ from linear import Call, measured, write_table
 from torch import Tensor
 from torch.nn import functional as F
 
+from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.calib.measure import CONV_SHAPES
 from trtconvert.errors import BackendUnavailable
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear.conv_kernel import group_norm, int8_conv
-from trtconvert.linear.convs import IMAGE_MARKS
 from trtconvert.linear.reference import LEVELS, quantise_weight
 
 BATCH = 2

@@ -27,6 +27,7 @@ import torch
 from attention import median_and_spread
 from torch import Tensor
 
+from trtconvert.c_structs import LINEAR_VERSION, LinearParams
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import has_linear_kernel, load_library
 
@@ -81,23 +82,12 @@ Call = Callable[[int], object]
 """A call; the argument is the index of its tensors."""
 
 
-class Params(ctypes.Structure):
-    """TrtConvertLinearParams of linear.h, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("struct_size", "version")),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("in_channels", "out_channels", "data_type", "geglu")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y", "stream")),
-    ]
-
-
 def ours(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> None:
     """x [M, K], weight [N, K] and bias [N], or [2, N, K] and [2, N], y [M, N], all FP16."""
     pointers = [tensor.data_ptr() for tensor in (x, weight, bias, y)]
     geglu = weight.dim() == 3
     stream = torch.cuda.current_stream().cuda_stream
-    given = Params(ctypes.sizeof(Params), 1, *x.shape, y.shape[1], 0, geglu, *pointers, stream)
+    given = LinearParams(ctypes.sizeof(LinearParams), LINEAR_VERSION, *x.shape, y.shape[1], 0, geglu, *pointers, stream)
     message = ctypes.create_string_buffer(512)
     if load_library().trtconvert_linear_run(ctypes.byref(given), message, len(message)):
         raise RuntimeError(message.value.decode())

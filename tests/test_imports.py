@@ -27,6 +27,7 @@ LAYERS: tuple[set[str], ...] = (
     {
         "bars",
         "bundle",
+        "c_structs",
         "cache",
         "data_flow",
         "documents",

@@ -50,7 +50,7 @@ _UNWRITABLE = (
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EEXIST,
-    errno.ENOENT,  # folders such as /proc, in which no folder can be made
+    errno.ENOENT,  # a folder such as /proc, which takes no folders
     errno.ENAMETOOLONG,
 )
 
@@ -249,7 +249,7 @@ def require_writable_folder(folder: Path, instead: str = _INSTEAD) -> None:
 
 
 def _refuse_no_file(target: Path) -> None:
-    """Refuse devices and pipes, which root could replace by a file: /dev/null."""
+    """Refuse devices and pipes: root could replace /dev/null by a file."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     if target.exists() and not target.is_file() and not target.is_symlink():
@@ -262,7 +262,7 @@ def _refuse_no_file(target: Path) -> None:
 
 
 def settled(folder: Path) -> Path:
-    """Return a path of a folder that stays valid when the folder is replaced, which "." does not.
+    """Return a path of a folder. Unlike ".", the path stays valid when the folder is replaced.
 
     Raises:
         UserError: the path is relative, and the current folder was removed.
@@ -305,7 +305,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a path is in a `temporary_folder`, whose place TMPDIR decides."""
+    """Return whether a path is in a `temporary_folder`. TMPDIR decides the place of these folders."""
     return any(parent.name.startswith(f".{_temporary_name()}{PARTIAL}") for parent in path.parents)
 
 
@@ -332,7 +332,7 @@ def copy_files(sources: Mapping[Path, Path]) -> None:
     """Copy the contents of files, several at a time.
 
     Args:
-        sources: the file to copy by the path of its copy, whose folder exists.
+        sources: the file to copy by the path of its copy. The folder of the copy exists.
     Raises:
         OSError: a file cannot be copied; half-written copies stay.
     """
@@ -384,7 +384,7 @@ def _lock_file(path: Path) -> int:
 
 
 def is_open_file(handle: int, path: Path) -> bool:
-    """Return whether a path still names an open file, which was neither removed nor replaced."""
+    """Return whether a path still names an open file: the file was neither removed nor replaced."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -413,7 +413,7 @@ def _partial_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, under which one process at a time changes or replaces the folder.
+    """Hold the lock of a folder: one process at a time changes or replaces the folder.
 
     Raises:
         UserError: another process holds the lock for an hour; usually locks are held for moments.
@@ -499,19 +499,19 @@ def _sweep(target: Path) -> None:
 
 
 def is_partial(name: str) -> bool:
-    """Return whether a name is that of a temporary folder."""
+    """Return whether a name has the form of a temporary folder's name."""
     return _PARTIAL_NAME.fullmatch(name) is not None
 
 
 def sweep_files(folder: Path) -> None:
-    """Remove the temporary folders of killed processes in a folder, whatever their targets."""
+    """Remove the temporary folders of killed processes in a folder, for all targets."""
     with locked(folder):
         for left in _remains(folder, "."):
             _remove(left)
 
 
 def _remains(folder: Path, prefix: str) -> Iterator[Path]:
-    """Yield temporary folders with a prefix whose processes have ended."""
+    """Yield temporary folders with a prefix if their processes have ended."""
     for left in sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and is_partial(p.name)):
         if not _in_use(left):
             yield left

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from trtconvert.attention import kernel, reference
 from trtconvert.attention.modes import Mode
+from trtconvert.c_structs import ATTENTION_VERSION, AttentionParams
 from trtconvert.library import library_path
 
 OP = torch.ops.trtconvert.int8_attention.default
@@ -277,7 +278,7 @@ def test_bad_block_masks_and_indices_are_refused(change: dict[str, Tensor], said
 @pytest.mark.skipif(library_path() is None, reason="no kernel library is installed; 'pip install .' builds it")
 def test_the_library_and_this_file_agree_on_the_struct() -> None:
     """The C API refuses a struct of another size, so a workspace query shows that the two declarations match."""
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    params = AttentionParams(struct_size=ctypes.sizeof(AttentionParams), version=ATTENTION_VERSION)
     for name in ("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "num_bins"):
         setattr(params, name, 1)
     params.head_dim, params.softmax_scale, params.timestep_max = 64, 0.125, 1000.0
@@ -311,7 +312,7 @@ def test_the_library_and_this_file_agree_on_the_struct() -> None:
     ids=str,
 )
 def test_two_parts_are_checked_without_a_gpu(fields: dict[str, int], said: str) -> None:
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    params = AttentionParams(struct_size=ctypes.sizeof(AttentionParams), version=ATTENTION_VERSION)
     shape = {"batch": 1, "num_heads": 2, "num_kv_heads": 2, "num_queries": 200, "num_keys": 200, "num_bins": 1}
     for name, value in (shape | {"head_dim": 64} | fields).items():
         setattr(params, name, value)
@@ -358,7 +359,7 @@ def test_a_block_mask_takes_little_memory() -> None:
 
 def _workspace(fields: dict[str, int]) -> tuple[int, int, str]:
     """Bytes, status and message of the query for batch 3, 2 heads, 200 tokens of 64 channels."""
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    params = AttentionParams(struct_size=ctypes.sizeof(AttentionParams), version=ATTENTION_VERSION)
     shape = {"batch": 3, "num_heads": 2, "num_kv_heads": 2, "num_queries": 200, "num_keys": 200, "num_bins": 1}
     for name, value in (shape | {"head_dim": 64} | fields).items():
         setattr(params, name, value)
@@ -383,7 +384,7 @@ def _workspace(fields: dict[str, int]) -> tuple[int, int, str]:
     ids=str,
 )
 def test_pointers_of_block_masks_and_indices_are_checked(fields: dict[str, int], said: str) -> None:
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    params = AttentionParams(struct_size=ctypes.sizeof(AttentionParams), version=ATTENTION_VERSION)
     shape = {"batch": 3, "num_heads": 2, "num_kv_heads": 2, "num_queries": 200, "num_keys": 200, "num_bins": 1}
     tensors = dict.fromkeys(("q", "k", "v", "out", "timestep", *kernel._TABLES[1:], "modes", "workspace"), 256)
     for name, value in (shape | tensors | {"head_dim": 64, "softmax_scale": 0.1, "timestep_max": 1.0} | fields).items():
@@ -414,7 +415,7 @@ def test_pointers_of_block_masks_and_indices_are_checked(fields: dict[str, int],
 )
 def test_sizes_beyond_64_bits_are_refused_by_name(fields: dict[str, int], named: str) -> None:
     """The products once overflowed, so that a few megabytes passed as enough."""
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    params = AttentionParams(struct_size=ctypes.sizeof(AttentionParams), version=ATTENTION_VERSION)
     shape = dict.fromkeys(("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "num_bins"), 1)
     for name, value in (shape | {"head_dim": 64} | fields).items():
         setattr(params, name, value)

@@ -7,26 +7,12 @@ from dataclasses import dataclass
 
 import int8_rows
 import torch
-from c_library import c_library
 from int8_rows import DATA_TYPES, STATIC, Rows, address
 from torch import Tensor
 
+from trtconvert.c_structs import QUANTISE_CHANGE_VERSION, QuantiseChangeParams
+from trtconvert.library import load_library
 from trtconvert.linear.deltas import quantise_delta
-
-
-class DeltaParams(ctypes.Structure):
-    """TrtConvertQuantiseChangeParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("channels", "data_type", "activation", "batch", "places", "place")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("x", "factor", "a_hat", "scales", "payload", "row_scale", "a_next", "stream")
-        ),
-    ]
 
 
 @dataclass
@@ -49,21 +35,22 @@ def blank(x: Tensor) -> Deltas:
 
 def params(
     x: Tensor, a_hat: Tensor, scales: Tensor, out: Deltas, factor: Tensor | None = None, /, **changed: object
-) -> DeltaParams:
+) -> QuantiseChangeParams:
     """The reference for scales [batch, places]."""
     given = {
-        "struct_size": ctypes.sizeof(DeltaParams), "version": 1, "rows": x.shape[0], "channels": x.shape[1],
+        "struct_size": ctypes.sizeof(QuantiseChangeParams), "version": QUANTISE_CHANGE_VERSION,
+        "rows": x.shape[0], "channels": x.shape[1],
         "data_type": DATA_TYPES[x.dtype], "batch": scales.shape[0], "places": scales.shape[1], "x": x.data_ptr(),
         "factor": address(factor), "a_hat": a_hat.data_ptr(), "scales": scales.data_ptr(),
         "payload": out.rows.payload.data_ptr(), "row_scale": out.rows.scale.data_ptr(), "a_next": out.a_next.data_ptr(),
         "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
-    return DeltaParams(**given | changed)
+    return QuantiseChangeParams(**given | changed)
 
 
-def run(given: DeltaParams | None) -> tuple[int, str]:
+def run(given: QuantiseChangeParams | None) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    status = c_library().trtconvert_quantise_change_run(given and ctypes.byref(given), message, 512)
+    status = load_library().trtconvert_quantise_change_run(given and ctypes.byref(given), message, 512)
     return status, message.value.decode()
 
 

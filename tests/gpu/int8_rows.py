@@ -6,38 +6,15 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
-from c_library import c_library
 from torch import Tensor
+
+from trtconvert.c_structs import QUANTISE_VERSION, ModeTable, QuantiseParams
+from trtconvert.library import load_library
 
 WEIGHT_ONLY, DYNAMIC, STATIC = 1, 2, 3
 """Modes; the bit of each in a set of modes is 1 << mode."""
 DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
 LEAST_SCALE = 2.0**-100
-
-
-class ModeTable(ctypes.Structure):
-    """TrtConvertModeTable, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("mode_set", "num_bins", "batch")),
-        ("timestep_max", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("timestep", "modes", "x_scale")),
-    ]
-
-
-class QuantiseParams(ctypes.Structure):
-    """TrtConvertQuantiseParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("rows", ctypes.c_int64),
-        ("channels", ctypes.c_int32),
-        ("data_type", ctypes.c_int32),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("x", "factor", "offset", "payload", "row_scale", "stream")),
-        ("starts_early", ctypes.c_int32),
-    ]
 
 
 @dataclass
@@ -101,7 +78,7 @@ def params(
     x: Tensor, of: Table, out: Rows, factor: Tensor | None = None, offset: Tensor | None = None, /, **changed: object
 ) -> QuantiseParams:
     given = {
-        "struct_size": ctypes.sizeof(QuantiseParams), "version": 1, "rows": x.shape[0], "channels": x.shape[1],
+        "struct_size": ctypes.sizeof(QuantiseParams), "version": QUANTISE_VERSION, "rows": x.shape[0], "channels": x.shape[1],
         "data_type": DATA_TYPES[x.dtype], "table": of.given(), "x": x.data_ptr(), "factor": address(factor),
         "offset": address(offset), "payload": out.payload.data_ptr(), "row_scale": out.scale.data_ptr(),
         "stream": torch.cuda.current_stream().cuda_stream, "starts_early": 0,
@@ -111,7 +88,7 @@ def params(
 
 def run(given: QuantiseParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return c_library().trtconvert_quantise_run(ctypes.byref(given), message, 512), message.value.decode()
+    return load_library().trtconvert_quantise_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def quantised(x: Tensor, of: Table | None = None, factor: Tensor | None = None, offset: Tensor | None = None) -> Rows:

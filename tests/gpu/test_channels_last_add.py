@@ -6,35 +6,27 @@ import ctypes
 
 import pytest
 import torch
-from c_library import c_library
 from torch import Tensor
+
+from trtconvert.c_structs import CHANNELS_LAST_ADD_VERSION, ChannelsLastAddParams
+from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
 
 INVALID_ARGUMENT = 1
 
 
-class Params(ctypes.Structure):
-    """TrtConvertChannelsLastAddParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("pixels", ctypes.c_int64),
-        ("channels", ctypes.c_int32),
-        ("data_type", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "sum", "stream")),
-    ]
-
-
 def run(x: Tensor, y: Tensor, total: Tensor, /, **changed: int) -> tuple[int, str]:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 1, "pixels": x.shape[0], "channels": x.shape[1],
+        "struct_size": ctypes.sizeof(ChannelsLastAddParams), "version": CHANNELS_LAST_ADD_VERSION,
+        "pixels": x.shape[0], "channels": x.shape[1],
         "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype], "x": x.data_ptr(), "y": y.data_ptr(),
         "sum": total.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
     message = ctypes.create_string_buffer(512)
-    status = c_library().trtconvert_channels_last_add_run(ctypes.byref(Params(**given | changed)), message, 512)
+    status = load_library().trtconvert_channels_last_add_run(
+        ctypes.byref(ChannelsLastAddParams(**given | changed)), message, 512
+    )
     return status, message.value.decode()
 
 

@@ -6,13 +6,12 @@ import ctypes
 
 import pytest
 import torch
-from c_library import c_library
-from int8_rows import ModeTable
 from torch import Tensor
 from torch.nn import functional as F
 
+from trtconvert.c_structs import GROUP_NORM_VERSION, GroupNormParams
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.library import has_group_norm_kernel
+from trtconvert.library import has_group_norm_kernel, load_library
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,39 +26,23 @@ INVALID_ARGUMENT = 1
 ROUNDED = {torch.float16: 5.5e-4, torch.bfloat16: 4.2e-3}
 
 
-class Params(ctypes.Structure):
-    """TrtConvertGroupNormParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("batch", ctypes.c_int64),
-        ("pixels", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("channels", "groups", "data_type", "silu")),
-        ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("x", "shift", "weight", "bias", "normed", "stream")),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("factor", "payload", "marks")),
-    ]
-
-
 def params(
     x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, normed: Tensor, groups: int, /, **changed: object
-) -> Params:
+) -> GroupNormParams:
     """Args: x [B, pixels, C], shift [B, C], weight, bias [C]."""
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 2, "batch": x.shape[0], "pixels": x.shape[1],
+        "struct_size": ctypes.sizeof(GroupNormParams), "version": GROUP_NORM_VERSION, "batch": x.shape[0], "pixels": x.shape[1],
         "channels": x.shape[2], "groups": groups, "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype],
         "epsilon": 1e-5, "x": x.data_ptr(), "shift": shift.data_ptr() if shift is not None else None,
         "weight": weight.data_ptr(), "bias": bias.data_ptr(), "normed": normed.data_ptr(),
         "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
-    return Params(**given | changed)
+    return GroupNormParams(**given | changed)
 
 
-def run(given: Params) -> tuple[int, str]:
+def run(given: GroupNormParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return c_library().trtconvert_group_norm_run(ctypes.byref(given), message, 512), message.value.decode()
+    return load_library().trtconvert_group_norm_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(batch: int, pixels: int, channels: int, dtype: torch.dtype, offset: float = 0.0) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trtconvert.attention import kernel, reference
 from trtconvert.attention.modes import Mode
+from trtconvert.c_structs import ATTENTION_VERSION, AttentionParams, Strides
 
 pytestmark = pytest.mark.gpu
 
@@ -162,10 +163,10 @@ def test_threads_and_streams_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
-def parameters() -> kernel._Params:
+def parameters() -> AttentionParams:
     """Parameters that check() accepts. Their pointers are valid memory that is never used: nothing is launched."""
     memory = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-    params = kernel._Params(struct_size=ctypes.sizeof(kernel._Params), version=kernel._PARAMS_VERSION)
+    params = AttentionParams(struct_size=ctypes.sizeof(AttentionParams), version=ATTENTION_VERSION)
     params.batch, params.num_heads, params.num_kv_heads = 1, 4, 2
     params.num_queries, params.num_keys, params.head_dim, params.num_bins = 256, 256, 64, 1
     params.softmax_scale, params.timestep_max = 0.125, 1000.0
@@ -174,12 +175,12 @@ def parameters() -> kernel._Params:
         setattr(params, name, memory.data_ptr() + i * (1 << 20))
     params.workspace_size = 32 << 20
     for name in ("q", "k", "v", "out"):
-        setattr(params, f"{name}_strides", kernel._Strides(batch=65536, token=64, head=16384))
+        setattr(params, f"{name}_strides", Strides(batch=65536, token=64, head=16384))
     params.memory = memory
     return params
 
 
-def check_status(params: kernel._Params) -> tuple[int, str]:
+def check_status(params: AttentionParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
     status = kernel._library().trtconvert_attention_check(ctypes.byref(params), message, ctypes.c_size_t(512))
     return status, message.value.decode()

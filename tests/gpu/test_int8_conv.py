@@ -9,40 +9,18 @@ import math
 import pytest
 import test_group_norm
 import torch
-from c_library import c_library
-from int8_rows import DATA_TYPES, STATIC, ModeTable, Table, address, table
+from int8_rows import DATA_TYPES, STATIC, Table, address, table
 from test_group_norm import draw as draw_images
 from test_int8_linear import is_rounded
 from torch import Tensor
 from torch.nn import functional as F
 
-from trtconvert.library import has_group_norm_kernel
-from trtconvert.linear.convs import IMAGE_MARKS
+from trtconvert.c_structs import IMAGE_MARKS, INT8_CONV_VERSION, Int8ConvParams, ModeTable
+from trtconvert.library import has_group_norm_kernel, load_library
 
 pytestmark = pytest.mark.gpu
 
 INVALID_ARGUMENT = 1
-
-
-class Params(ctypes.Structure):
-    """TrtConvertInt8ConvParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("batch", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "height", "width", "in_channels", "out_channels", "kernel_h", "kernel_w", "stride_y", "stride_x", "pad_y",
-                "pad_x", "data_type",
-            )
-        ),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "weight_scale", "bias", "residual", "y", "stream")),
-        ("target_arch", ctypes.c_int32),
-        ("marks", ctypes.c_void_p),
-    ]  # fmt: skip
 
 
 @pytest.fixture(params=[0, 80], ids=["best", "mma"])
@@ -64,22 +42,23 @@ def no_marks(images: int) -> Tensor:
 def params(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, of: Table, y: Tensor, stride: tuple[int, int] = (1, 1),
     pad: tuple[int, int] = (0, 0), /, residual: Tensor | int | None = None, **changed: object,
-) -> Params:  # fmt: skip
+) -> Int8ConvParams:  # fmt: skip
     """Args: x [B, H, W, C], weight [N, R, S, C] in INT8, y and residual [B, P, Q, N]."""
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 2, "batch": len(x), "height": x.shape[1], "width": x.shape[2],
+        "struct_size": ctypes.sizeof(Int8ConvParams), "version": INT8_CONV_VERSION,
+        "batch": len(x), "height": x.shape[1], "width": x.shape[2],
         "in_channels": x.shape[3], "out_channels": len(weight), "kernel_h": weight.shape[1], "kernel_w": weight.shape[2],
         "stride_y": stride[0], "stride_x": stride[1], "pad_y": pad[0], "pad_x": pad[1], "data_type": DATA_TYPES[y.dtype],
         "table": of.given(), "x": x.data_ptr(), "weight": weight.data_ptr(), "weight_scale": scale.data_ptr(),
         "bias": address(bias), "residual": residual if isinstance(residual, int) else address(residual), "y": y.data_ptr(),
         "stream": torch.cuda.current_stream().cuda_stream, "target_arch": 0, "marks": no_marks(len(x)).data_ptr(),
     }  # fmt: skip
-    return Params(**given | changed)
+    return Int8ConvParams(**given | changed)
 
 
-def run(given: Params) -> tuple[int, str]:
+def run(given: Int8ConvParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return c_library().trtconvert_int8_conv_run(ctypes.byref(given), message, 512), message.value.decode()
+    return load_library().trtconvert_int8_conv_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(

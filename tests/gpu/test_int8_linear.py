@@ -9,10 +9,12 @@ import delta_rows
 import int8_rows
 import pytest
 import torch
-from c_library import c_library
-from int8_rows import DATA_TYPES, DYNAMIC, STATIC, WEIGHT_ONLY, ModeTable, Rows, Table, address, table
+from int8_rows import DATA_TYPES, DYNAMIC, STATIC, WEIGHT_ONLY, Rows, Table, address, table
 from torch import Tensor
 from torch.nn import functional as F
+
+from trtconvert.c_structs import INT8_LINEAR_VERSION, Int8LinearParams, ModeTable
+from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
 
@@ -20,25 +22,6 @@ INVALID_ARGUMENT = 1
 NO_ACTIVATION, GEGLU, GELU, GELU_TANH = range(4)
 STATIC_ROWS = ModeTable(1 << STATIC, 1, 1, 1000.0)
 CHANGES = {"changes": 1, "mode_set": 1 << STATIC}
-
-
-class Params(ctypes.Structure):
-    """TrtConvertInt8LinearParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("in_channels", "out_channels", "data_type", "activation", "mode_set")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("x", "row_scale", "weight", "weight_scale", "bias", "residual", "y", "stream")
-        ),
-        ("out_table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("out_factor", "out_offset", "out_payload", "out_row_scale")),
-        ("target_arch", ctypes.c_int32),
-        ("changes", ctypes.c_int32),
-    ]
 
 
 @pytest.fixture(params=[0, 80], ids=["best", "mma"])
@@ -56,25 +39,26 @@ def params(
     /,
     residual: Tensor | None = None,
     **changed: object,
-) -> Params:
+) -> Int8LinearParams:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 2, "rows": len(rows.payload), "in_channels": weight.shape[-1],
+        "struct_size": ctypes.sizeof(Int8LinearParams), "version": INT8_LINEAR_VERSION,
+        "rows": len(rows.payload), "in_channels": weight.shape[-1],
         "out_channels": weight.shape[-2], "data_type": DATA_TYPES[y.dtype], "activation": int(weight.dim() == 3),
         "mode_set": 1 << DYNAMIC, "x": rows.payload.data_ptr(), "row_scale": rows.scale.data_ptr(),
         "weight": weight.data_ptr(), "weight_scale": scale.data_ptr(), "bias": address(bias),
         "residual": address(residual), "y": y.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
-    return Params(**given | changed)
+    return Int8LinearParams(**given | changed)
 
 
-def params_16bit(x: Tensor, *rest: Tensor | None, **changed: object) -> Params:
+def params_16bit(x: Tensor, *rest: Tensor | None, **changed: object) -> Int8LinearParams:
     """The reference for unquantised rows, without scales."""
     return params(Rows(x, x), *rest, **{"mode_set": 1 << WEIGHT_ONLY, "row_scale": None} | changed)
 
 
-def run(given: Params) -> tuple[int, str]:
+def run(given: Int8LinearParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return c_library().trtconvert_int8_linear_run(ctypes.byref(given), message, 512), message.value.decode()
+    return load_library().trtconvert_int8_linear_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(rows: int, channels: tuple[int, int], layers: int = 1) -> tuple[Rows, Tensor, Tensor, Tensor]:

@@ -8,30 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import test_residual_norm as norms
 import torch
-from c_library import c_library
 from torch import Tensor
 from torch.nn import functional as F
 
+from trtconvert.c_structs import LINEAR_VERSION, LinearParams
 from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
 
 INVALID_ARGUMENT = 1
-
-
-class Params(ctypes.Structure):
-    """TrtConvertLinearParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("rows", ctypes.c_int64),
-        ("in_channels", ctypes.c_int32),
-        ("out_channels", ctypes.c_int32),
-        ("data_type", ctypes.c_int32),
-        ("geglu", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y", "stream")),
-    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,20 +25,20 @@ def supported() -> None:
         pytest.skip("needs a GPU of compute capability 9.0, and a library compiled for 90a")
 
 
-def params(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, /, **changed: int) -> Params:
+def params(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, /, **changed: int) -> LinearParams:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 1, "rows": x.shape[0], "in_channels": x.shape[1],
+        "struct_size": ctypes.sizeof(LinearParams), "version": LINEAR_VERSION, "rows": x.shape[0], "in_channels": x.shape[1],
         "out_channels": weight.shape[-2], "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype],
         "geglu": int(weight.dim() == 3), "x": x.data_ptr(), "weight": weight.data_ptr(),
         "bias": None if bias is None else bias.data_ptr(), "y": y.data_ptr(),
         "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
-    return Params(**given | changed)
+    return LinearParams(**given | changed)
 
 
-def run(given: Params) -> tuple[int, str]:
+def run(given: LinearParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return c_library().trtconvert_linear_run(ctypes.byref(given), message, 512), message.value.decode()
+    return load_library().trtconvert_linear_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(rows: int, channels: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:

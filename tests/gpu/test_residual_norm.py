@@ -6,14 +6,15 @@ import ctypes
 
 import pytest
 import torch
-from c_library import c_library
-from int8_rows import DYNAMIC, STATIC, WEIGHT_ONLY, ModeTable, Rows, Table, address, table
+from int8_rows import DYNAMIC, STATIC, WEIGHT_ONLY, Rows, Table, address, table
 from int8_rows import blank as blank_rows
 from int8_rows import quantised as rows_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from trtconvert.c_structs import RESIDUAL_NORM_VERSION, ResidualNormParams
 from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
 
@@ -22,38 +23,22 @@ INVALID_ARGUMENT = 1
 ROUNDED = {torch.float16: 8e-3, torch.bfloat16: 7e-2}
 
 
-class Params(ctypes.Structure):
-    """TrtConvertResidualNormParams, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("rows", ctypes.c_int64),
-        ("channels", ctypes.c_int32),
-        ("data_type", ctypes.c_int32),
-        ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "bias", "sum", "normed", "stream")),
-        ("starts_early", ctypes.c_int32),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("factor", "offset", "payload", "row_scale")),
-    ]
-
-
 def params(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, total: Tensor, normed: Tensor, /, **changed: object
-) -> Params:
+) -> ResidualNormParams:
     given = {
-        "struct_size": ctypes.sizeof(Params), "version": 3, "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],
+        "struct_size": ctypes.sizeof(ResidualNormParams), "version": RESIDUAL_NORM_VERSION,
+        "rows": x.numel() // x.shape[-1], "channels": x.shape[-1],
         "data_type": {torch.float16: 0, torch.bfloat16: 1}[x.dtype], "epsilon": 1e-5, "x": x.data_ptr(),
         "residual": residual.data_ptr(), "weight": weight.data_ptr(), "bias": bias.data_ptr(), "sum": total.data_ptr(),
         "normed": normed.data_ptr(), "stream": torch.cuda.current_stream().cuda_stream,
     }  # fmt: skip
-    return Params(**given | changed)
+    return ResidualNormParams(**given | changed)
 
 
-def run(given: Params) -> tuple[int, str]:
+def run(given: ResidualNormParams) -> tuple[int, str]:
     message = ctypes.create_string_buffer(512)
-    return c_library().trtconvert_residual_norm_run(ctypes.byref(given), message, 512), message.value.decode()
+    return load_library().trtconvert_residual_norm_run(ctypes.byref(given), message, 512), message.value.decode()
 
 
 def draw(rows: int, channels: int, dtype: torch.dtype, offset: float = 0.0) -> list[Tensor]:

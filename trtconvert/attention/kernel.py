@@ -18,9 +18,9 @@ from torch.nn import functional
 from trtconvert.attention import reference
 from trtconvert.attention.masks import block_shape, broadcasts, fits_blocks
 from trtconvert.attention.reference import AttentionTables
+from trtconvert.c_structs import ATTENTION_VERSION, AttentionParams, Strides
 from trtconvert.library import load_library
 
-_PARAMS_VERSION = 6  # TRTCONVERT_ATTENTION_VERSION of int8_attention.h
 _MESSAGE_BYTES = 512
 _INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
 
@@ -30,55 +30,11 @@ _LAYOUTS = ("BHND", "BNHD")
 _NO_MASK, _BOOL_MASK, _ADDITIVE_MASK = 0, 1, 2
 
 
-class _Strides(ctypes.Structure):
-    """TrtConvertStrides."""
-
-    _fields_ = [("batch", ctypes.c_int64), ("token", ctypes.c_int64), ("head", ctypes.c_int64)]
-
-
-class _Params(ctypes.Structure):
-    """TrtConvertAttentionParams, field by field; int8_attention.h documents the fields."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        *[
-            (name, ctypes.c_int32)
-            for name in (
-                *("batch", "num_heads", "num_kv_heads", "num_queries", "num_keys", "head_dim", "num_bins"),
-                *("data_type", "scaling", "smooth_k", "mask_kind", "target_arch"),
-            )
-        ],
-        ("softmax_scale", ctypes.c_float),
-        ("timestep_max", ctypes.c_float),
-        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out")],
-        *[(f"{name}_strides", _Strides) for name in ("q", "k", "v", "out")],
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("timestep", "q_scale", "k_scale", "v_scale", "k_offset", "v_offset", "modes", "mask")
-        ],
-        ("mask_strides", ctypes.c_int64 * 4),
-        ("key_lengths", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_size", ctypes.c_size_t),
-        ("stream", ctypes.c_void_p),
-        *[(name, ctypes.c_void_p) for name in ("rotary", "q_norm", "k_norm")],
-        ("norm_epsilon", ctypes.c_float),
-        ("norm_across_heads", ctypes.c_int32),
-        ("norm_split", ctypes.c_int32),
-        ("token_split", ctypes.c_int32),
-        *[(f"second_{name}", ctypes.c_void_p) for name in ("q", "k", "v", "out")],
-        *[(f"second_{name}_strides", _Strides) for name in ("q", "k", "v", "out")],
-        *[(name, ctypes.c_void_p) for name in ("block_mask", "key_index", "lse")],
-        *[(name, ctypes.c_int32) for name in ("block_mask_batch", "block_mask_heads", "source_keys")],
-    ]
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = load_library()
     text = [ctypes.c_char_p, ctypes.c_size_t]
-    params = ctypes.POINTER(_Params)
+    params = ctypes.POINTER(AttentionParams)
     library.trtconvert_attention_workspace_size.argtypes = [params, ctypes.POINTER(ctypes.c_size_t), *text]
     library.trtconvert_attention_run.argtypes = [params, *text]
     return library
@@ -399,9 +355,9 @@ def _run_cuda(
     given = {"timestep": timestep} | vars(tables)
     read = {name: _table(given[name]) for name in _TABLES}
     modes = tables.modes.contiguous().int()
-    params = _Params(
-        struct_size=ctypes.sizeof(_Params),
-        version=_PARAMS_VERSION,
+    params = AttentionParams(
+        struct_size=ctypes.sizeof(AttentionParams),
+        version=ATTENTION_VERSION,
         batch=batch,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -486,10 +442,10 @@ def _sizes(x: Tensor, layout: str) -> tuple[int, int, int, int]:
     return (batch, first, second, dim) if layout == "BHND" else (batch, second, first, dim)
 
 
-def _strides(x: Tensor, layout: str) -> _Strides:
+def _strides(x: Tensor, layout: str) -> Strides:
     batch, first, second, _ = x.stride()
     head, token = (first, second) if layout == "BHND" else (second, first)
-    return _Strides(batch=batch, token=token, head=head)
+    return Strides(batch=batch, token=token, head=head)
 
 
 def _typed_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,12 +16,12 @@ from trtconvert.attention import kernel
 from trtconvert.attention.device_time import device_microseconds
 from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import BLOCK, tables_from_data
+from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.calib.cost import AttentionShape
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear import conv_kernel
 from trtconvert.linear import kernel as linear_kernel
-from trtconvert.linear.convs import IMAGE_MARKS
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, LayerTables, quantise_weight
 

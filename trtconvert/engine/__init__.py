@@ -41,7 +41,7 @@ class BackendStatus:
     Attributes:
         attention: of its engines at converted sites.
         available: whether it can build.
-        detail: its version, or what is missing.
+        detail: its version, or the reason if it is unavailable.
         remedy: makes it available.
     """
 
@@ -104,5 +104,5 @@ def _onnxruntime_status() -> BackendStatus:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """Returns major, minor and patch: bindings of version "10.6.0.post2" are those of library 10.6.0."""
+    """Returns major, minor and patch: bindings of version "10.6.0.post2" belong to library 10.6.0."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

@@ -38,18 +38,18 @@ class AttentionTimer:
         Raises:
             TrtconvertError: both fail, or memory ran out.
         """
-        what = f"attention of {case.query_tokens} × {case.key_tokens} tokens"
-        with timing_failures(what):
+        work = f"attention of {case.query_tokens} × {case.key_tokens} tokens"
+        with timing_failures(work):
             feeds = [_inputs(case) for _ in range(ROTATION)]
         failures: list[TrtconvertError] = []
 
-        def attempt(whose: str, time: Callable[[], T], otherwise: T) -> T:
+        def attempt(owner: str, time: Callable[[], T], otherwise: T) -> T:
             try:
-                with timing_failures(f"{whose} {what}"):
+                with timing_failures(f"{owner} {work}"):
                     return time()
             except TrtconvertError as error:
                 failures.append(error)
-                self._notice(f"{whose} attention for {case.q} and {case.k} cannot be timed alone: {error.got}")
+                self._notice(f"{owner} attention for {case.q} and {case.k} cannot be timed alone: {error.got}")
                 return otherwise
 
         plugin = attempt("the plugin's", lambda: self._plugin(case, modes, feeds), dict.fromkeys(modes, math.inf))

@@ -21,7 +21,7 @@ _NO_KERNEL = "could not find any implementation"
 
 
 def tell_mixed(component: ComponentRecord, why: str, watch: BuildWatcher) -> None:
-    """Notifies about layers whose modes differ between timestep bins: the engine computes them in 16 bits."""
+    """Notifies about layers with different modes in timestep bins: the engine computes these layers in 16 bits."""
     layers = [layer.name for layer in component.layers if layer.is_mixed]
     if layers:
         reason = "as they are INT8 in some timestep bins only, which needs a kernel of ours"

@@ -76,10 +76,10 @@ TimeEngine = Callable[[SerializedEngine, Mapping[float, int]], float]
 
 
 def distinct_bins(nodes: Iterable[ir.Node]) -> dict[float, int]:
-    """Returns the timesteps at which an engine must be timed, with the number of bins that each stands for.
+    """Returns the timesteps for timing an engine, each with its number of timestep bins.
 
     Bins with equal modes at all nodes take the same time, unless a block mask follows the timestep. The middle of the first such
-    bin stands for all.
+    bin is the timestep of all.
 
     Args:
         nodes: `Int8Attention` nodes, all with the same bins.

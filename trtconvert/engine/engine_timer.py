@@ -30,11 +30,11 @@ _REMEDY = (
 
 
 @contextmanager
-def timing_failures(what: str) -> Iterator[None]:
+def timing_failures(work: str) -> Iterator[None]:
     """Converts CUDA errors inside the block.
 
     Args:
-        what: is timed, in words.
+        work: the timed work, in words.
     Raises:
         TrtconvertError: memory ran out, or CUDA failed.
     """
@@ -42,7 +42,7 @@ def timing_failures(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # includes OutOfMemoryError
         raise TrtconvertError(
-            f"{what} could not be timed",
+            f"{work} could not be timed",
             expected=f"room on the GPU for {ROTATION} sets of inputs, and an engine that a CUDA graph can record",
             got=first_line(error),
             remedy=_REMEDY,
@@ -126,7 +126,7 @@ def denoiser_microseconds(
         trt: the bindings' module.
         inputs: the signature. timestep_input: name of the timestep.
         profiles: the engine's, in its order.
-        bins: timesteps to time, and the number of bins that each stands for.
+        bins: timesteps to time, each with its number of timestep bins.
     Raises:
         TrtconvertError: the engine cannot be loaded or run, or memory ran out.
     """

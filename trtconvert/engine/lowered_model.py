@@ -42,14 +42,14 @@ def convs_in_16_bits(model: ir.Model, options: EngineSection, profiles: Sequence
     if not names:
         return {}
     if not attention_nodes(model) or not options.channels_last:
-        return dict.fromkeys(names, "in an engine whose group norms are TensorRT's own")
+        return dict.fromkeys(names, "in an engine with TensorRT's own group norms")
     if against := against_channels_last(options) or ("" if has_linear_kernel() else "no INT8 kernel on this GPU"):
         return dict.fromkeys(names, f"without INT8 group norms: {against}")
     return left_convs(model, opt_sizes(profiles))
 
 
 def linear_in_16_bits(model: ir.Model) -> int:
-    """Returns the number of products in a model of `lowered` whose layer is INT8, but which the engine computes in 16 bits."""
+    """Returns the number of products of INT8 layers that an engine of a `lowered` model computes in 16 bits."""
     from trtconvert.export.lowering.int8_weights import int8_weight_of
 
     products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm") and not node.domain]

@@ -86,7 +86,7 @@ def status() -> BackendStatus:
 
 
 def _imported() -> tuple[Any | None, str]:
-    """Returns TensorRT's Python module, or None and why the installed ones fail, "" if none is installed."""
+    """Returns TensorRT's Python module, or None and the failure of the installed packages, "" if none is installed."""
     failures = []
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -100,7 +100,7 @@ def _imported() -> tuple[Any | None, str]:
 
 
 def version_mismatch(trt: Any) -> str:
-    """Returns how the versions of the bindings and of their library differ, "" if they are equal."""
+    """Returns the versions of the bindings and of their library in words if they differ, else ""."""
     bindings_version = version_numbers(trt.__version__)
     loaded = ctypes.CDLL(f"libnvinfer.so.{bindings_version[0]}").getInferLibVersion()
     library_version = (loaded // 10_000, loaded // 100 % 100, loaded % 100)
@@ -479,11 +479,11 @@ def choose_alone(
     timer = AttentionTimer(trt, build_one, watch.notice)
 
     def timed(case: AttentionCase, modes: frozenset[Mode]) -> CaseTimes:
-        what = f"attention of {case.query_tokens} × {case.key_tokens} tokens"
-        watch.share(f"timing {what}", 0.0)
+        work = f"attention of {case.query_tokens} × {case.key_tokens} tokens"
+        watch.share(f"timing {work}", 0.0)
         times = timer(case, modes)
         ours = ", ".join(f"{mode.name.lower()} {times.plugin[mode]:.1f}" for mode in sorted(modes))
-        watch.share(f"{what}, µs: TensorRT's own {times.native:.1f}, the plugin's {ours}", 0.0)
+        watch.share(f"{work}, µs: TensorRT's own {times.native:.1f}, the plugin's {ours}", 0.0)
         return times
 
     plans = site_plans(model, profiles)

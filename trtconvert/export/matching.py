@@ -150,7 +150,7 @@ def factors_of(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def geglu_behind(joined: ir.Value) -> tuple[ir.Node, ir.Node, ir.Node] | None:
-    """Returns Split, Gelu and Mul of a GEGLU whose halves a value [..., 2 N] holds."""
+    """Returns Split, Gelu and Mul of a GEGLU if a value [..., 2 N] holds both halves of its input."""
     split = only_reader(joined, "Split")
     if split is None or len(split.outputs) != 2:
         return None

@@ -55,9 +55,9 @@ def exported_to_onnx(
     shapes = tuple({axis: symbols[d] for axis, d in enumerate(spec.shape) if d in symbols} for spec in specs)
     values = tuple(inputs.values())
 
-    def to_onnx(what: nn.Module | ExportedProgram) -> torch.onnx.ONNXProgram:
+    def to_onnx(exported: nn.Module | ExportedProgram) -> torch.onnx.ONNXProgram:
         program = torch.onnx.export(
-            what,
+            exported,
             values,
             input_names=list(inputs),
             output_names=list(outputs),

@@ -40,8 +40,8 @@ def trace(
 ) -> ir.Model:
     """Traces a denoiser to ONNX. Converted sites become `Int8Attention` nodes with function bodies.
 
-    Layers with a delta scale read and write caches: after the denoiser's inputs come those of `caches_of`, and for each of them
-    an output with the suffix `NEXT`.
+    Layers with a delta scale read and write caches. The inputs of `caches_of` follow the denoiser's inputs. Each of them has an
+    output with the suffix `NEXT`.
 
     Args:
         tables: by converted attention site. layers: by converted layer. Other sites and layers stay in the model.
@@ -86,8 +86,8 @@ def trace(
             "the exported model does not hold the attention that was calibrated",
             expected=", ".join(sorted(tables)),
             got=", ".join(sorted(nodes)) or "no attention node",
-            remedy="exclude the missing sites, whose calls may depend on the shape of the input, by attention.exclude in the "
-            f"recipe: {', '.join(sorted(tables.keys() - nodes.keys())) or 'none is missing'}",
+            remedy="exclude the missing sites by attention.exclude in the recipe, as their calls may depend on the shape of the "
+            f"input: {', '.join(sorted(tables.keys() - nodes.keys())) or 'none is missing'}",
         )
     _require_layers(exported, layers)
     fold_transposes(exported)
@@ -105,7 +105,7 @@ def _require_layers(exported: ir.Model, layers: Mapping[str, ConvertedLayer]) ->
             "the exported model does not hold the layers that were calibrated",
             expected=", ".join(sorted(layers)),
             got=", ".join(sorted(found)) or "no INT8 layer",
-            remedy="exclude the layers whose calls depend on the shape of the input, or whose results are not used",
+            remedy="exclude layers if their calls depend on the shape of the input or their results are not used",
         )
 
 

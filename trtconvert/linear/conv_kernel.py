@@ -7,42 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from trtconvert.linear.kernel import ModeTable, run
+from trtconvert.c_structs import GROUP_NORM_VERSION, INT8_CONV_VERSION, GroupNormParams, Int8ConvParams, ModeTable
+from trtconvert.linear.kernel import run
 from trtconvert.linear.modes import LayerMode
-
-
-class GroupNormParams(ctypes.Structure):
-    """TrtConvertGroupNormParams of group_norm.h, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("struct_size", "version")),
-        *((name, ctypes.c_int64) for name in ("batch", "pixels")),
-        *((name, ctypes.c_int32) for name in ("channels", "groups", "data_type", "silu")),
-        ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("x", "shift", "weight", "bias", "normed", "stream")),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("factor", "payload", "marks")),
-    ]
-
-
-class Int8ConvParams(ctypes.Structure):
-    """TrtConvertInt8ConvParams of int8_conv.h, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint32) for name in ("struct_size", "version")),
-        ("batch", ctypes.c_int64),
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "height", "width", "in_channels", "out_channels", "kernel_h", "kernel_w", "stride_y", "stride_x", "pad_y",
-                "pad_x", "data_type",
-            )
-        ),
-        ("table", ModeTable),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "weight_scale", "bias", "residual", "y", "stream")),
-        ("target_arch", ctypes.c_int32),
-        ("marks", ctypes.c_void_p),
-    ]  # fmt: skip
 
 
 def group_norm(
@@ -61,10 +28,10 @@ def group_norm(
     batch, *sizes, channels = x.shape
     in_int8 = out.dtype == torch.int8
     given = GroupNormParams(
-        struct_size=ctypes.sizeof(GroupNormParams), version=2, batch=batch, pixels=sizes[0] * sizes[1], channels=channels,
-        groups=groups, silu=1, epsilon=epsilon, x=x.data_ptr(), shift=None if shift is None else shift.data_ptr(),
-        weight=weight.data_ptr(), bias=bias.data_ptr(), normed=None if in_int8 else out.data_ptr(),
-        stream=torch.cuda.current_stream(x.device).cuda_stream,
+        struct_size=ctypes.sizeof(GroupNormParams), version=GROUP_NORM_VERSION, batch=batch, pixels=sizes[0] * sizes[1],
+        channels=channels, groups=groups, silu=1, epsilon=epsilon, x=x.data_ptr(),
+        shift=None if shift is None else shift.data_ptr(), weight=weight.data_ptr(), bias=bias.data_ptr(),
+        normed=None if in_int8 else out.data_ptr(), stream=torch.cuda.current_stream(x.device).cuda_stream,
     )  # fmt: skip
     if in_int8:
         assert scale is not None and marks is not None
@@ -96,9 +63,9 @@ def int8_conv(
     """
     batch, height, width, channels = x.shape
     given = Int8ConvParams(
-        struct_size=ctypes.sizeof(Int8ConvParams), version=2, batch=batch, height=height, width=width, in_channels=channels,
-        out_channels=len(weight), kernel_h=weight.shape[1], kernel_w=weight.shape[2], stride_y=1, stride_x=1,
-        pad_y=padding, pad_x=padding, table=one_scale(scale), x=x.data_ptr(), weight=weight.data_ptr(),
+        struct_size=ctypes.sizeof(Int8ConvParams), version=INT8_CONV_VERSION, batch=batch, height=height, width=width,
+        in_channels=channels, out_channels=len(weight), kernel_h=weight.shape[1], kernel_w=weight.shape[2], stride_y=1,
+        stride_x=1, pad_y=padding, pad_x=padding, table=one_scale(scale), x=x.data_ptr(), weight=weight.data_ptr(),
         weight_scale=weight_scale.data_ptr(), bias=bias.data_ptr(), y=y.data_ptr(),
         stream=torch.cuda.current_stream(x.device).cuda_stream, target_arch=arch,
         marks=marks.data_ptr(),

@@ -17,9 +17,6 @@ FEWEST_PIXELS, FEWEST_OUTPUTS = 128, 2**17
 LEAST_DEPTH = 640
 """Least elements of a window: below this, reading the images dominates."""
 
-IMAGE_MARKS = 32
-"""Bytes of marks per image: the norm in front marks NaN and infinity, see layer_modes.h."""
-
 PIXELS = "of single pixels, which are products"
 NOT_NORMED = "without a group norm in front that writes INT8"
 

@@ -14,63 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from trtconvert.c_structs import INT8_LINEAR_VERSION, QUANTISE_VERSION, Int8LinearParams, ModeTable, QuantiseParams
 from trtconvert.library import load_library
 from trtconvert.linear import reference
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 
-QUANTISE_VERSION, INT8_LINEAR_VERSION = 1, 2  # TRTCONVERT_QUANTISE_VERSION, TRTCONVERT_INT8_LINEAR_VERSION
 _MESSAGE_BYTES = 512
 _DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
 _IN_STEP, _OUT_STEP = 16, 8
-
-
-class ModeTable(ctypes.Structure):
-    """TrtConvertModeTable of layer_modes.h."""
-
-    _fields_ = [
-        ("mode_set", ctypes.c_int32),
-        ("num_bins", ctypes.c_int32),
-        ("batch", ctypes.c_int32),
-        ("timestep_max", ctypes.c_float),
-        ("timestep", ctypes.c_void_p),
-        ("modes", ctypes.c_void_p),
-        ("x_scale", ctypes.c_void_p),
-    ]
-
-
-class QuantiseParams(ctypes.Structure):
-    """TrtConvertQuantiseParams of quantise.h."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("rows", ctypes.c_int64),
-        ("channels", ctypes.c_int32),
-        ("data_type", ctypes.c_int32),
-        ("table", ModeTable),
-        *[(name, ctypes.c_void_p) for name in ("x", "factor", "offset", "payload", "row_scale", "stream")],
-        ("starts_early", ctypes.c_int32),
-    ]
-
-
-class Int8LinearParams(ctypes.Structure):
-    """TrtConvertInt8LinearParams of int8_linear.h, field by field."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("rows", ctypes.c_int64),
-        *[(name, ctypes.c_int32) for name in ("in_channels", "out_channels", "data_type", "activation", "mode_set")],
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("x", "row_scale", "weight", "weight_scale", "bias", "residual", "y", "stream")
-        ],
-        ("out_table", ModeTable),
-        *[(name, ctypes.c_void_p) for name in ("out_factor", "out_offset", "out_payload", "out_row_scale")],
-        ("target_arch", ctypes.c_int32),
-        ("changes", ctypes.c_int32),
-    ]
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 """The stages of a build, one module each. A stage writes a folder in the cache from the outputs of earlier stages; its key is the
-hash of what it reads and of the code that it imports.
+hash of its input and of the code that it imports.
 
 | module | content |
 | --- | --- |

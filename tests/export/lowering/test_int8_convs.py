@@ -17,6 +17,7 @@ from support import Quiet
 from tiny_convs import CHANNELS, WIDE, Odd, traced
 from torch.nn import functional as F
 
+from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import expand_layers, fuse_group_norms, lower_to_native, quantise_products
@@ -24,7 +25,6 @@ from trtconvert.export.lowering.group_norms import GROUP_NORM
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, fuse_int8_convs
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
-from trtconvert.linear.convs import IMAGE_MARKS
 from trtconvert.linear.sites import LayerFinder
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection
@@ -201,8 +201,8 @@ def test_each_convolution_is_int8_or_has_a_reason(everywhere, monkeypatch):
         "raw": "without a group norm in front that writes INT8",
         "padded": "without a group norm in front that writes INT8",
         "video": "over 3 dimensions, our kernel supports two",
-        "one": "whose input other nodes read too",
-        "other": "whose input other nodes read too",
+        "one": "with an input that other nodes read too",
+        "other": "with an input that other nodes read too",
     }
     assert len(named(model, INT8_CONV)) == 4  # plain, shared twice, zeros
     shared = [node.inputs[2] for node in named(model, INT8_CONV) if "shared" in str(node.inputs[2].name)]
@@ -236,7 +236,7 @@ def test_convolutions_that_stay_are_products_of_their_own_inputs(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"channels_last": False}, "in an engine whose group norms are TensorRT's own"),
+        ({"channels_last": False}, "in an engine with TensorRT's own group norms"),
         ({"hardware_compatible": True}, "without INT8 group norms: not every GPU that engine.hardware_compatible asks "
          "for has a kernel for them"),
     ],

@@ -59,7 +59,7 @@ def can_fuse_deltas(model: ir.Model) -> bool:
 
 
 def _taken(model: ir.Model) -> dict[ir.Node, list[ir.Node]]:
-    """Returns the quantising nodes whose readers are all supported, with these layers."""
+    """Returns each quantising node with the layers that read it, if all of the layers are supported."""
     found: dict[ir.Node, list[ir.Node]] = {}
     for node in delta_nodes(model):
         if node.op_type != QUANTISE or {inputs_of(node)["x"].dtype, cache_of(node).dtype} != {ir.DataType.FLOAT16}:

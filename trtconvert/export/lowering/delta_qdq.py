@@ -66,7 +66,7 @@ def lower_deltas(model: ir.Model) -> int:
 
 
 def _scales(tape: Tape, scales: ir.Value, largest: list[float], dtype: ir.DataType) -> _Scales:
-    """Computes the ratios of all groups together, which saves small kernels."""
+    """Computes the ratios of all groups together, to save small kernels."""
     at_most = _constant(tape, np.array(largest, np.float32))
     ratios, inverses = (
         tape.op("Cast", [tape.op("Div", pair)], {"to": dtype}) for pair in ([scales, at_most], [at_most, scales])

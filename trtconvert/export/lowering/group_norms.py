@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.c_structs import GROUP_NORM_MOST_CHANNELS
 from trtconvert.export.lowering.initializers import changed_initializer, columns_of
 from trtconvert.export.lowering.patches import is_of_patches
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, perm_of, producer_of
@@ -28,7 +29,6 @@ in `groups` of neighbouring channels; with `silu` its SiLU. [B, H, W, C] with `c
 CHANNELS_LAST_ADD = "ChannelsLastAdd"
 """Operator of the plugin: x [B, C, H, W], y [B, H, W, C] → the sum in the layout of x."""
 
-_MOST_CHANNELS = 4096  # TRTCONVERT_GROUP_NORM_MOST_CHANNELS of group_norm.h
 _VECTOR = 8  # channels per vector of the kernels
 _CHANNELS_LAST, _CHANNELS_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 
@@ -90,8 +90,9 @@ def fuse_group_norms(model: ir.Model) -> int:
     A norm takes the SiLU behind it, and the shift [B, C] in front. If patchify follows, the norm writes channels last, and a
     convolution of single pixels becomes a product of tokens; so does the one of unpatchify.
 
-    Only 16-bit images that convolutions write or read, of supported numbers of channels: elsewhere TensorRT copies nothing and
-    fuses itself. Weights are renamed: not for refittable engines. Runs before `fuse_residual_norms` and `fuse_linear_layers`.
+    Changes only 16-bit images that convolutions write or read, of supported numbers of channels: elsewhere TensorRT copies
+    nothing and fuses itself. Weights are renamed: not for refittable engines. Runs before `fuse_residual_norms` and
+    `fuse_linear_layers`.
 
     Returns:
         The number of new nodes. Without a matching norm nothing is changed.
@@ -204,7 +205,9 @@ def _channels(image: ir.Value | None) -> int | None:
     if image is None or image.dtype not in HALF or image.shape is None or len(image.shape) != 4:
         return None
     channels = image.shape[1]
-    return channels if isinstance(channels, int) and channels % _VECTOR == 0 and channels <= _MOST_CHANNELS else None
+    if not isinstance(channels, int) or channels % _VECTOR or channels > GROUP_NORM_MOST_CHANNELS:
+        return None
+    return channels
 
 
 def _groups(flat: ir.Value, x: ir.Value) -> int | None:
@@ -242,7 +245,7 @@ def _silu(value: ir.Value) -> ir.Node | None:
 
 
 def _shift(x: ir.Value, reshape: ir.Node, back: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """Returns the image and the vector [B, C] whose sum only the norm reads."""
+    """Returns the image and the vector [B, C] of a sum that only the norm reads."""
     add, sizes = producer_of(x, "Add"), back.inputs[1]
     norm = {reshape}
     if sizes is not None and is_read_once(sizes) and (shape := producer_of(sizes, "Shape")) is not None:

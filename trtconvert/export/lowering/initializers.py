@@ -30,7 +30,7 @@ def named_constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
 def lazy_initializer(
     graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int] | ir.Shape, numbers: Callable[[], np.ndarray]
 ) -> ir.Value:
-    """Returns the initializer of a name, or adds one whose numbers are computed when they are written.
+    """Returns the initializer of a name, or adds one. A new one computes its numbers when they are written.
 
     Names are reused: a module may be called twice.
     """

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.export.lowering.group_norms import GROUP_NORM, fuse_group_norms
 from trtconvert.export.lowering.initializers import lazy_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Int8Weight, int8_weight_of
@@ -23,7 +24,7 @@ from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, producer_of
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 from trtconvert.export.nodes.layers import CONV, layer_nodes
-from trtconvert.linear.convs import IMAGE_MARKS, NOT_NORMED, PIXELS, obstacle, too_small
+from trtconvert.linear.convs import NOT_NORMED, PIXELS, obstacle, too_small
 from trtconvert.linear.modes import LayerMode
 
 INT8_GROUP_NORM, INT8_CONV = "Int8GroupNorm", "Int8Conv"
@@ -122,7 +123,7 @@ def _found(conv: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Conv | str 
     if x is None or norm is None or norm.domain != DOMAIN or norm.op_type != GROUP_NORM:
         return NOT_NORMED
     if not read_once or norm.attributes["channels_last"].as_int():
-        return "whose input other nodes read too"
+        return "with an input that other nodes read too"
     if reason := _too_small(conv, weight, profiles):
         return reason
     residual, add = _residual(conv)

@@ -47,8 +47,8 @@ _SAVED_PER_OPERATION = 0.74e-9
 _ROWS_APART, _PER_NUMBER_APART = 3.0, 1e-6
 """µs of a kernel that quantises rows, and µs of each number: two bytes are read, one is written."""
 _LEAST_SAVED, _LEAST_DEPTH = 0.5, 640
-"""µs that a product must save, and the least depth: below it writing the result dominates, except for GEGLU, whose result is half
-as wide."""
+"""µs that a product must save, and the least depth. At less depth, writing the result dominates; the result of GEGLU has half the
+width."""
 
 _GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
 _MOST_FEW_ROWS = 16  # limit of the kernel for few rows
@@ -101,7 +101,7 @@ def fuse_int8_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> 
 
 
 def fuse_mixed_layers(model: ir.Model) -> int:
-    """Replaces products whose activations are INT8 in some timestep bins and 16 bits in others by nodes `Int8Linear`, in place.
+    """Replaces products with INT8 activations in some timestep bins and 16 bits in others by nodes `Int8Linear`, in place.
 
     Q/DQ cannot follow the timestep; the kernel that quantises the rows does.
 
@@ -157,7 +157,7 @@ def fuse_refittable_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]
     """Replaces the remaining products of INT8 layers by nodes `Int8Linear`, in place.
 
     Args:
-        model: in which all layers but `refittable_layers` are 16-bit products.
+        model: all its layers but `refittable_layers` are 16-bit products.
     Returns:
         The number of replaced layers.
     """

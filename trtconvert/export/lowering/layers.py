@@ -92,7 +92,7 @@ def expand_layers(
 
 
 def quantise_products(model: ir.Model) -> int:
-    """Adds Q/DQ to the products with `Int8Weight` whose activations are INT8 in all timestep bins, in place.
+    """Adds Q/DQ to products with `Int8Weight` and INT8 activations in all timestep bins, in place.
 
     The largest calibrated scale serves all bins, so that nothing more is clipped. Other products, such as those of mixed modes
     (`fuse_mixed_layers`), stay in 16 bits.

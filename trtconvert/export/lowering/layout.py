@@ -43,7 +43,7 @@ def _is_transpose(node: ir.Node | None) -> bool:
 
 
 def _untransposed(value: ir.Value | None) -> list[ir.Value]:
-    """Returns the tensors [B, N, H, D] whose transposes a value concatenates, else []."""
+    """Returns tensors [B, N, H, D] if a value concatenates their transposes, else []."""
     joined = runs_of(value, axis=2)
     producers = [run.producer() if run is not None else None for run in joined]
     sources = [node.inputs[0] for node in producers if node is not None and _is_transpose(node)]

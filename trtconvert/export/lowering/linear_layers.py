@@ -60,8 +60,8 @@ class _Layer:
 def fuse_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]], *, beside_int8: bool = False) -> int:
     """Replaces GEGLU, and linear layers that only plugins read, by nodes `Linear`, in place.
 
-    Only 16-bit layers behind a plugin or a layer norm, which TensorRT does not fuse, and of sizes at which the kernel is no
-    slower. Weights are transposed and renamed: not for refittable engines. Runs after `fuse_residual_norms`.
+    Replaces 16-bit layers behind a plugin or a layer norm, because TensorRT does not fuse these, if the kernel is no slower at
+    their size. Weights are transposed and renamed: not for refittable engines. Runs after `fuse_residual_norms`.
 
     Args:
         profiles: opt sizes of the dynamic dimensions in each optimisation profile.

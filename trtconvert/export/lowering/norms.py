@@ -37,9 +37,9 @@ def fuse_norms(model: ir.Model) -> int:
     """Replaces q and k of nodes by the inputs of their norms, and appends the weights as the input `norm`, and ε.
 
     `norm` is FP32: [2, D] for norms of each head, [2, H, D] for norms across heads. If the first tokens have weights of their
-    own, the attribute `norm_split` is their number, and `norm` is [2, 2, D]: by q and k, and by part of the tokens. Only 16-bit
-    nodes are changed whose q and k have the same kind of norm directly before the node, with one ε and constant weights; norms
-    across heads also need the layout BNHD. A plugin norms before it rotates, so `fuse_rotary` runs first. The weights get another
+    own, the attribute `norm_split` is their number, and `norm` is [2, 2, D]: by q and k, and by part of the tokens. Changes
+    16-bit nodes if q and k have the same kind of norm directly before the node, with one ε and constant weights; norms across
+    heads also need the layout BNHD. A plugin norms before it rotates, so `fuse_rotary` runs first. The weights get another
     name: not for refittable engines.
 
     Returns:

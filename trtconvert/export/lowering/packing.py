@@ -55,7 +55,7 @@ def pack_projections(model: ir.Model) -> int:
 
 
 def _source_of_parts(node: ir.Node) -> ir.Value | None:
-    """Returns the tensor whose parts 0, 1, 2 are q, k and v, else None."""
+    """Returns the tensor with q, k and v as its parts 0, 1, 2, else None."""
     if node.attributes["layout"].as_string() != "BHND":
         return None
     found = [part for value in node.inputs[:PARTS] if (part := element_of(value)) is not None]

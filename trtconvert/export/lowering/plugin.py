@@ -35,7 +35,7 @@ def lower_to_plugin(
     and back, and masks to the type of q.
 
     Args:
-        refittable: keep norms and projections, whose weights keep their names.
+        refittable: keep norms and projections, so that their weights keep their names.
         linear_profiles: opt sizes of the dynamic dimensions in each optimisation profile, if the GPU has a kernel of linear
             layers.
             Empty: linear layers are not fused.

@@ -1,4 +1,4 @@
-"""Splits products of a concatenation into products of its parts, which avoids the copy.
+"""Splits products of a concatenation into products of its parts, to avoid the copy.
 
 The single blocks of Flux and HunyuanVideo compute Linear(cat([attention, mlp], dim=2)). TensorRT copies both parts.
 """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from trtconvert.c_structs import RESIDUAL_NORM_MOST_CHANNELS
 from trtconvert.export.lowering.projections import is_weight
 from trtconvert.export.matching import is_same_shape, producer_of
 from trtconvert.export.nodes.attention import is_attention
@@ -20,7 +21,6 @@ from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 RESIDUAL_NORM = "ResidualNorm"
 """Operator of the plugin: x, residual [..., C], weight, bias [C] → x + residual, and its layer norm."""
 
-_MOST_CHANNELS = 4096  # TRTCONVERT_RESIDUAL_NORM_MOST_CHANNELS of residual_norm.h
 _VECTOR = 8  # channels per vector of the kernel
 _VIEWS = ("Reshape", "Transpose", "Cast")
 
@@ -46,8 +46,8 @@ def fuse_residual_norms(model: ir.Model) -> int:
     """Replaces sums and their layer norms by nodes `ResidualNorm`, in place, if only linear layers are between them and
     attention.
 
-    Only 16-bit sums of equal shapes, normed over the last axis, of a supported number of channels. Elsewhere TensorRT fuses
-    better. Runs after the rewrites of attention's neighbours, which do not match such nodes.
+    Replaces only 16-bit sums of equal shapes, normed over the last axis, of a supported number of channels. Elsewhere TensorRT
+    fuses better. Runs after the rewrites of attention's neighbours, which do not match such nodes.
 
     Returns:
         The number of replaced sums.
@@ -87,7 +87,7 @@ def _residual_norm(norm: ir.Node) -> _ResidualNorm | None:
         return None
     if not all(is_same_shape(value.shape, total.shape) and value.dtype == total.dtype for value in (x, residual)):
         return None
-    if channels % _VECTOR or channels > _MOST_CHANNELS or not _is_last_axis(norm, total):
+    if channels % _VECTOR or channels > RESIDUAL_NORM_MOST_CHANNELS or not _is_last_axis(norm, total):
         return None
     if not all(is_weight(value, 1, channels) and value.dtype == total.dtype for value in (weight, bias)):
         return None

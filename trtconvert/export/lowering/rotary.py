@@ -43,7 +43,7 @@ def fuse_rotary(model: ir.Model) -> int:
     """Replaces q and k of nodes by the inputs of their rotation, and appends its table as the input `rotary`.
 
     The table is FP32 [N, D/2, 2]: (cos, sin) of each token and pair of channels. Nodes with the same cos and sin share a table.
-    Only 16-bit nodes whose q and k have equal rotations.
+    Changes 16-bit nodes with equal rotations of q and k.
 
     Returns:
         The number of changed nodes.
@@ -314,7 +314,7 @@ def _pairs(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value | None, ir.V
 
 
 def _half(value: ir.Value | None, heads: _Heads) -> tuple[ir.Value, int] | None:
-    """Returns the tensor whose even (0) or odd (1) channels a value holds."""
+    """Returns the tensor, and 0 or 1, if a value holds the even (0) or odd (1) channels of the tensor."""
     found = element_of(before_widening(value))
     if found is None:
         return None
@@ -353,7 +353,7 @@ def _source_of(node: ir.Node, tokens: _Tokens) -> ir.Value:
 
 
 def _cut_in_parts(tokens: _Tokens) -> ir.Value | None:
-    """Returns the tensor whose consecutive slices are all of the parts."""
+    """Returns the tensor that has all of the parts as consecutive slices."""
     cuts = cuts_of([part.source for part in tokens.parts], tokens.heads.token_axis)
     return cuts[0][0] if cuts and _is_seen_as(cuts[0][0], tokens.heads) else None
 

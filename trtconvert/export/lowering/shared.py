@@ -1,8 +1,8 @@
 """Computes the keys and values of all cross-attention of one tensor as one product.
 
 The cross-attentions of a U-Net project the same text. For plugins with inputs of their own TensorRT computes these projections
-one by one, and copies each. The plugin reads the heads of its site in a shared tensor [B, Nk, P, D], whose P heads are the keys
-and the values of site after site. That tensor lives from its first to its last site, so that very many sites have several.
+one by one, and copies each. The plugin reads the heads of its site in a shared tensor [B, Nk, P, D]. The P heads are the keys and
+the values of one site after the other. The tensor lives from its first to its last site, so very many sites have several tensors.
 """
 
 from __future__ import annotations

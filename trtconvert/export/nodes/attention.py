@@ -29,7 +29,7 @@ def is_attention(node: ir.Node | None) -> bool:
 
 
 def require_attention_nodes(model: ir.Model, sites: Collection[str] | None = None) -> dict[str, ir.Node]:
-    """Returns the nodes of `attention_nodes`, or those of given sites.
+    """Returns `attention_nodes`, or the nodes of given sites.
 
     Raises:
         UserError: the graph has no such node, or lacks a site.

@@ -128,7 +128,7 @@ def layer_body(variant: LayerVariant) -> onnx.FunctionProto:
 
 
 def check_modes(tables: LayerTables) -> str:
-    """Returns what is wrong with a layer's modes, "" if nothing."""
+    """Returns the problem of a layer's modes, "" without a problem."""
     known = {int(mode) for mode in LayerMode} - {int(LayerMode.EXACT)}
     return "" if set(tables.modes.tolist()) <= known else f"a mode that is not one of {sorted(known)}"
 

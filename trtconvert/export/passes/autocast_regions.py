@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
 _ENABLED, _BODY = 2, 4
-"""Positions of the operator's arguments: the flag, and the function, whose own arguments follow."""
+"""Positions of the operator's arguments: the flag, and the function. The function's arguments follow."""
 
 
 def inline_regions_without_autocast(program: ExportedProgram) -> int:

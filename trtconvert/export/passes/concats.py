@@ -62,7 +62,7 @@ def drop_rejoins(model: ir.Model) -> int:
 
 
 def _rejoined(concat: ir.Node) -> ir.Value | None:
-    """Returns the tensor whose complete parts a Concat joins, else None."""
+    """Returns the tensor if a Concat joins all of its parts, else None."""
     parts, joined = [x for x in concat.inputs if x is not None], concat.outputs[0]
     if joined.shape is None:
         return None

@@ -8,7 +8,7 @@ from trtconvert.export.matching import constant_of
 
 
 def drop_idle_squeezes(model: ir.Model) -> int:
-    """Removes each Squeeze whose axes all differ from 1: `x.squeeze(1)` is a no-op in torch, but is exported.
+    """Removes each Squeeze if all its axes differ from 1: `x.squeeze(1)` is a no-op in torch, but is exported.
 
     Returns:
         The number of removed nodes.
