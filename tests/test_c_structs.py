@@ -12,7 +12,6 @@ from support import REPOSITORY
 
 from trtconvert import c_structs as made
 from trtconvert.library import library_path, load_library
-from trtconvert.runtime import graph
 
 _SPEC = importlib.util.spec_from_file_location("c_structs_tool", REPOSITORY / "tools" / "c_structs.py")
 assert _SPEC is not None and _SPEC.loader is not None
@@ -97,16 +96,3 @@ def test_the_library_has_structs_of_these_sizes_and_versions(function):
     getattr(load_library(), f"trtconvert_{function}_check")(ctypes.byref(struct()), message, ctypes.c_size_t(512))
     version = getattr(made, f"{function.upper()}_VERSION")
     assert f"expected version {version} of {ctypes.sizeof(struct)} bytes" in message.value.decode()
-
-
-def test_the_runtimes_structs_are_those_of_graph_copies():
-    def layout(struct: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
-        return [(name, getattr(struct, name).offset, getattr(struct, name).size) for name, *_ in struct._fields_]
-
-    for runtimes, headers in (
-        (graph._Copy, made.Copy),
-        (graph._Node, made.CopyNode),
-        (graph._Graph, made.CopyingGraph),
-    ):
-        assert layout(runtimes) == layout(headers)
-    assert graph._MOST_COPIES == made.MOST_COPIES

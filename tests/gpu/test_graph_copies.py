@@ -13,9 +13,10 @@ import torch
 from cuda.bindings import runtime as cudart
 from torch import Tensor
 
+from trtconvert.c_structs import MOST_COPIES
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import library_path, load_library
-from trtconvert.runtime.graph import _MOST_COPIES, CopyingGraph, _nodes
+from trtconvert.runtime.graph import CopyingGraph, _nodes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,7 +130,7 @@ def test_launches_on_their_way_keep_their_addresses(inverting):
 
 
 def test_more_tensors_than_one_node_copies():
-    sizes = [i * 37 % 101 for i in range(2 * _MOST_COPIES + 3)]
+    sizes = [i * 37 % 101 for i in range(2 * MOST_COPIES + 3)]
     inverting = Inverting(sizes)
     for _ in range(3):
         given, results = random(sizes), [at(1, size) for size in sizes]

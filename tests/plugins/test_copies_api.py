@@ -6,8 +6,8 @@ import pytest
 import torch
 from cuda.bindings import runtime as cudart
 
+from trtconvert.c_structs import MOST_COPIES, Copy, CopyingGraph, CopyNode
 from trtconvert.library import library_path, load_library
-from trtconvert.runtime.graph import _MOST_COPIES, _Copy, _Graph, _Node
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no library is installed; 'pip install .' builds it")
 
@@ -16,33 +16,33 @@ BUFFER = 0x1000
 """An address that nothing reads."""
 
 
-def node(**fields) -> _Node:
+def node(**fields) -> CopyNode:
     """Two copies, the second without bytes."""
-    made = _Node(**{"struct_size": ctypes.sizeof(_Node), "count": 2, "node": 0x2000} | fields)
-    made.copies[0] = _Copy(buffer=BUFFER, bytes=4)
+    made = CopyNode(**{"struct_size": ctypes.sizeof(CopyNode), "count": 2, "node": 0x2000} | fields)
+    made.copies[0] = Copy(buffer=BUFFER, bytes=4)
     return made
 
 
-def record(given: _Node | None) -> int:
+def record(given: CopyNode | None) -> int:
     return load_library().trtconvert_record_copies(None, None if given is None else ctypes.byref(given))
 
 
-def launch(nodes: list[_Node], addresses: list[int], /, **fields) -> tuple[int, list[_Node]]:
+def launch(nodes: list[CopyNode], addresses: list[int], /, **fields) -> tuple[int, list[CopyNode]]:
     """The status, and the nodes as they are after it."""
-    array, where = (_Node * len(nodes))(*nodes), (ctypes.c_uint64 * len(addresses))(*addresses)
+    array, where = (CopyNode * len(nodes))(*nodes), (ctypes.c_uint64 * len(addresses))(*addresses)
     all_fields = {
         "exec": 0x3000,
         "nodes": ctypes.addressof(array),
         "addresses": ctypes.addressof(where),
         "num_nodes": len(nodes),
     } | fields
-    return load_library().trtconvert_launch_copies(ctypes.byref(_Graph(**all_fields))), list(array)
+    return load_library().trtconvert_launch_copies(ctypes.byref(CopyingGraph(**all_fields))), list(array)
 
 
 def test_the_library_and_python_agree_on_the_struct():
     """The C API refuses a struct of another size first; the next complaint is that the default stream is not captured."""
     assert record(node()) not in (0, INVALID)
-    assert record(node(struct_size=ctypes.sizeof(_Node) - 8)) == INVALID
+    assert record(node(struct_size=ctypes.sizeof(CopyNode) - 8)) == INVALID
 
 
 def test_a_stream_that_is_not_captured_is_refused():
@@ -54,7 +54,7 @@ def test_a_stream_that_is_not_captured_is_refused():
 def test_recordings_of_nothing_or_too_much_are_refused():
     without_buffer = node()
     without_buffer.copies[1].bytes = 4
-    for given in (None, node(count=0), node(count=-1), node(count=_MOST_COPIES + 1), without_buffer):
+    for given in (None, node(count=0), node(count=-1), node(count=MOST_COPIES + 1), without_buffer):
         assert record(given) == INVALID
 
 

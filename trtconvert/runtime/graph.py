@@ -15,39 +15,13 @@ from typing import Any
 from cuda.bindings import runtime as cudart  # pyright: ignore[reportAttributeAccessIssue]  # no stubs
 from torch import Tensor
 
+from trtconvert import c_structs
+from trtconvert.c_structs import CopyNode
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import load_library, outdated
 
 REMEDY = "free device memory if it is short; else run with CUDA_LAUNCH_BLOCKING=1 and report the message"
 """Remedy for a device that refuses work."""
-
-_MOST_COPIES = 32  # TRTCONVERT_MOST_COPIES of graph_copies.h
-
-
-class _Copy(ctypes.Structure):
-    """TrtConvertCopy."""
-
-    _fields_ = [("buffer", ctypes.c_void_p), ("outer", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
-
-
-class _Node(ctypes.Structure):
-    """TrtConvertCopyNode; see graph_copies.h."""
-
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        *[(name, ctypes.c_int32) for name in ("outwards", "count", "blocks")],
-        ("node", ctypes.c_void_p),
-        ("copies", _Copy * _MOST_COPIES),
-    ]
-
-
-class _Graph(ctypes.Structure):
-    """TrtConvertCopyingGraph."""
-
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("exec", "stream", "nodes", "addresses")],
-        ("num_nodes", ctypes.c_int32),
-    ]
 
 
 class CopyingGraph:
@@ -73,11 +47,11 @@ class CopyingGraph:
         flags = cudart.cudaGraphInstantiateFlags.cudaGraphInstantiateFlagAutoFreeOnLaunch  # as torch's own graphs
         instance = _checked(cudart.cudaGraphInstantiate(graph, flags), "instantiate the recorded call")
         _destroyed_with(self, cudart.cudaGraphExecDestroy, instance)
-        self._nodes = (_Node * len(into + out))(*into, *out)
+        self._nodes = (CopyNode * len(into + out))(*into, *out)
         self._addresses = (ctypes.c_uint64 * (len(inputs) + len(outputs)))()
         where = [ctypes.addressof(x) for x in (self._nodes, self._addresses)]
         # Made once: ctypes' conversions for a call cost as much as the call.
-        self._argument = ctypes.byref(_Graph(int(instance), stream, *where, len(self._nodes)))
+        self._argument = ctypes.byref(c_structs.CopyingGraph(int(instance), stream, *where, len(self._nodes)))
 
     def launch(self, addresses: list[int]) -> None:
         """Enqueue copies and work.
@@ -109,20 +83,20 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
         raise outdated(error) from error
 
 
-def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[_Node]:
+def _nodes(buffers: Sequence[Tensor], *, outwards: bool) -> list[CopyNode]:
     """Return the copies of all buffers, in order, in as few nodes as possible."""
     nodes = []
-    for first in range(0, len(buffers), _MOST_COPIES):
-        some = buffers[first : first + _MOST_COPIES]
-        copies = [_Copy(buffer=x.data_ptr(), bytes=x.nbytes) for x in some]
-        node = _Node(struct_size=ctypes.sizeof(_Node), outwards=outwards, count=len(some))
+    for first in range(0, len(buffers), c_structs.MOST_COPIES):
+        some = buffers[first : first + c_structs.MOST_COPIES]
+        copies = [c_structs.Copy(buffer=x.data_ptr(), bytes=x.nbytes) for x in some]
+        node = CopyNode(struct_size=ctypes.sizeof(CopyNode), outwards=outwards, count=len(some))
         node.copies[: len(some)] = copies
         nodes.append(node)
     return nodes
 
 
 def _record(
-    record: Callable[..., int], work: Callable[[int], None], into: Sequence[_Node], out: Sequence[_Node]
+    record: Callable[..., int], work: Callable[[int], None], into: Sequence[CopyNode], out: Sequence[CopyNode]
 ) -> Any:
     """Capture a sequence of copies, work and copies, which drivers launch faster than a graph with branches."""
     # A stream of its own captures no other work, and the default stream cannot be captured.
@@ -145,7 +119,7 @@ def _record(
         cudart.cudaStreamDestroy(stream)
 
 
-def _record_copies(record: Callable[..., int], nodes: Sequence[_Node], stream: Any) -> None:
+def _record_copies(record: Callable[..., int], nodes: Sequence[CopyNode], stream: Any) -> None:
     for node in nodes:
         if status := record(ctypes.c_void_p(int(stream)), ctypes.byref(node)):
             raise _failure(cudart.cudaError_t(status), "record copies")
