@@ -80,7 +80,7 @@ class HostRuntime:
         graph = given._obj
         if self.status == cudart.cudaError_t.cudaSuccess:
             self.launched += 1
-            nodes = {node.node: node for node in (graphs._Node * graph.num_nodes).from_address(graph.nodes)}
+            nodes = {node.node: node for node in (graphs.CopyNode * graph.num_nodes).from_address(graph.nodes)}
             count = sum(node.count for node in nodes.values())
             moved = iter((ctypes.c_uint64 * count).from_address(graph.addresses))
             outer = {number: [next(moved) for _ in range(node.count)] for number, node in nodes.items()}

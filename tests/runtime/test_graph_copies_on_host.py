@@ -7,7 +7,6 @@ import torch
 from cuda.bindings import runtime as cudart
 from host_runtime import addresses
 
-from trtconvert.c_structs import 
 from trtconvert.errors import BackendUnavailable
 from trtconvert.runtime import graph as graphs
 from trtconvert.runtime.graph import CopyingGraph
