@@ -251,15 +251,9 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
     weight_of_gap = torch.cat([gain[1:], gain[-1:]]).square()  # the weight of the first skipped step
     gaps = _Gaps(*(torch.zeros(steps, LONGEST, LONGEST, *of, dtype=torch.float64) for of in ((), (3,), ())))
     index = torch.arange(steps)
-
     mean = windows.mean(1)
-
-    def squares(x: Tensor) -> Tensor:
-        """[M, S] ⟨x, x⟩ of each sample, for a sum of predictions in each window."""
-        return torch.einsum("ti,tsij,tj->ts", x, windows, x)
-
     for distance in range(1, LONGEST + 1):
-        error = torch.zeros(steps, kinds * _WINDOW, dtype=torch.float64)
+        error, errors = torch.zeros(steps, kinds * _WINDOW, dtype=torch.float64), list[Tensor]()
         for length in range(1, LONGEST + 1):
             behind = index + length
             beyond = _beyond(timesteps, distance, length)
@@ -274,17 +268,18 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
                 fitted = torch.cat([1 + fitted, -fitted, torch.zeros_like(fitted)], 1)
                 factors = torch.where(((index >= distance) & (fits[behind] > 0))[:, None], fitted, factors)
             missed = ahead - sum(factors[:, i, None] * x for i, x in enumerate((last, before, sample)))
-            squared = torch.zeros(windows.shape[:2], dtype=torch.float64)
             if length > 1:
                 weighed = weights[behind][:, None] * missed
                 fitted = _fitted(mean, [weighed], error)[:, 0]
                 factor = gaps.corrections[:, distance - 1, length - 1] = found.correction * fits[behind] * fitted
-                left = error - factor[:, None] * weighed
-                squared = squares(left) + RESPONSE**2 * squares(error) * (factor != 0)[:, None]
-            of_samples = squared.mean(1) if objective == "mean" else squared.amax(1)
-            gaps.cost[:, distance - 1, length - 1] = weight_of_gap * of_samples.clamp_min(0)
+                errors += [error - factor[:, None] * weighed, RESPONSE * (factor != 0)[:, None] * error]
             gaps.factors[:, distance - 1, length - 1] = factors
             error = error + weights[behind][:, None] * missed
+        # A gap of one step skips none.
+        sums = torch.stack(errors, 2)[:, None]  # [M, 1, w, both errors of each length]
+        squared = ((windows @ sums) * sums).sum(2).unflatten(2, (LONGEST - 1, 2)).sum(3)
+        of_samples = squared.mean(1) if objective == "mean" else squared.amax(1)
+        gaps.cost[:, distance - 1, 1:] = weight_of_gap[:, None] * of_samples.clamp_min(0)
         gaps.cost[(index < distance) & (index > 0), distance - 1] = math.inf
     gaps.cost.masked_fill_(_impossible(known), math.inf)
     return gaps
