@@ -264,15 +264,25 @@ def build(
     """Convert the model of RECIPE and write a bundle.
 
     RECIPE may also be an ONNX file or digits-dit. An ONNX file is built with the recipe of `trtconvert init`; digits-dit is a
-    small model that comes with the program.
+    small model that comes with the program. Under torchrun, the processes share the samples.
     """
     from trtconvert import pipeline, summary
+    from trtconvert.calib.distributed import Crew, LeaderFailed, joined_ranks
 
-    report = out.reporter()
     output = output or Path("out") / recipe.stem
-    with _cache(cache_folder, no_cache) as cache:
-        loaded = _on(device, offload, _recipe(recipe, report))
-        outcome = pipeline.build(loaded, output, cache, report, skip_bad=skip_bad)
+    with joined_ranks() as ranks:
+        crew = Crew(ranks)
+        if ranks.rank > 0:
+            out.silence()
+            try:
+                pipeline.assist(crew, out.reporter())
+            except LeaderFailed as failed:
+                sys.exit(failed.exit_code)
+            return
+        report = out.reporter()
+        with crew.leading(), _cache(cache_folder, no_cache) as cache:
+            loaded = _on(device, offload, _recipe(recipe, report))
+            outcome = pipeline.build(loaded, output, cache, report, skip_bad=skip_bad, crew=crew)
     out.result(
         {"bundle": outcome.folder, **_times(report), "manifest": outcome.manifest.model_dump(mode="json")},
         show=lambda _: summary.print_build(outcome, report),

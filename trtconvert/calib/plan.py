@@ -26,9 +26,11 @@ from torch.nn.utils.rnn import pad_sequence
 from trtconvert.attention.modes import INT8_VALUES
 from trtconvert.attention.sites import Site
 from trtconvert.bars import Steps
+from trtconvert.calib import shared_drawing
 from trtconvert.calib.block_plan import density
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.fixed_plans import fixed_plans
 from trtconvert.calib.frontier import BISECTIONS, FRONTIER_DB, Frontier, PlanPoint
 from trtconvert.calib.kept_search import KeptSearch
@@ -38,7 +40,6 @@ from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.sites import Layer
 from trtconvert.models.cuda_graphs import graphed
-from trtconvert.models.drawings import with_progress
 from trtconvert.models.int8_denoiser import int8_denoiser
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 from trtconvert.recipe import Recipe
@@ -55,6 +56,7 @@ def search(
     budget: Budget,
     bar: Steps,
     kept: KeptSearch,
+    ranks: Ranks = ALONE,
 ) -> Frontier:
     """Measures the sensitivity of a model and searches its plan, see `measure_sensitivity` and `search_plan`.
 
@@ -66,11 +68,13 @@ def search(
         batch: batch size of the kernel times.
         bar: counts drawings of all samples; measurements add their own steps.
         kept: measurements of earlier searches; receives new ones.
+        ranks: processes that share the work; all call this function with the same arguments. Rank 0 measures the budget's
+            figures, the others need the limits alone.
     """
     section, bins = recipe.plan, recipe.calibration.bins
     space = SearchSpace.of(model, recipe, sites, layers, calibration, scalings, batch)
     compared = fixed_plans(space.units, space.seconds, model.sigmas, torch.ones(bins))
-    bar.total(1 + len(compared) + (len(FRONTIER_DB) + BISECTIONS) * (2 if space.blocks else 1))
+    bar.total(len(compared) + (len(FRONTIER_DB) + BISECTIONS) * (2 if space.blocks else 1))
     seeds = range(section.seed, section.seed + section.samples)
 
     def measured_sensitivity() -> Sensitivity:
@@ -78,27 +82,32 @@ def search(
         in_int8 = space.int8_sites(exact).to(model.device)
         return measure_sensitivity(
             model, space.units, in_int8, bins, layers=space.layers.int8, blocks=space.blocks, seeds=seeds,
-            steps=section.steps, bar=bar, method=section.sensitivity,
+            steps=section.steps, bar=bar, method=section.sensitivity, ranks=ranks,
         )  # fmt: skip
 
     sensitivity = kept.sensitivity(space.units, measured_sensitivity)
-    with_bar = with_progress(model, bar)
 
     @torch.no_grad()
     def drawn(denoiser: Denoiser) -> Tensor:
-        return with_bar.sample(denoiser, seeds, steps=section.steps, solver="ddim")
+        """Returns the samples of a denoiser, and counts a step of the bar."""
+        return shared_drawing.draw(
+            model, denoiser, seeds, bar, ranks, batch=len(seeds), steps=section.steps, solver="ddim"
+        )
 
-    full = kept.images(lambda: drawn(graphed(model, model.denoiser)))
-    bar.step()
+    def drawn_in_full() -> Tensor:
+        bar.more(1)
+        return drawn(graphed(model, model.denoiser))
+
+    full = kept.images(drawn_in_full)
 
     def measure(plan: Plan) -> dict[str, float]:
         if (known := kept.figures(plan)) is not None:
             bar.skip()
             return known
         int8_sites, int8_layers = space.int8_sites(plan).to(model.device), space.layers.int8.in_plan(plan.layers)
-        found = figures(budget, drawn(int8_denoiser(model, int8_sites, int8_layers)), full)
+        samples = drawn(int8_denoiser(model, int8_sites, int8_layers))
+        found = ranks.broadcast(figures(budget, samples, full) if ranks.rank == 0 else {})
         kept.keep_figures(plan, found)
-        bar.step()
         return found
 
     points = search_plan(sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated)
