@@ -242,6 +242,10 @@ def _on(device: str | None, offload: bool, recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"compute": recipe.compute.model_copy(update=asked)})
 
 
+_FIRST_TO_END = 0.5
+"""Seconds in which rank 0 prints its error."""
+
+
 @main.command()
 @click.argument("recipe", type=_PATH)
 @click.option("-o", "--output", type=_PATH, help="Folder of the bundle; out/NAME by default.")
@@ -277,6 +281,9 @@ def build(
             try:
                 pipeline.assist(crew, out.reporter())
             except LeaderFailed as failed:
+                # torchrun sends SIGTERM to all processes when one has ended: rank 0 ends first, and this one without a message.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(_FIRST_TO_END)
                 sys.exit(failed.exit_code)
             return
         report = out.reporter()

@@ -158,13 +158,14 @@ def assist(crew: Crew, report: Reporter) -> None:
         RankLost: another process has ended.
     """
     build = None
-    for task, arguments in crew.tasks():
-        if build is None:
-            build = _begun(crew, report, *arguments)
-            continue
-        task(build, NoBar(), *arguments)
-        if build.place.on_gpu:
-            collect_garbage()
+    with crew.assisting():
+        for task, arguments in crew.tasks():
+            if build is None:
+                build = _begun(crew, report, *arguments)
+                continue
+            task(build, NoBar(), *arguments)
+            if build.place.on_gpu:
+                collect_garbage()
 
 
 def _begin(build: Build) -> None:

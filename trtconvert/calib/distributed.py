@@ -11,19 +11,30 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.files import whole_file
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(days=7)
 """How long a finished process waits for the slowest one. A process that died is detected by its closed connection."""
+
+
+_FAILED = "trtconvert/exit_code"
+"""Key of rank 0's exit code in the store."""
+
+_SAME_ERROR = 2.0
+"""Seconds within which rank 0 meets an error that all processes meet, such as unfit data."""
 
 
 class RankLost(TrtconvertError):
@@ -40,10 +51,17 @@ class LeaderFailed(Exception):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run: the rank of this process, and their number."""
+    """The processes of a run.
+
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+        store: values that all processes see, also after a process has ended.
+    """
 
     rank: int = 0
     size: int = 1
+    store: Store | None = field(default=None, compare=False, repr=False)
 
     def gather(self, value: T) -> list[T]:
         """Returns each process's value by rank, on every process; RankLost if a process has ended."""
@@ -128,9 +146,10 @@ def joined_ranks() -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     with _noticing(ranks):
-        distributed.init_process_group("gloo", timeout=PATIENCE)
+        store, rank, size = next(distributed.rendezvous("env://"))
+        distributed.init_process_group("gloo", timeout=PATIENCE, store=store, rank=rank, world_size=size)
     try:
-        yield ranks
+        yield Ranks(rank, size, store)
     finally:
         distributed.destroy_process_group()
 
@@ -180,11 +199,42 @@ class Crew:
         except RankLost:
             raise
         except Exception as error:
+            code = error.exit_code if isinstance(error, TrtconvertError) else 1
+            if self.ranks.store is not None:
+                with suppress(RuntimeError):
+                    self.ranks.store.set(_FAILED, str(code))
             if not self._sharing:  # otherwise the others do not wait for a task; they find this process lost
                 with suppress(RankLost):
-                    self.ranks.broadcast(_Failed(error.exit_code if isinstance(error, TrtconvertError) else 1))
+                    self.ranks.broadcast(_Failed(code))
             raise
         self.ranks.broadcast(None)
+
+    @contextmanager
+    def assisting(self) -> Iterator[None]:
+        """Runs tasks of rank 0 on another rank. An error of the block is another one if rank 0 fails too.
+
+        Raises:
+            LeaderFailed: rank 0 fails, and prints the message.
+        """
+        try:
+            yield
+        except LeaderFailed:
+            raise
+        except Exception as error:
+            until = time.monotonic() + _SAME_ERROR
+            while (code := self._code_of_leader()) is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if code is None:
+                raise
+            raise LeaderFailed(code) from error
+
+    def _code_of_leader(self) -> int | None:
+        """Returns the exit code of rank 0 after it failed."""
+        store = self.ranks.store
+        try:
+            return int(store.get(_FAILED)) if store is not None and store.check([_FAILED]) else None
+        except RuntimeError:  # the process that held the store has ended
+            return None
 
     def announce(self, task: Task, *arguments: Any) -> None:
         """Gives the other processes a task in which they do not exchange anything."""
