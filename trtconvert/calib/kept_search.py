@@ -61,8 +61,15 @@ class KeptSearch:
 
     def figures(self, plan: Plan) -> dict[str, float] | None:
         """Returns the figures of a plan's samples; None if they were not measured."""
+        return self._ranks.broadcast(self._known(plan))
+
+    def without_figures(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns the plans whose figures were not measured, each once."""
+        return self._ranks.broadcast([*{_plan_key(plan): plan for plan in plans if not self._known(plan)}.values()])
+
+    def _known(self, plan: Plan) -> dict[str, float] | None:
         key = _plan_key(plan)
-        return self._ranks.broadcast(self._figures.get(key) or self._read(key))
+        return self._figures.get(key) or self._read(key)
 
     def keep_figures(self, plan: Plan, figures: dict[str, float]) -> None:
         key = _plan_key(plan)
