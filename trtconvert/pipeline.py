@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.distributed import Crew
 from trtconvert.calib.identity import named_file, search_reads
 from trtconvert.engine import BackendStatus, choose_backend
-from trtconvert.entry_point import source_identity
+from trtconvert.entry_point import look_in, source_identity
 from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
 from trtconvert.files import copy_files, one_at_a_time, settled, whole_folder
@@ -178,7 +179,7 @@ def _begin(build: Build) -> None:
     seen_by_all = folder / f"shared-{secrets.token_hex(8)}"
     with one_at_a_time(seen_by_all, build.cache.instead):
         lock = next(folder.glob(f"{seen_by_all.name}*"))
-        with build.crew.sharing(_begun, build.recipe, build.weights, build.place, build.skip_bad, lock):
+        with build.crew.sharing(_begun, build.recipe, build.weights, build.place, build.skip_bad, lock, sys.path):
             seen = ranks.to_first(True)
     if not all(seen):
         raise UserError(
@@ -190,9 +191,18 @@ def _begin(build: Build) -> None:
 
 
 def _begun(
-    crew: Crew, report: Reporter, recipe: Recipe, weights: str, place: Place, skip_bad: bool, lock: Path
+    crew: Crew,
+    report: Reporter,
+    recipe: Recipe,
+    weights: str,
+    place: Place,
+    skip_bad: bool,
+    lock: Path,
+    modules_in: Sequence[str],
 ) -> Build:
     """Return the build of rank 0 in a process that assists, and tell rank 0 if this process sees a file in the cache."""
+    for folder in modules_in:  # among them the folder of the recipe
+        look_in(Path(folder))
     crew.ranks.to_first(lock.exists())
     return Build(recipe, weights, place, Cache(lock.parent), report, skip_bad, crew=crew)
 
