@@ -138,7 +138,7 @@ def build(
     def timed(model: DiffusionModel, parts: Parts) -> DiffusionModel:
         from trtconvert.forecast import with_forecast
 
-        return with_forecast(recipe, place, report, model, parts)
+        return with_forecast(recipe, place, report, model, parts, crew.ranks.size)
 
     native = backend.name == "tensorrt_rtx" or not place.on_gpu
     asked = Build(recipe, weights, place, cache, report, skip_bad, native, timed, crew)
