@@ -10,6 +10,7 @@ import pytest
 from support import REPOSITORY
 
 LAYERS: tuple[set[str], ...] = (
+    {"__main__"},
     {"cli"},
     {"serving"},
     {"pipeline", "compile", "summary", "doctor", "starter", "optimization"},

@@ -242,6 +242,10 @@ def _on(device: str | None, offload: bool, recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"compute": recipe.compute.model_copy(update=asked)})
 
 
+_FIRST_TO_END = 0.5
+"""Seconds in which rank 0 prints its error."""
+
+
 @main.command()
 @click.argument("recipe", type=_PATH)
 @click.option("-o", "--output", type=_PATH, help="Folder of the bundle; out/NAME by default.")
@@ -264,15 +268,28 @@ def build(
     """Convert the model of RECIPE and write a bundle.
 
     RECIPE may also be an ONNX file or digits-dit. An ONNX file is built with the recipe of `trtconvert init`; digits-dit is a
-    small model that comes with the program.
+    small model that comes with the program. Under torchrun, the processes share the samples.
     """
     from trtconvert import pipeline, summary
+    from trtconvert.calib.distributed import Crew, LeaderFailed, joined_ranks
 
-    report = out.reporter()
     output = output or Path("out") / recipe.stem
-    with _cache(cache_folder, no_cache) as cache:
-        loaded = _on(device, offload, _recipe(recipe, report))
-        outcome = pipeline.build(loaded, output, cache, report, skip_bad=skip_bad)
+    with joined_ranks() as ranks:
+        crew = Crew(ranks)
+        if ranks.rank > 0:
+            out.silence()
+            try:
+                pipeline.assist(crew, out.reporter())
+            except LeaderFailed as failed:
+                # torchrun sends SIGTERM to all processes when one has ended: rank 0 ends first, and this one without a message.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(_FIRST_TO_END)
+                sys.exit(failed.exit_code)
+            return
+        report = out.reporter()
+        with crew.leading(), _cache(cache_folder, no_cache) as cache:
+            loaded = _on(device, offload, _recipe(recipe, report))
+            outcome = pipeline.build(loaded, output, cache, report, skip_bad=skip_bad, crew=crew)
     out.result(
         {"bundle": outcome.folder, **_times(report), "manifest": outcome.manifest.model_dump(mode="json")},
         show=lambda _: summary.print_build(outcome, report),

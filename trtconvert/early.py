@@ -17,7 +17,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def _is_the_program() -> bool:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return getattr(spec, "name", "") == "trtconvert.cli" or os.path.basename(sys.argv[0]) == "trtconvert"
+    name = getattr(spec, "name", "")
+    return name in ("trtconvert.cli", "trtconvert.__main__") or os.path.basename(sys.argv[0]) == "trtconvert"
 
 
 def _exit_at_once(number: int, _frame: object) -> NoReturn:

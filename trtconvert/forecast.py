@@ -37,7 +37,9 @@ _TIMED = {"cpu": (1, 3), "cuda": (5, 9)}
 CUDA graphs."""
 
 
-def forecast(recipe: Recipe, device: str, choices: int, sites: Sequence[Site], step: float) -> dict[str, float]:
+def forecast(
+    recipe: Recipe, device: str, choices: int, sites: Sequence[Site], step: float, processes: int = 1
+) -> dict[str, float]:
     """Returns the seconds of the stages that draw samples; data that is not drawn does not count.
 
     Args:
@@ -45,18 +47,19 @@ def forecast(recipe: Recipe, device: str, choices: int, sites: Sequence[Site], s
         choices: number of choices of sites and layers that a search measures.
         sites: converted sites.
         step: seconds of one denoising step of one sample in full precision.
+        processes: number of processes that share the samples.
     """
     verify, plan, bins = recipe.verify, recipe.plan, recipe.calibration.bins
     observed, in_int8 = OBSERVED[device], IN_INT8[device]
     steps = dict[str, float]()
     if recipe.calibration.data == "denoise":
         passes = 1 if recipe.calibration.statistic == "batch-max" else 2
-        steps["calibration"] = recipe.calibration.samples * recipe.calibration.steps * passes * observed
+        steps["calibration"] = recipe.calibration.samples * recipe.calibration.steps * passes * observed / processes
     if recipe.attention.modes == "auto":
         exact = plan.sensitivity == "exact" or (plan.sensitivity == "auto" and choices <= MOST_EXACT)
-        measured = 1 + (choices if exact else PROBES_FORWARDS) + bins + 1
-        sampled = FIXED_PLANS + len(FRONTIER_DB) + BISECTIONS
-        steps["the search"] = plan.samples * plan.steps * (measured + sampled * in_int8)
+        shared = (choices if exact else 0) + bins + 1 + (FIXED_PLANS + len(FRONTIER_DB) + BISECTIONS) * in_int8
+        repeated = 1 + (0 if exact else PROBES_FORWARDS)
+        steps["the search"] = plan.samples * plan.steps * (repeated + shared / processes)
     if recipe.steps.computed != "all":
         from trtconvert.calib.reuse import drawings
 
@@ -64,12 +67,12 @@ def forecast(recipe: Recipe, device: str, choices: int, sites: Sequence[Site], s
         drawn = drawings(recipe.steps.calibrated, recipe.steps.computed == "auto", plans)
         steps["the choice of steps"] = recipe.steps.samples * recipe.steps.calibrated * drawn * in_int8
     of_errors = samples_for_errors(sites, verify.samples) * SITE_STEPS_PER_BIN * bins
-    steps["verification"] = (1 + in_int8) * (verify.samples * verify.steps + of_errors)
+    steps["verification"] = (1 + in_int8) * (verify.samples * verify.steps / processes + of_errors)
     return {name: count * step for name, count in steps.items()}
 
 
 def with_forecast(
-    recipe: Recipe, place: Place, report: Reporter, model: DiffusionModel, parts: Parts
+    recipe: Recipe, place: Place, report: Reporter, model: DiffusionModel, parts: Parts, processes: int = 1
 ) -> DiffusionModel:
     """Returns the model with a timer on its first drawing, the calibration's; the timer reports the forecast."""
     searched = len(recipe.plan.layer_candidates) if recipe.layers.modes == "auto" else 0
@@ -77,7 +80,7 @@ def with_forecast(
     choices = len(parts.sites) * len(recipe.plan.searched_modes) + len(groups) * searched
 
     def tell(step: float) -> None:
-        found = forecast(recipe, place.device, choices, parts.sites, step / OBSERVED[place.device])
+        found = forecast(recipe, place.device, choices, parts.sites, step / OBSERVED[place.device], processes)
         if (total := sum(found.values())) < LEAST_SECONDS:
             return
         stages = ", ".join(f"{name} {_words(seconds)}" for name, seconds in found.items())

@@ -9,24 +9,28 @@ changed stages; without changes it loads neither the model nor torch.
 
 from __future__ import annotations
 
+import secrets
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtconvert import bundle
+from trtconvert.bars import NoBar
 from trtconvert.bundle import ComponentRecord, Manifest, QualityRecord
 from trtconvert.cache import Cache, Stage, versions
+from trtconvert.calib.distributed import Crew
 from trtconvert.calib.identity import named_file, search_reads
 from trtconvert.engine import BackendStatus, choose_backend
 from trtconvert.engine.driver import device_architecture
-from trtconvert.entry_point import source_identity
+from trtconvert.entry_point import look_in, source_identity
 from trtconvert.errors import GateError, UserError
 from trtconvert.evaluate.optional import require_installed
-from trtconvert.files import copy_files, settled, whole_folder
+from trtconvert.files import copy_files, one_at_a_time, settled, whole_folder
 from trtconvert.models.identity import identity
-from trtconvert.models.placed import Place
+from trtconvert.models.placed import Place, collect_garbage
 from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
@@ -86,15 +90,20 @@ class Outcome:
     folder: Path
 
 
-def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_bad: bool = False) -> Outcome:
+def build(
+    recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_bad: bool = False, crew: Crew | None = None
+) -> Outcome:
     """Run the whole conversion and write a bundle to `output`.
 
     Args:
         skip_bad: skip bad calibration samples, and list them in the calibration.
+        crew: processes that share the samples. Rank 0 calls this function, the others call `assist`.
     Raises:
         UserError: the recipe does not fit the model or this machine.
         GateError: the model misses a quality gate; no bundle is written.
+        RankLost: another process has ended.
     """
+    crew = crew or Crew()
     output = settled(output)
     refuse_foreign(output)
     if cache.folder.resolve().is_relative_to(output.resolve()):
@@ -130,15 +139,73 @@ def build(recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_
     def timed(model: DiffusionModel, parts: Parts) -> DiffusionModel:
         from trtconvert.forecast import with_forecast
 
-        return with_forecast(recipe, place, report, model, parts)
+        return with_forecast(recipe, place, report, model, parts, crew.ranks.size)
 
     native = backend.name == "tensorrt_rtx" or not place.on_gpu
-    asked = Build(recipe, weights, place, cache, report, skip_bad, native, timed)
+    asked = Build(recipe, weights, place, cache, report, skip_bad, native, timed, crew)
+    if crew.ranks.size > 1:
+        _begin(asked)
     with whole_folder(output, "give another folder with -o", keep_users_files) as folder, report.live():
         made = _run_stages(asked, backend, output)
         with report.stage("bundle"):
             manifest = _assemble(folder, asked, made, backend, reason)
     return Outcome(manifest, output)
+
+
+def assist(crew: Crew, report: Reporter) -> None:
+    """Share the work of a build of rank 0: calibrate, draw and measure samples. Writes no stage and no bundle.
+
+    Raises:
+        LeaderFailed: rank 0 fails, and prints the message.
+        RankLost: another process has ended.
+    """
+    build = None
+    with crew.assisting():
+        for task, arguments in crew.tasks():
+            if build is None:
+                build = _begun(crew, report, *arguments)
+                continue
+            task(build, NoBar(), *arguments)
+            if build.place.on_gpu:
+                collect_garbage()
+
+
+def _begin(build: Build) -> None:
+    """Send the build to the processes that assist.
+
+    Raises:
+        UserError: one of them does not see the cache, whose files it needs.
+    """
+    folder, ranks = build.cache.folder.resolve(), build.ranks
+    seen_by_all = folder / f"shared-{secrets.token_hex(8)}"
+    with one_at_a_time(seen_by_all, build.cache.instead):
+        lock = next(folder.glob(f"{seen_by_all.name}*"))
+        with build.crew.sharing(_begun, build.recipe, build.weights, build.place, build.skip_bad, lock, sys.path):
+            seen = ranks.to_first(True)
+    if not all(seen):
+        raise UserError(
+            "processes on several machines build with a cache that they do not share",
+            expected=f"the folder {folder} on a disk of all {ranks.size} processes",
+            got=f"rank {seen.index(False)} does not see the files of rank 0",
+            remedy="give a folder on a shared disk with --cache, or run all processes on one machine",
+        )
+
+
+def _begun(
+    crew: Crew,
+    report: Reporter,
+    recipe: Recipe,
+    weights: str,
+    place: Place,
+    skip_bad: bool,
+    lock: Path,
+    modules_in: Sequence[str],
+) -> Build:
+    """Return the build of rank 0 in a process that assists, and tell rank 0 if this process sees a file in the cache."""
+    for folder in modules_in:  # among them the folder of the recipe
+        look_in(Path(folder))
+    crew.ranks.to_first(lock.exists())
+    return Build(recipe, weights, place, Cache(lock.parent), report, skip_bad, crew=crew)
 
 
 @dataclass(frozen=True)

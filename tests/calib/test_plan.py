@@ -19,7 +19,7 @@ from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
-from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier
+from trtconvert.calib.frontier import BISECTIONS, Frontier, PlanPoint, read_frontier
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.plan import search_plan
@@ -81,13 +81,14 @@ def test_the_solver_leaves_the_standard_output_to_results(capfd, monkeypatch):
     assert found.out == "result\n" and "of the solver" in found.err
 
 
-def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp8=math.inf):
+def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp8=math.inf, together=1):
     """A search over two sites whose error model is off by a factor of three, as real ones may be.
 
     Args:
         budget: limits of PSNR, and perhaps of a second figure, which is `distance` for every plan with an aggressive mode.
         steps: share of the steps in each bin. Samples do not depend on the modes of a bin without steps.
         fp8: time of both sites in this mode; None: unknown, as in older tables.
+        together: number of plans that are measured at once, ahead of the search; 1: none.
     """
     cost, _ = random_choices(1)
     seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0, fp8], [8.0, 7.0, 5.0, 4.0, fp8]], dtype=torch.float64)
@@ -100,15 +101,33 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
         Measure(name, lambda *_: 0.0, higher, limit) for (name, higher), limit in zip(kinds, budget, strict=False)
     ]
 
+    known, needed = [], []
+
+    def ahead(plans, count):
+        known.extend(plans)
+        needed.append(count)
+        assert count <= len(plans) <= max(count, together)
+
     def measure(plan):
+        assert together <= 2 or plan in known  # two processes bisect once at a time
         chosen = torch.tensor([plan.attention[site].modes for site in SITES])
         error = 3 * float((cost * 1e-3).gather(-1, chosen.long()[..., None]).sum())
         psnr = 150.0 if error == 0 else float(-10 * torch.tensor(error).log10())
         return {"psnr": psnr, "lpips": distance if (chosen == Mode.AGGRESSIVE).any() else 0.0}
 
     times = list(seconds[:, None].expand(-1, BINS, -1))
-    points = search_plan(sensitivity, times, compute_sigma_schedule(1000, "linear"), measures, measure)
+    points = search_plan(
+        sensitivity, times, compute_sigma_schedule(1000, "linear"), measures, measure, ahead=ahead, together=together
+    )
+    bisections_at_once = (together + 1).bit_length() - 1
+    assert together == 1 or len(needed) == 2 + (math.ceil(BISECTIONS / bisections_at_once) if together > 2 else 0)
     return Frontier(gpu="", date="", limits=limits(measures), points=points)
+
+
+@pytest.mark.parametrize("together", [2, 3, 7, 8])
+@pytest.mark.parametrize("psnr", [20.0, 35.0, 200.0])
+def test_plans_that_are_measured_at_once_are_those_of_one_after_the_other(psnr, together):
+    assert searched(psnr, together=together) == searched(psnr)
 
 
 @pytest.mark.parametrize("psnr", [20.0, 35.0, 200.0])

@@ -74,12 +74,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def torchrun(ranks: int, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """The program on so many ranks, as users start it; it ended well."""
+def torchrun(ranks: int, *arguments: object, timeout: float = 120, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The program on so many ranks, as users start it; it ended well, or with this exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "trtconvert.cli", *map(str, arguments)]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == code, ended.stderr
     return ended
 
 

@@ -1,25 +1,28 @@
-"""Calibration on several processes or machines that torchrun started.
+"""Work on several processes or machines that torchrun started.
 
-The processes exchange a few names and files of finished statistics on the CPU. They therefore use gloo, on GPUs, too: NCCL would
-add a copy to the device. gloo also detects a lost process at once.
+The processes exchange names, small results, images, and files of finished statistics on the CPU. They therefore use gloo, on
+GPUs, too: NCCL would add a copy to the device. gloo also detects a lost process at once.
+
+Two forms: a calibration and an evaluation run the same code on all processes; a build runs on rank 0, and the other processes
+assist with tasks, see `Crew`. This module imports torch when processes are joined: cached builds do not need torch.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
-
-import numpy as np
-import torch
-from torch import distributed
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.files import whole_file
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -27,30 +30,67 @@ PATIENCE = datetime.timedelta(days=7)
 """How long a finished process waits for the slowest one. A process that died is detected by its closed connection."""
 
 
+_FAILED = "trtconvert/exit_code"
+"""Key of rank 0's exit code in the store."""
+
+_SAME_ERROR = 2.0
+"""Seconds within which rank 0 meets an error that all processes meet, such as unfit data."""
+
+
 class RankLost(TrtconvertError):
     """Another process of the run has ended. Exit code 1; finished batches are kept."""
 
 
+class LeaderFailed(Exception):
+    """Rank 0 fails, and prints the message. Other processes exit with its exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"rank 0 fails with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run: the rank of this process, and their number."""
+    """The processes of a run.
+
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+        store: values that all processes see, also after a process has ended.
+    """
 
     rank: int = 0
     size: int = 1
+    store: Store | None = field(default=None, compare=False, repr=False)
 
     def gather(self, value: T) -> list[T]:
         """Returns each process's value by rank, on every process; RankLost if a process has ended."""
         if self.size == 1:
             return [value]
+        from torch import distributed
+
         values: list[T] = [value] * self.size
         with _noticing(self):
             distributed.all_gather_object(values, value)
         return values
 
+    def to_first(self, value: T) -> list[T]:
+        """Returns each process's value by rank on rank 0, and nothing on the others; RankLost if a process has ended."""
+        if self.size == 1:
+            return [value]
+        from torch import distributed
+
+        values = [value] * self.size if self.rank == 0 else None
+        with _noticing(self):
+            distributed.gather_object(value, values)
+        return values or []
+
     def broadcast(self, value: T) -> T:
         """Returns rank 0's value on every process; RankLost if a process has ended."""
         if self.size == 1:
             return value
+        from torch import distributed
+
         box = [value]
         with _noticing(self):
             distributed.broadcast_object_list(box, src=0)
@@ -66,6 +106,12 @@ class Ranks:
             RankLost: a process has ended.
         """
         held = self.gather(names)
+        if self.size == 1:
+            return
+        import numpy as np
+        import torch
+        from torch import distributed
+
         for name in sorted(set().union(*held) - set(held[0])):
             owner = next(rank for rank, theirs in enumerate(held) if name in theirs)
             with _noticing(self):
@@ -92,14 +138,18 @@ def joined_ranks() -> Iterator[Ranks]:
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
         yield ALONE
         return
+    import torch
+    from torch import distributed
+
     if torch.cuda.is_available():
         # "cuda" then means each process's own GPU; processes share GPUs if there are more processes than GPUs.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     with _noticing(ranks):
-        distributed.init_process_group("gloo", timeout=PATIENCE)
+        store, rank, size = next(distributed.rendezvous("env://"))
+        distributed.init_process_group("gloo", timeout=PATIENCE, store=store, rank=rank, world_size=size)
     try:
-        yield ranks
+        yield Ranks(rank, size, store)
     finally:
         distributed.destroy_process_group()
 
@@ -115,3 +165,98 @@ def _noticing(ranks: Ranks) -> Iterator[None]:
             got=first_line(error),
             remedy="look for the process that failed, and run the same command again: finished batches are kept",
         ) from error
+
+
+Task = Callable[..., Any]
+"""Shared work of a build: a function of a module, called with the build, a bar and the arguments that rank 0 sent."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The message of rank 0 that the command fails."""
+
+    exit_code: int
+
+
+class Crew:
+    """The processes of a build. Rank 0 builds; in between it shares tasks with the others, which assist.
+
+    Rank 0 alone decides what is done: it reads the cache, checks the recipe, and prints messages.
+
+    Args:
+        ranks: processes of the run.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+        self._sharing = False
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Ends the assistance of the other processes after the block. They exit with the code of the block's error."""
+        try:
+            yield
+        except RankLost:
+            raise
+        except Exception as error:
+            code = error.exit_code if isinstance(error, TrtconvertError) else 1
+            if self.ranks.store is not None:
+                with suppress(RuntimeError):
+                    self.ranks.store.set(_FAILED, str(code))
+            if not self._sharing:  # otherwise the others do not wait for a task; they find this process lost
+                with suppress(RankLost):
+                    self.ranks.broadcast(_Failed(code))
+            raise
+        self.ranks.broadcast(None)
+
+    @contextmanager
+    def assisting(self) -> Iterator[None]:
+        """Runs tasks of rank 0 on another rank. An error of the block is another one if rank 0 fails too.
+
+        Raises:
+            LeaderFailed: rank 0 fails, and prints the message.
+        """
+        try:
+            yield
+        except LeaderFailed:
+            raise
+        except Exception as error:
+            until = time.monotonic() + _SAME_ERROR
+            while (code := self._code_of_leader()) is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if code is None:
+                raise
+            raise LeaderFailed(code) from error
+
+    def _code_of_leader(self) -> int | None:
+        """Returns the exit code of rank 0 after it failed."""
+        store = self.ranks.store
+        try:
+            return int(store.get(_FAILED)) if store is not None and store.check([_FAILED]) else None
+        except RuntimeError:  # the process that held the store has ended
+            return None
+
+    def announce(self, task: Task, *arguments: Any) -> None:
+        """Gives the other processes a task in which they do not exchange anything."""
+        if self.ranks.size > 1:
+            self.ranks.broadcast((task, arguments))
+
+    @contextmanager
+    def sharing(self, task: Task, *arguments: Any) -> Iterator[None]:
+        """Gives the other processes a task; the block is rank 0's part of it."""
+        self.announce(task, *arguments)
+        self._sharing = True
+        yield
+        self._sharing = False
+
+    def tasks(self) -> Iterator[tuple[Task, tuple[Any, ...]]]:
+        """Yields the tasks of rank 0 and their arguments, on another rank.
+
+        Raises:
+            LeaderFailed: rank 0 fails, and prints the message.
+            RankLost: rank 0 has ended without a message to this process.
+        """
+        while (message := self.ranks.broadcast(None)) is not None:
+            if isinstance(message, _Failed):
+                raise LeaderFailed(message.exit_code)
+            yield message

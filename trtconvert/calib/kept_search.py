@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.sensitivity import Sensitivity
 from trtconvert.files import open_regular, whole_file
 from trtconvert.quant.decision import Plan, Unit
@@ -29,18 +31,20 @@ class KeptSearch:
     Args:
         folder: its name covers everything that determines the measurements, except units, plans and the budget's limits. None:
             measurements are kept in memory.
+        ranks: processes that share the search. The files of rank 0 decide what is measured; the others do not use the folder.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None = None, ranks: Ranks = ALONE) -> None:
+        self._folder = folder if ranks.rank == 0 else None
+        self._ranks = ranks
         self._figures: dict[str, dict[str, float]] = {}
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def sensitivity(self, units: Sequence[Unit], measure: Callable[[], Sensitivity]) -> Sensitivity:
         """Returns the sensitivity of units; measures it if it is not stored."""
         key = f"sensitivity-{_hash([asdict(unit) | {'compared': sorted(map(repr, unit.compared))} for unit in units])}"
-        tensors = self._tensors(key)
+        tensors = self._ranks.broadcast(self._tensors(key))
         if tensors is None:
             found = measure()
             self._keep(key, {"error": found.error, "gain": found.gain, "steps": found.steps})
@@ -48,15 +52,22 @@ class KeptSearch:
         return Sensitivity(units, **tensors)
 
     def images(self, draw: Callable[[], Tensor]) -> Tensor:
-        """Returns full precision's samples, [N, C, H, W]; draws them if they are not stored."""
+        """Returns full precision's samples, [N, C, H, W]; draws them if they are not stored. Only rank 0 has stored samples."""
         tensors = self._tensors("full")
-        if tensors is None:
+        if not self._ranks.broadcast(tensors is not None):
             tensors = {"images": draw()}
             self._keep("full", tensors)
-        return tensors["images"]
+        return tensors["images"] if tensors is not None else torch.empty(0)
 
     def figures(self, plan: Plan) -> dict[str, float] | None:
         """Returns the figures of a plan's samples; None if they were not measured."""
+        return self._ranks.broadcast(self._known(plan))
+
+    def without_figures(self, plans: Sequence[Plan]) -> list[Plan]:
+        """Returns the plans whose figures were not measured, each once."""
+        return self._ranks.broadcast([*{_plan_key(plan): plan for plan in plans if not self._known(plan)}.values()])
+
+    def _known(self, plan: Plan) -> dict[str, float] | None:
         key = _plan_key(plan)
         return self._figures.get(key) or self._read(key)
 

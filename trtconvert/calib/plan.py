@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -26,9 +27,11 @@ from torch.nn.utils.rnn import pad_sequence
 from trtconvert.attention.modes import INT8_VALUES
 from trtconvert.attention.sites import Site
 from trtconvert.bars import Steps
+from trtconvert.calib import shared_drawing
 from trtconvert.calib.block_plan import density
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
+from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.fixed_plans import fixed_plans
 from trtconvert.calib.frontier import BISECTIONS, FRONTIER_DB, Frontier, PlanPoint
 from trtconvert.calib.kept_search import KeptSearch
@@ -38,7 +41,7 @@ from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.linear.sites import Layer
 from trtconvert.models.cuda_graphs import graphed
-from trtconvert.models.drawings import with_progress
+from trtconvert.models.drawings import WatchedSampler
 from trtconvert.models.int8_denoiser import int8_denoiser
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 from trtconvert.recipe import Recipe
@@ -55,6 +58,7 @@ def search(
     budget: Budget,
     bar: Steps,
     kept: KeptSearch,
+    ranks: Ranks = ALONE,
 ) -> Frontier:
     """Measures the sensitivity of a model and searches its plan, see `measure_sensitivity` and `search_plan`.
 
@@ -66,11 +70,13 @@ def search(
         batch: batch size of the kernel times.
         bar: counts drawings of all samples; measurements add their own steps.
         kept: measurements of earlier searches; receives new ones.
+        ranks: processes that share the work; all call this function with the same arguments. Rank 0 measures the budget's
+            figures, the others need the limits alone.
     """
     section, bins = recipe.plan, recipe.calibration.bins
     space = SearchSpace.of(model, recipe, sites, layers, calibration, scalings, batch)
     compared = fixed_plans(space.units, space.seconds, model.sigmas, torch.ones(bins))
-    bar.total(1 + len(compared) + (len(FRONTIER_DB) + BISECTIONS) * (2 if space.blocks else 1))
+    bar.total(len(compared) + (len(FRONTIER_DB) + BISECTIONS) * (2 if space.blocks else 1))
     seeds = range(section.seed, section.seed + section.samples)
 
     def measured_sensitivity() -> Sensitivity:
@@ -78,30 +84,53 @@ def search(
         in_int8 = space.int8_sites(exact).to(model.device)
         return measure_sensitivity(
             model, space.units, in_int8, bins, layers=space.layers.int8, blocks=space.blocks, seeds=seeds,
-            steps=section.steps, bar=bar, method=section.sensitivity,
+            steps=section.steps, bar=bar, method=section.sensitivity, ranks=ranks,
         )  # fmt: skip
 
     sensitivity = kept.sensitivity(space.units, measured_sensitivity)
-    with_bar = with_progress(model, bar)
 
     @torch.no_grad()
-    def drawn(denoiser: Denoiser) -> Tensor:
-        return with_bar.sample(denoiser, seeds, steps=section.steps, solver="ddim")
+    def drawn(denoisers: Sequence[Callable[[], Denoiser]]) -> list[Tensor]:
+        """Returns the samples of each denoiser. Each is a step of the bar."""
+        return shared_drawing.draw_each(
+            model, denoisers, seeds, bar, ranks, batch=len(seeds), steps=section.steps, solver="ddim"
+        )
 
-    full = kept.images(lambda: drawn(graphed(model, model.denoiser)))
-    bar.step()
+    def drawn_in_full() -> Tensor:
+        bar.more(1)
+        return drawn([lambda: graphed(model, model.denoiser)])[0]
+
+    def in_int8(plan: Plan) -> Denoiser:
+        int8_sites, int8_layers = space.int8_sites(plan).to(model.device), space.layers.int8.in_plan(plan.layers)
+        return int8_denoiser(model, int8_sites, int8_layers)
+
+    full, measured = kept.images(drawn_in_full), list[Plan]()
+
+    def measure_all(plans: Sequence[Plan]) -> None:
+        """Measures plans that were not measured. Rank 0 holds the samples of as many plans as there are processes."""
+        new = kept.without_figures(plans)
+        for some in (new[start : start + ranks.size] for start in range(0, len(new), ranks.size)):
+            for plan, samples in zip(some, drawn([partial(in_int8, plan) for plan in some]), strict=True):
+                kept.keep_figures(plan, ranks.broadcast(figures(budget, samples, full) if ranks.rank == 0 else {}))
+        measured.extend(new)
 
     def measure(plan: Plan) -> dict[str, float]:
-        if (known := kept.figures(plan)) is not None:
+        measure_all([plan])
+        if plan not in measured:
             bar.skip()
-            return known
-        int8_sites, int8_layers = space.int8_sites(plan).to(model.device), space.layers.int8.in_plan(plan.layers)
-        found = figures(budget, drawn(int8_denoiser(model, int8_sites, int8_layers)), full)
-        kept.keep_figures(plan, found)
-        bar.step()
+        found = kept.figures(plan)
+        assert found is not None
         return found
 
-    points = search_plan(sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated)
+    def measure_ahead(plans: Sequence[Plan], needed: int) -> None:
+        bar.more(len(plans) - needed)
+        measure_all(plans)
+
+    together = max(1, ranks.size // WatchedSampler(model.sample).chunks(len(seeds)))
+    ahead = measure_ahead if together > 1 else None
+    points = search_plan(
+        sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated, ahead, together
+    )
     densities = [density(point.sparse, space.blocks, len(sites), sensitivity.steps) for point in points]
     points = [point.model_copy(update={"density": x}) for point, x in zip(points, densities, strict=True)]
     return Frontier(gpu=space.cost.gpu, date=space.cost.date, limits=limits(budget), points=points)
@@ -114,6 +143,8 @@ def search_plan(
     budget: Budget,
     measure: Callable[[Plan], dict[str, float]],
     stated: Mapping[str, Decision] | None = None,
+    ahead: Callable[[Sequence[Plan], int], None] | None = None,
+    together: int = 1,
 ) -> list[PlanPoint]:
     """Returns plans around the fastest plan whose samples are within the budget.
 
@@ -123,6 +154,8 @@ def search_plan(
         budget: the limits of a plan.
         measure: samples with a plan and returns every figure of the budget.
         stated: decisions about layers outside of the units, the same in all plans.
+        ahead: measures plans at once that `measure` is about to measure, and gets the number of those that will be needed.
+        together: number of plans that `ahead` measures in the time of one.
     Returns:
         All sampled points, fastest first; FP16 everywhere is one of them. Fixed plans are sampled for comparison; they, too, are
         FP16 in bins without steps: modes for such bins must be set in attention.modes. If there are block masks, the search
@@ -153,21 +186,33 @@ def search_plan(
             sparse=plan.shares,
         )
 
-    points = [point(name, decided) for name, decided in fixed_plans(units, seconds, sigmas, steps).items()]
+    def measure_ahead(decisions: Sequence[Mapping[Unit, Sequence[Choice]]], needed: int) -> None:
+        if ahead is not None:
+            ahead([Plan.of(decided, stated) for decided in decisions], needed)
+
+    fixed = fixed_plans(units, seconds, sigmas, steps)
+    measure_ahead([*fixed.values()], len(fixed))
+    points = [point(name, decided) for name, decided in fixed.items()]
 
     def search_choices(cost: Tensor, suffix: str) -> Iterator[PlanPoint]:
         """Yields points around the fastest plan for a cost of the choices."""
 
+        @cache
         def decided(limit: float) -> dict[Unit, list[Choice]]:
             taken = fastest(cost, time, limit, forms).tolist()
             return {unit: [unit.choices[index] for index in row] for unit, row in zip(units, taken, strict=True)}
 
+        measure_ahead([decided(10 ** (-db / 10)) for db in FRONTIER_DB], len(FRONTIER_DB))
         for db in FRONTIER_DB:
             yield point(f"model, {db} dB{suffix}", decided(10 ** (-db / 10)))
         # Bisects the decades of the modelled error for the largest limit whose plan, when sampled, is within the budget.
         worst = cost.nan_to_num(posinf=0.0).amax(-1).sum()
         low, high = -12.0, float(worst.clamp_min(1e-12).log10())
-        for _ in range(BISECTIONS):
+        depth = (together + 1).bit_length() - 1
+        for index in range(BISECTIONS):
+            if index % depth == 0 and depth > 1:
+                following = min(depth, BISECTIONS - index)
+                measure_ahead([decided(10**x) for x in _middles(low, high, following)], following)
             middle = (low + high) / 2
             candidate = point(f"search, error 10^{middle:.2f}{suffix}", decided(10**middle))
             yield candidate
@@ -180,6 +225,14 @@ def search_plan(
         points += search_choices(cost, ", block masks")
 
     return _distinct(sorted(points, key=lambda p: (-p.speed, -p.psnr)))
+
+
+def _middles(low: float, high: float, depth: int) -> list[float]:
+    """Returns all points that so many bisections may reach."""
+    if not depth:
+        return []
+    middle = (low + high) / 2
+    return [middle, *_middles(low, middle, depth - 1), *_middles(middle, high, depth - 1)]
 
 
 def _distinct(points: list[PlanPoint]) -> list[PlanPoint]:

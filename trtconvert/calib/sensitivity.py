@@ -18,6 +18,7 @@ from torch import Tensor
 from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.bars import NoBar, Steps
 from trtconvert.calib.candidates import MOST_EXACT, PROBES_FORWARDS, Candidate, candidates_of
+from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.probes import Probes
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.cuda_graphs import graphed
@@ -78,6 +79,7 @@ def measure_sensitivity(
     steps: int,
     bar: Steps | None = None,
     method: str = "exact",
+    ranks: Ranks = ALONE,
 ) -> Sensitivity:
     """Measures each unit in each of its choices on the model's own trajectories.
 
@@ -92,21 +94,24 @@ def measure_sensitivity(
         method: "exact" runs the model once for each candidate in every step. "probes" measures each candidate's error at its own
             output and projects it to the prediction, see `Probes`; its cost does not grow with the number of sites. "auto" is
             "exact" for up to `MOST_EXACT` candidates.
+        ranks: processes that share the candidates of "exact", and the bins' gains; all call this function with the same
+            arguments and get the same result. All repeat the one drawing of "probes".
     """
     candidates = candidates_of(model, units, sites, layers, blocks or {})
-    squared = torch.zeros(len(candidates), bins, dtype=torch.float64)
     exact = _Remembering(graphed(model, intercepted(model, lambda call: call.exact())), model)
     visits = torch.zeros(bins, dtype=torch.float64)
     by_probes = method == "probes" or (method == "auto" and len(candidates) > MOST_EXACT)
+    own = candidates if by_probes else candidates[ranks.rank :: ranks.size]
+    squared = torch.zeros(len(own), bins, dtype=torch.float64)
 
     bar = bar or NoBar()
-    drawings = 1 + (PROBES_FORWARDS if by_probes else len(candidates))
+    drawings = 1 + (PROBES_FORWARDS if by_probes else len(own))
     bar.more(drawings + bins)
     if by_probes:
         calls = steps * WatchedSampler(model.sample).chunks(len(seeds))
-        measure = Probes(model, candidates, draws=DRAWS * bins / calls).errors
+        measure = Probes(model, own, draws=DRAWS * bins / calls).errors
     else:
-        measure = _one_at_a_time(model, candidates)
+        measure = _one_at_a_time(model, own)
 
     def watched(*inputs: Tensor, **named: Tensor) -> Tensor:
         """Returns the exact output and measures the errors of all single choices."""
@@ -115,15 +120,22 @@ def measure_sensitivity(
         exact.remember(given, output)
         index = _bins_of(model, bins, given, len(output)).cpu()
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
-        if errors:  # [candidates, B] in one transfer, so that the GPU synchronises once
+        if errors:  # [own, B] in one transfer, so that the GPU synchronises once
             squared.index_add_(1, index, torch.stack(errors).double().cpu())
         return output
 
     with torch.no_grad():
         samples = with_progress(model, bar, drawings).sample(watched, seeds, steps=steps, solver="ddim")
         bar.step(drawings)
+        if by_probes:
+            squared = ranks.broadcast(squared)
+        else:
+            every = ranks.gather(squared)
+            squared = torch.zeros(len(candidates), bins, dtype=torch.float64)
+            for rank, of_rank in enumerate(every):
+                squared[rank :: ranks.size] = of_rank
         error = _of_choices(units, candidates, squared / visits.clamp_min(1))
-        gain = _gains(with_progress(model, bar), exact, samples, error, visits, seeds, steps, bar)
+        gain = _gains(with_progress(model, bar), exact, samples, error, visits, seeds, steps, bar, ranks)
     return Sensitivity(units, error, gain, visits / visits.sum())
 
 
@@ -202,13 +214,17 @@ def _gains(
     seeds: range,
     steps: int,
     bar: Steps,
+    ranks: Ranks,
 ) -> Tensor:
-    """Disturbs the output in one bin at a time by noise as large as the sites' errors, and measures the samples' error."""
+    """Disturbs the output in one bin at a time by noise as large as the sites' errors, and measures the samples' error. The
+    processes take turns with the bins."""
     bins = len(visits)
     gain = torch.zeros(bins, dtype=torch.float64)
     for index in range(bins):
         variance = float(error[:, index].nan_to_num(posinf=0.0).amax(-1).sum())
-        if visits[index] and variance:
+        if index % ranks.size != ranks.rank:
+            bar.step()
+        elif visits[index] and variance:
             generator = torch.Generator().manual_seed(index)
 
             def disturbed(*inputs: Tensor, index: int = index, std: float = variance**0.5, **named: Tensor) -> Tensor:
@@ -224,7 +240,7 @@ def _gains(
             bar.step()
         else:
             bar.skip()
-    return gain
+    return torch.stack(ranks.gather(gain)).sum(0)
 
 
 def _bins_of(model: DiffusionModel, bins: int, given: Mapping[str, Tensor], batch: int) -> Tensor:

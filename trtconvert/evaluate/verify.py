@@ -15,7 +15,9 @@ from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall, own_channels
 from trtconvert.bars import Steps
 from trtconvert.bundle import ComponentRecord, TensorRecord
+from trtconvert.calib import shared_drawing
 from trtconvert.calib.data import SITE_STEPS_PER_BIN, batches_of
+from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.evaluate.metrics import decibels
 from trtconvert.linear.sites import LayerCall
@@ -34,14 +36,13 @@ _MOST_NUMBERS = 2**25
 """Numbers that are summed at once, in FP64."""
 
 
-def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar: Steps) -> Tensor:
-    """Draws the samples of the recipe's verify section, [samples, C, H, W] in [0, 1]. Each batch is a step of the bar."""
-    images, model = [], with_progress(model, bar)
-    for batch in batches_of(section.samples, BATCH):
-        seeds = [section.seed + i for i in batch]
-        images.append(model.sample(denoiser, seeds, steps=section.steps, solver=section.sampler))
-        bar.step()
-    return torch.cat(images)
+def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar: Steps, ranks: Ranks = ALONE) -> Tensor:
+    """Draws the samples of the recipe's verify section, [samples, C, H, W] in [0, 1], see `shared_drawing.draw`. Each batch is a
+    step of the bar."""
+    seeds = range(section.seed, section.seed + section.samples)
+    return shared_drawing.draw(
+        model, denoiser, seeds, bar, ranks, batch=BATCH, steps=section.steps, solver=section.sampler
+    )
 
 
 def psnr(images: Tensor, expected: Tensor) -> Tensor:

@@ -29,10 +29,15 @@ class WatchedSampler:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
+    def drawings(self, samples: range) -> list[range]:
+        """Returns the samples that the sampler draws together: a pipeline draws a few at a time."""
+        batch = getattr(self._sampler, "batch", None)
+        size = batch if isinstance(batch, int) and batch > 0 else max(1, len(samples))
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
     def chunks(self, samples: int) -> int:
         """Returns the number of the denoiser's calls in a step, for so many samples."""
-        batch = getattr(self._sampler, "batch", None)
-        return math.ceil(samples / batch) if isinstance(batch, int) and batch > 0 else 1
+        return len(self.drawings(range(samples))) or 1
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtconvert.cache import Cache, Stage
+from trtconvert.calib.distributed import Crew, Ranks
 from trtconvert.entry_point import names_of_ours
 from trtconvert.files import sha256
 from trtconvert.library import library_path
@@ -67,6 +68,7 @@ class Build:
         skip_bad: leave bad calibration samples out.
         native: also write each exported model for engines without plugins. TensorRT-RTX and the verification on a CPU read it.
         timed: wraps the model for the calibration of these parts; its first drawing gives the forecast of the build's time.
+        crew: processes that share the samples. Only rank 0 runs stages; the others run the tasks that stages share.
     """
 
     recipe: Recipe
@@ -77,10 +79,15 @@ class Build:
     skip_bad: bool = False
     native: bool = True
     timed: Callable[[DiffusionModel, Parts], DiffusionModel] = lambda model, _: model
+    crew: Crew = field(default_factory=Crew)
 
     @cached_property
     def source(self) -> Source:
         return Source(self.recipe, self.place, self.report)
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.crew.ranks
 
     def stage(self, name: str, reads: Mapping[str, Any], make: Callable[[Path, Bar], None]) -> Stage:
         """Runs a stage that may load the model; see `run_stage`."""

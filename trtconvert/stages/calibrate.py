@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ from trtconvert.stages.results import Calibrated
 from trtconvert.stages.shapes import profiles_of
 
 if TYPE_CHECKING:
+    from trtconvert.bars import Steps
+    from trtconvert.calib.calibrate import Parts
+    from trtconvert.calib.calibration import Calibration
     from trtconvert.models import DiffusionModel
     from trtconvert.progress import Bar
 
@@ -29,7 +33,6 @@ def calibrate_stage(build: Build) -> Calibrated:
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import (
-            calibrate,
             load_calibration,
             modulated_groups,
             observations_folder,
@@ -39,6 +42,7 @@ def calibrate_stage(build: Build) -> Calibrated:
         from trtconvert.calib.dtype_checks import fitting
         from trtconvert.calib.search_space import kernel_cost
 
+        build.crew.announce(_load_ahead)
         source = build.source.placed()
         # All checks that may fail come before the calibration, which may take hours.
         _refuse_unfit_steps(recipe, source)
@@ -68,10 +72,8 @@ def calibrate_stage(build: Build) -> Calibrated:
             # Observations survive an interrupted build, and are removed at the end of the stage.
             work = observations_folder(build.cache, recipe, weights, build.place)
             with one_at_a_time(work):
-                made = calibrate(
-                    build.timed(source, parts), recipe.calibration, weights, parts.sites, work, bar, skip_bad=build.skip_bad,
-                    layers=parts.layers, of_layers=recipe.layers, shares=recipe.sparse_shares,
-                )  # fmt: skip
+                with build.crew.sharing(_calibration, parts, work):
+                    made = _calibration(build, bar, parts, work)
                 shutil.rmtree(work)
         made.save(folder / CALIBRATION)
         for file, found in ((SITES, (*parts.sites, *parts.left_sites)), (LAYERS, (*parts.layers, *parts.left_layers))):
@@ -79,6 +81,22 @@ def calibrate_stage(build: Build) -> Calibrated:
 
     # A calibration without the bad samples must not serve a build without --skip-bad.
     return Calibrated(build.stage("calibrate", reads | {"skip_bad": build.skip_bad}, make))
+
+
+def _load_ahead(build: Build, _bar: Steps) -> None:
+    """Loads the model of another process while rank 0 checks the recipe. Rank 0 meets the same errors and prints them."""
+    with suppress(Exception):
+        build.source.placed()
+
+
+def _calibration(build: Build, bar: Steps, parts: Parts, work: Path) -> Calibration:
+    from trtconvert.calib.calibrate import calibrate
+
+    recipe, source = build.recipe, build.source.placed()
+    return calibrate(
+        build.timed(source, parts), recipe.calibration, build.weights, parts.sites, work, bar, build.ranks,
+        skip_bad=build.skip_bad, layers=parts.layers, of_layers=recipe.layers, shares=recipe.sparse_shares,
+    )  # fmt: skip
 
 
 def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:

@@ -12,6 +12,7 @@ from trtconvert.stages.common import FULL, VERIFY
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trtconvert.bars import Steps
     from trtconvert.diffusion_model import Denoiser
     from trtconvert.evaluate.recorded_calls import CallRecorder
     from trtconvert.progress import Bar
@@ -31,7 +32,8 @@ def reference_stage(build: Build) -> Stage:
         from trtconvert.evaluate import verify
 
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
-        images, recorder = _drawn(build, bar)
+        with build.crew.sharing(_drawn):
+            images, recorder = _drawn(build, bar)
         # Offloading leaves no room for a whole copy in FP32.
         in_float32 = place.on_gpu and place.dtype != "float32" and not place.offload
         calls = recorder.calls(lambda: _in_float32(build.source) if in_float32 else None)
@@ -42,8 +44,9 @@ def reference_stage(build: Build) -> Stage:
     return build.stage("reference", reads, make)
 
 
-def _drawn(build: Build, bar: Bar) -> tuple[Tensor, CallRecorder]:
-    """Returns the images, and the recorder of their calls, which does not hold the copy on the GPU."""
+def _drawn(build: Build, bar: Steps) -> tuple[Tensor, CallRecorder]:
+    """Returns the images, and the recorder of their calls, which does not hold the copy on the GPU. The recorder of rank 0 is the
+    one to keep: rank 0 draws the first samples."""
     from trtconvert.evaluate import verify
     from trtconvert.evaluate.recorded_calls import CallRecorder
     from trtconvert.models.cuda_graphs import graphed
@@ -53,7 +56,7 @@ def _drawn(build: Build, bar: Bar) -> tuple[Tensor, CallRecorder]:
     rows = source.dims[batch][1] if isinstance(batch, str) else batch
     recorder = CallRecorder(build.source.model(), build.recipe.calibration.bins, rows)
     denoiser = recorder.around(graphed(source, source.denoiser))
-    return verify.draw(source, denoiser, build.recipe.verify, bar), recorder
+    return verify.draw(source, denoiser, build.recipe.verify, bar, build.ranks), recorder
 
 
 def _in_float32(source: Source) -> Denoiser | None:

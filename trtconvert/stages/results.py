@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from trtconvert.reuse.schedule import Reuse
 
 
+class _SentByFields:
+    """Pickles the fields of a dataclass alone: another process reads the files itself."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class Calibrated:
+class Calibrated(_SentByFields):
     """A finished calibrate stage."""
 
     stage: Stage
@@ -70,7 +77,7 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(_SentByFields):
     """A finished plan stage, and the calibrate stage that it belongs to."""
 
     stage: Stage
@@ -95,7 +102,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(_SentByFields):
     """The choice of the computed denoising steps, and of the plan.
 
     Attributes:

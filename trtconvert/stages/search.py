@@ -14,6 +14,9 @@ from trtconvert.stages.results import Calibrated
 from trtconvert.stages.shapes import opt_rows, profiles_of, ranges_read
 
 if TYPE_CHECKING:
+    from trtconvert.bars import Steps
+    from trtconvert.calib.budget import Budget
+    from trtconvert.calib.frontier import Frontier
     from trtconvert.progress import Bar
 
 
@@ -35,29 +38,42 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
     reads = shared | {"plan": of_plan}
 
     def make(folder: Path, bar: Bar) -> None:
-        from trtconvert.calib.kept_search import KeptSearch
-        from trtconvert.calib.plan import search
-        from trtconvert.calib.search_space import site_scalings
+        from trtconvert.calib.budget import limits_alone
         from trtconvert.evaluate.budget import load_budget
 
         work = build.cache.work("searched", {__name__, *build.code}, shared | {"plan": measured_reads(of_plan)})
-        source, sites = build.source.placed(), calibrated.chosen_sites
-        form = build.as_exported(source)
-        batch = opt_rows(form, profiles_of(recipe, form)[0])
-        scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
+        budget = load_budget(recipe.plan)
+        with build.crew.sharing(_searched, calibrated, work, limits_alone(budget)):
+            frontier, scalings = _searched(build, bar, calibrated, work, budget)
         (folder / SCALINGS).write_text(json.dumps(scalings, indent=1))
-        frontier = search(
-            source,
-            recipe,
-            sites,
-            calibrated.chosen_layers,
-            calibrated.calibration,
-            scalings,
-            batch,
-            load_budget(recipe.plan),
-            bar,
-            KeptSearch(work),
-        )
         (folder / FRONTIER).write_text(frontier.model_dump_json(indent=1))
 
     return build.stage("search", reads, make)
+
+
+def _searched(
+    build: Build, bar: Steps, calibrated: Calibrated, work: Path, budget: Budget
+) -> tuple[Frontier, dict[str, str]]:
+    """Returns the frontier, and the scalings of its plans. work: folder of measurements."""
+    from trtconvert.calib.kept_search import KeptSearch
+    from trtconvert.calib.plan import search
+    from trtconvert.calib.search_space import site_scalings
+
+    recipe, source, sites = build.recipe, build.source.placed(), calibrated.chosen_sites
+    form = build.as_exported(source)
+    batch = opt_rows(form, profiles_of(recipe, form)[0])
+    scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
+    frontier = search(
+        source,
+        recipe,
+        sites,
+        calibrated.chosen_layers,
+        calibrated.calibration,
+        scalings,
+        batch,
+        budget,
+        bar,
+        KeptSearch(work, build.ranks),
+        build.ranks,
+    )
+    return frontier, scalings

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from trtconvert import bars
+    from trtconvert.bundle import ComponentRecord, EngineRecord
+    from trtconvert.evaluate.recorded_calls import RecordedCalls
     from trtconvert.progress import Bar
     from trtconvert.quant.forward import Int8Layers
     from trtconvert.runtime.session import OnnxRuntimeComponent
@@ -68,26 +71,16 @@ def verify_stage(
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.recorded_calls import RecordedCalls
-        from trtconvert.models.int8_denoiser import int8_denoiser
-        from trtconvert.runtime.batches import AnyBatch
-        from trtconvert.runtime.bundles import engine_component
-        from trtconvert.runtime.reuse import Reusable
 
         calls = RecordedCalls.load(reference.folder / VERIFY)
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
         prediction_error: list[float | None] = []
         if runs:
-            record, built = runs[0]
-            with closing(engine_component(built.folder / ENGINE, record, component)) as denoiser:
-                prediction_error = calls.errors(AnyBatch(denoiser))
-                denoiser.reuse = steps.reuse(component)
-                int8 = verify.draw(build.source.model(), AnyBatch(denoiser), section, bar)
+            with build.crew.sharing(_drawn_by_engine, steps, component, *runs[0]):
+                int8, prediction_error = _drawn_by_engine(build, bar, steps, component, *runs[0], calls)
         else:
-            source = build.source.placed()
-            sites, layers = int8_in_torch(recipe, source, planned)
-            in_int8 = int8_denoiser(source, sites, layers)
-            reuse = steps.reuse(component)
-            int8 = verify.draw(source, in_int8 if reuse is None else Reusable(in_int8, reuse), section, bar)
+            with build.crew.sharing(_drawn_in_torch, planned, steps, component):
+                int8 = _drawn_in_torch(build, bar, planned, steps, component)
         bar.step()
         of_sites, of_layers = json.loads((errors.folder / ERRORS).read_text())
         _leave_figures(
@@ -104,6 +97,56 @@ def verify_stage(
         (folder / ERROR).write_text(json.dumps(prediction_error))
 
     return build.stage("verify", reads, make)
+
+
+def _drawn_by_engine(
+    build: Build,
+    bar: bars.Steps,
+    steps: Steps,
+    component: ComponentRecord,
+    record: EngineRecord,
+    built: Stage,
+    calls: RecordedCalls | None = None,
+) -> tuple[Tensor, list[float | None]]:
+    """Returns samples of an engine, and the errors of its predictions for recorded calls."""
+    from trtconvert.evaluate import verify
+    from trtconvert.runtime.batches import AnyBatch
+    from trtconvert.runtime.bundles import engine_component
+
+    build.source.leave_gpu()
+    with closing(engine_component(built.folder / ENGINE, record, component)) as denoiser:
+        prediction_error = [] if calls is None else calls.errors(AnyBatch(denoiser))
+        denoiser.reuse = steps.reuse(component)
+        int8 = verify.draw(build.source.model(), AnyBatch(denoiser), build.recipe.verify, bar, build.ranks)
+    return int8, prediction_error
+
+
+def _drawn_in_torch(
+    build: Build, bar: bars.Steps, planned: Planned, steps: Steps, component: ComponentRecord
+) -> Tensor:
+    """Returns samples of the kernels in torch."""
+    from trtconvert.evaluate import verify
+    from trtconvert.models.int8_denoiser import int8_denoiser
+    from trtconvert.runtime.reuse import Reusable
+
+    source, reuse = build.source.placed(), steps.reuse(component)
+    in_int8 = int8_denoiser(source, *int8_in_torch(build.recipe, source, planned))
+    denoiser = in_int8 if reuse is None else Reusable(in_int8, reuse)
+    return verify.draw(source, denoiser, build.recipe.verify, bar, build.ranks)
+
+
+def _drawn_by_export(
+    build: Build, bar: bars.Steps, steps: Steps, exported: Stage, denoiser: OnnxRuntimeComponent | None = None
+) -> Tensor:
+    """Returns samples of the exported model on ONNX Runtime; denoiser: that model, if this process has loaded it."""
+    from trtconvert.evaluate import verify
+    from trtconvert.runtime.batches import AnyBatch
+    from trtconvert.runtime.session import OnnxRuntimeComponent
+
+    component = component_of(exported)
+    denoiser = denoiser or OnnxRuntimeComponent(exported.folder / ONNX, component)
+    denoiser.reuse = steps.reuse(component)
+    return verify.draw(build.source.placed(), AnyBatch(denoiser), build.recipe.verify, bar, build.ranks)
 
 
 def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage, reference: Stage) -> Stage:
@@ -126,7 +169,6 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
         from trtconvert.models.denoiser import intercepted
-        from trtconvert.runtime.batches import AnyBatch
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
         source, component, dtype = build.source.placed(), component_of(exported), getattr(torch, recipe.model.dtype)
@@ -160,8 +202,8 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         of_sites, of_layers = verify.output_sqnr(
             source, sites, layers, recipe.calibration.bins, section.seed, of_errors, bar
         )
-        denoiser.reuse = steps.reuse(component)
-        int8 = verify.draw(source, AnyBatch(denoiser), section, bar)
+        with build.crew.sharing(_drawn_by_export, steps, exported):
+            int8 = _drawn_by_export(build, bar, steps, exported, denoiser)
         _leave_figures(
             folder,
             recipe,
