@@ -22,7 +22,7 @@ from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.files import whole_file
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -140,13 +140,14 @@ def joined_ranks() -> Iterator[Ranks]:
         return
     import torch
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
     if torch.cuda.is_available():
         # "cuda" then means each process's own GPU; processes share GPUs if there are more processes than GPUs.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     with _noticing(ranks):
-        store, rank, size = next(distributed.rendezvous("env://"))
+        store, rank, size = next(rendezvous("env://"))
         distributed.init_process_group("gloo", timeout=PATIENCE, store=store, rank=rank, world_size=size)
     try:
         yield Ranks(rank, size, store)
