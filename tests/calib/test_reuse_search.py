@@ -13,13 +13,22 @@ from support import Quiet
 from torch import Tensor
 
 from trtconvert.attention.schedules import ddpm_betas
+from trtconvert.bars import NoBar
 from trtconvert.calib.budget import Measure
-from trtconvert.calib.reuse import CORRECTIONS, PARTS, drawings, measure_trajectories, search_reuse
+from trtconvert.calib.reuse import (
+    CORRECTIONS,
+    PARTS,
+    _best_extrapolation,
+    drawings,
+    measure_trajectories,
+    search_reuse,
+)
 from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.models.digits import digits_model
 from trtconvert.models.samplers import initial_noise
 from trtconvert.reuse.schedule import Schedule, best_schedules, error_of
+from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.runtime.reuse import Reusable, follow
 from trtconvert.shipped import shipped_folder
 
@@ -68,12 +77,13 @@ def unseen(model, reuse, steps=STEPS):
 
 def test_trajectories_are_those_of_the_model(model, measured):
     found, full, drawn = measured
-    assert drawn == 1 + len(CORRECTIONS) + PARTS and torch.equal(
+    assert drawn == 2 + len(CORRECTIONS) + PARTS and torch.equal(
         full, model.sample(model.denoiser, SEEDS, steps=STEPS, solver="ddim")
     )
     mean, worst = found["mean"], found["worst"]
     assert mean.timesteps.tolist() == pytest.approx([999 - 50 * step for step in range(STEPS)])
-    assert mean.products.shape == (len(SEEDS), STEPS, STEPS)
+    size = STEPS * (2 if mean.with_samples else 1)
+    assert mean.products.shape == (len(SEEDS), size, size)
     assert not mean.predicts_noise and (worst.gain >= mean.gain * 0.5).all()
     # With the gains, the modelled error has the size of the measured error.
     computed = tuple(step % 3 == 0 for step in range(STEPS))
@@ -166,3 +176,27 @@ def test_samplers_that_tell_no_timesteps(model):
     with pytest.raises(UserError, match="can be left out") as error:
         measure_trajectories(dataclasses.replace(model, sample=sample), range(2), 6, Quiet())
     assert "follow(denoiser, timesteps)" in error.value.remedy
+
+
+@pytest.mark.parametrize("with_samples", [True, False])
+def test_extrapolations_read_the_noisy_sample_where_samples_come_nearer(with_samples):
+    steps, generator = 12, torch.Generator().manual_seed(0)
+    timesteps = torch.linspace(990, 0, steps, dtype=torch.float64)
+    both = torch.randn(2, 2 * steps, 30, generator=generator, dtype=torch.float64).cumsum(1)
+    found = Trajectories(
+        timesteps,
+        both @ both.transpose(1, 2) / 30,
+        torch.linspace(2, -3, steps, dtype=torch.float64).exp(),
+        torch.ones(steps, dtype=torch.float64),
+        False,
+        fitted=True,
+        with_samples=True,
+    )
+
+    def error_with(schedule: Schedule) -> torch.Tensor:
+        reads = any(of_sample for _, _, of_sample in schedule.factors)
+        return torch.tensor([0.5 if reads == with_samples else 1.0])
+
+    chosen = _best_extrapolation(found, error_with, NoBar())
+    assert chosen.with_samples == with_samples
+    assert chosen.products.shape[1] == steps * (2 if with_samples else 1)

@@ -1,7 +1,8 @@
 """Search for the steps that a model may skip: trajectories are measured, and schedules are sampled under the plan's budget.
 
 The trajectories are sampled in full precision with all steps. The share of corrections (see `trtconvert.reuse.trajectories`)
-is the candidate that leaves the least error in samples. The growth of errors by noise level is measured by skipping steps in one
+is the candidate that leaves the least error in samples; extrapolations read the noisy sample if that leaves less error than a
+line through the last two predictions. The growth of errors by noise level is measured by skipping steps in one
 part of the trajectory after the other. For each number of computed steps, the best schedules by several objectives are
 sampled with the plan's arithmetic. The best schedule is the one whose worst sample is nearest to the sample of the same
 arithmetic with all steps. Bisection finds the fewest computed steps within the budget.
@@ -75,7 +76,7 @@ class Found:
 def drawings(steps: int, searched: bool, plans: int = 1) -> int:
     """Estimates how often `measure_trajectories`, and `search_reuse` for each plan, draw all samples."""
     of_plan = 1 + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
-    return 1 + len(CORRECTIONS) + PARTS + of_plan * plans
+    return 2 + len(CORRECTIONS) + PARTS + of_plan * plans
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def measure_trajectories(
 
     Args:
         seeds: of the samples; steps: number of steps, all computed.
-        bar: receives `1 + len(CORRECTIONS) + PARTS` steps.
+        bar: receives `2 + len(CORRECTIONS) + PARTS` steps.
     Returns:
         The trajectories by objective, and the samples with all steps computed.
     Raises:
@@ -109,7 +110,7 @@ def measure_trajectories(
         return squared_error(moved, full)
 
     found = replace(found, fitted=True)
-    found = replace(found, correction=_best_correction(found, error_with, bar))
+    found = _best_extrapolation(found, error_with, bar)
     gains = {objective: torch.ones(len(expected), dtype=torch.float64) for objective in OBJECTIVES}
     for part in torch.arange(1, len(expected)).tensor_split(PARTS):
         # Every third step of this part is computed, elsewhere every step.
@@ -127,17 +128,26 @@ def measure_trajectories(
     return {objective: replace(found, gain=gain) for objective, gain in gains.items()}, full
 
 
-def _best_correction(found: Trajectories, error_with: Callable[[Schedule], Tensor], bar: Steps) -> float:
-    """Returns the share of corrections that leaves the least error in samples."""
-    errors = dict[float, float]()
-    for share in CORRECTIONS:
-        schedules = best_schedules(replace(found, correction=share), found.timesteps, "mean")
-        count = max((n for n in schedules if n <= CORRECTED_AT * len(found.timesteps)), default=min(schedules))
+def _best_extrapolation(found: Trajectories, error_with: Callable[[Schedule], Tensor], bar: Steps) -> Trajectories:
+    """Returns the trajectories with the share of corrections, and with or without samples, that leave the least
+    error in samples."""
+
+    def error_of_best(tried: Trajectories) -> float:
+        schedules = best_schedules(tried, tried.timesteps, "mean")
+        count = max((n for n in schedules if n <= CORRECTED_AT * len(tried.timesteps)), default=min(schedules))
         if all(schedules[count].computed):
             bar.skip()
-        else:
-            errors[share] = float(error_with(schedules[count]).mean())
-    return min(errors, key=errors.__getitem__, default=0.0)
+            return math.inf
+        return float(error_with(schedules[count]).mean())
+
+    errors = {share: error_of_best(replace(found, correction=share)) for share in CORRECTIONS}
+    best = min(errors, key=errors.__getitem__)
+    found = replace(found, correction=best if errors[best] < math.inf else 0.0)
+    if not found.with_samples:
+        bar.skip()
+        return found
+    line = found.without_samples()
+    return line if error_of_best(line) < errors[best] else found
 
 
 def search_reuse(

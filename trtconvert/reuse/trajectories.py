@@ -18,7 +18,7 @@ deviation from that is measured by noise level: `gain`.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -79,6 +79,11 @@ class Trajectories:
             if x.numel() != 1 or (x.dtype == torch.bool) != (name != "correction") or not 0 <= float(x) <= 1:
                 raise ValueError(f"{name} that is no {'share from 0 to 1' if name == 'correction' else 'boolean'}")
         return cls(**tensors | {name: x.item() for name, x in scalars.items()})  # type: ignore[arg-type]
+
+    def without_samples(self) -> Self:
+        """Returns trajectories with extrapolations that do not read the noisy sample."""
+        steps = len(self.timesteps)
+        return replace(self, products=self.products[:, :steps, :steps].contiguous(), with_samples=False)
 
     def covers(self, timesteps: Tensor) -> Tensor:
         """[M] true for timesteps within the calibrated range."""
