@@ -314,6 +314,8 @@ def _fitted(products: Tensor, basis: Sequence[Tensor], sought: Tensor) -> Tensor
     vectors = torch.stack([*basis, sought], 1)
     inner = vectors @ products @ vectors.transpose(1, 2)  # [M, K + 1, K + 1]
     squares, along = inner[:, :-1, :-1], inner[:, :-1, -1]
+    if len(basis) == 1:
+        return along / squares[:, 0].clamp_min(1e-30)
     lengths = squares.diagonal(dim1=1, dim2=2).clamp_min(1e-30).sqrt()
     scaled = squares / lengths[:, :, None] / lengths[:, None] + RIDGE * torch.eye(len(basis), dtype=squares.dtype)
     return torch.linalg.solve(scaled, along / lengths) / lengths
