@@ -137,7 +137,7 @@ class Following:
         """Return the prediction of a step of the schedule; steps between calls may be left out."""
         self.calls = step + 1
         shapes = [(name, x.shape) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
-        sample = self._sample(inputs, named)
+        sample = self._sample(inputs, named) if self._reads_sample else None
         line = None
         if not self._goes_on(step, inputs, named, shapes):
             self._kept.clear()
