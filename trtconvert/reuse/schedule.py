@@ -272,7 +272,7 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
                 weighed = weights[behind][:, None] * missed
                 fitted = _fitted(mean, [weighed], error)[:, 0]
                 factor = gaps.corrections[:, distance - 1, length - 1] = found.correction * fits[behind] * fitted
-                errors += [error - factor[:, None] * weighed, RESPONSE * (factor != 0)[:, None] * error]
+                errors += [error - factor[:, None] * weighed, RESPONSE * error * (factor != 0)[:, None]]
             gaps.factors[:, distance - 1, length - 1] = factors
             error = error + weights[behind][:, None] * missed
         # A gap of one step skips none.
