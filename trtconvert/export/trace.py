@@ -105,7 +105,7 @@ def _require_layers(exported: ir.Model, layers: Mapping[str, ConvertedLayer]) ->
             "the exported model does not hold the layers that were calibrated",
             expected=", ".join(sorted(layers)),
             got=", ".join(sorted(found)) or "no INT8 layer",
-            remedy="exclude layers if their calls depend on the shape of the input or their results are not used",
+            remedy="exclude layers whose calls depend on the shape of the input or whose results are not used",
         )
 
 
