@@ -34,7 +34,7 @@ from trtconvert.evaluate.recorded_calls import RecordedCalls
 from trtconvert.models.placed import placed
 from trtconvert.models.placement import choose_place
 from trtconvert.runtime.batches import AnyBatch
-from trtconvert.stages.common import VERIFY
+from trtconvert.stages.common import RECORDED_CALLS
 
 LEAST_FP8 = 1024
 """torchao's FP8 gets layers of this many features or more: smaller layers gain nothing."""
@@ -127,7 +127,7 @@ def main() -> None:
     section = recipe.model.model_copy(update={"weights": given.weights})
     source = models.load(section, recipe.loras, as_stored=True)
     on_gpu = placed(source, choose_place(recipe.compute, section))
-    calls, noised = RecordedCalls.load(given.bundle / VERIFY), source.inputs[0].name
+    calls, noised = RecordedCalls.load(given.bundle / RECORDED_CALLS), source.inputs[0].name
     recorded = [{name: x.cuda() for name, x in inputs.items()} for inputs in calls.inputs.values()]
     with torch.no_grad():
         first, further = image_times(on_gpu, engine, given.steps)

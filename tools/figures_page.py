@@ -35,6 +35,8 @@ the same run. The page is made of the files in `bench/results`, and a test holds
 - **Random weights.** Steps of published models are measured on random weights in the published sizes. The errors of these
   models say what the arithmetic loses, not what images lose. Tables of trained models say so.
 - **Errors** of engines are relative L2 errors of one prediction against torch in FP32.
+- **Names.** `precision`, `balanced`, `aggressive` and `fp8` are [modes](concepts.md#precision-modes-of-attention) of attention.
+  The *gain* of an engine is the time of the 16-bit engine divided by its own time. *Plan, MiB* is the size of an engine's file.
 - **Asked** and **goal** are the targets of the project. A figure that misses its target is printed as it is.
 - **Repetition.** Times of an engine differ by 1 to 3 % from build to build, and from one H200 to another.
 """
@@ -105,7 +107,7 @@ class Result:
 
 
 def results() -> list[Result]:
-    """The files, in the order of the page.
+    """The files, in the order of the page: groups in the order of their first tables.
 
     Raises:
         ValueError: a file that lacks a field, has one that is not known, or names columns that do not exist.
@@ -121,7 +123,10 @@ def results() -> list[Result]:
         if "plot" in data:
             data["plot"] = Plot(**data["plot"])
         found.append(Result(name=path.stem, **data))
-    return sorted(found, key=lambda result: result.order)
+    first = dict[str, int]()
+    for result in found:
+        first[result.group] = min(result.order, first.get(result.group, result.order))
+    return sorted(found, key=lambda result: (first[result.group], result.order))
 
 
 def page() -> str:

@@ -35,7 +35,7 @@ from trtconvert.files import is_open_file, locked, path_of, require_writable, se
 from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
-from trtconvert.stages.common import ENGINE, VERIFY, Engines, example_of
+from trtconvert.stages.common import ENGINE, RECORDED_CALLS, Engines, example_of
 from trtconvert.stages.component_errors import engine_errors
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.shapes import narrowed
@@ -140,14 +140,14 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
         GateError: an error is above the recipe's `verify.max_prediction_error`.
     """
     component = manifest.components[name]
-    if VERIFY not in manifest.files:  # an older bundle
+    if RECORDED_CALLS not in manifest.files:  # an older bundle
         return engines
     from trtconvert.evaluate.gates import check_predictions
     from trtconvert.evaluate.recorded_calls import RecordedCalls
     from trtconvert.runtime.batches import AnyBatch
     from trtconvert.runtime.bundles import engine_component
 
-    calls, measured = RecordedCalls.load(folder / VERIFY), []
+    calls, measured = RecordedCalls.load(folder / RECORDED_CALLS), []
     with report.stage(f"verify {name}"):
         for record, stage in engines:
             with contextlib.closing(engine_component(stage.folder / ENGINE, record, component)) as denoiser:

@@ -443,7 +443,9 @@ def _quality(
     why = (
         ["  # Stated modes: a search (auto) takes days on a CPU for this model. Use auto on a machine with a GPU."]
         if large
-        else ["  # auto: a search over sites, layers and timesteps, within a PSNR budget (section plan)."]
+        else [
+            "  # auto: a search over sites, layers and timesteps, within the budget plan.min_psnr (36 dB by default)."
+        ]
     )
     samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
     if few:
@@ -454,7 +456,7 @@ def _quality(
         "",
         "attention:",
         *why,
-        f"  modes: {modes[0]} # or auto, fp16, precision, aggressive, fp8",
+        f"  modes: {modes[0]} # auto, fp16, precision, aggressive or fp8",
         *(
             ["  # sparse: 0.03 # skips blocks that hold at most 3 % of the attention"]
             if long_sequences and large
@@ -462,14 +464,14 @@ def _quality(
         ),
         "",
         "layers:",
-        f"  modes: {modes[1]} # linear layers; or auto, static, dynamic, weight_only, off",
+        f"  modes: {modes[1]} # of linear layers: auto, static, dynamic, weight_only or off",
         "",
         "calibration:",
         f"  data: {data}",
         f"  samples: {samples} # more samples are better and take longer",
         f"  batch: {min(samples, 4)}",
         f"  steps: {steps}" + (f" # as few as in training: {few}" if few else ""),
-        f"  bins: {min(steps, 10)}",
+        f"  bins: {min(steps, 10)} # equal parts of the schedule, each with its own scales and modes",
     ]
     if few and not large:  # a search draws too
         lines += ["", "plan:", f"  steps: {few_count}"]
@@ -480,6 +482,6 @@ def _quality(
         f"  steps: {verified}",
         f"  on_gpu: {{samples: {4 if long_sequences else 16}, steps: {few_count if few else 20}}} "
         "# in builds that compute on a GPU",
-        "  min_psnr: 20 # dB; a build below this fails",
+        "  min_psnr: 20 # PSNR in dB against full precision; a build below this fails",
     ]
     return lines
