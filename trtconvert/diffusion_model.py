@@ -1,4 +1,4 @@
-"""The description of a diffusion model for a conversion, whatever library the model comes from."""
+"""The description of a diffusion model for a conversion, the same for all sources of models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Noise schedules, and the rule that turns a timestep's noise level into a precision mode.
 
 σ is the noise-to-signal ratio throughout: a network at timestep t sees a multiple of x₀ + σ(t)·n with n ~ N(0, I).
-Tables are indexed by timestep from low noise (0) up, as in diffusers. (The commissioning documents count from high noise down.)
+Tables are indexed by timestep from low noise (0) up, as in diffusers.
 Tables are float64 on the CPU.
 """
 
@@ -26,7 +26,7 @@ SIGMA_DATA = 0.5
 """EDM's standard deviation of images in [-1, 1] (Karras et al. 2022, table 1)."""
 
 AGGRESSIVE_ABOVE, PRECISION_BELOW = 5.0, 0.1
-"""Thresholds of σ/σ_mid: steps outside of the thresholds are not balanced (commissioning report, 9.2)."""
+"""Thresholds of σ/σ_mid, see `sigma_rule_modes`. Their origin is the project's first report, part 9.2 (docs/design/seeds.md)."""
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "cosine")
 SIGMA_SCHEDULES = ("karras", *BETA_SCHEDULES, "flow")
@@ -131,8 +131,8 @@ def compute_sigma_schedule(timesteps: int = 1000, kind: str = "karras") -> Tenso
 def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> Tensor:
     """Returns the factor of each timestep's scale relative to the middle timestep, for use without a calibration.
 
-    The magnitude of x₀ + σ·n is its standard deviation √(σ² + σ_data²). The commissioning report (7.2) takes σ alone, which would
-    clip the image 250-fold at σ = 0.002. The factors hold for networks that see x₀ + σ·n unnormalised; networks that normalise
+    The magnitude of x₀ + σ·n is its standard deviation √(σ² + σ_data²): σ alone would clip the image 250-fold at σ = 0.002. The
+    factors hold for networks that see x₀ + σ·n unnormalised; networks that normalise
     their input need a calibration.
 
     Args:
@@ -158,8 +158,8 @@ def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> T
 def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
     """Returns the mode of every timestep bin by its noise relative to the middle of the schedule.
 
-    σ/σ_mid above 5 is aggressive, below 0.1 precision, otherwise balanced (commissioning report, 9.2). A bin that spans a
-    threshold takes the more careful mode.
+    σ/σ_mid above 5 is aggressive, below 0.1 precision, otherwise balanced. A bin that spans a threshold takes the more careful
+    mode.
 
     Args:
         sigmas: [T], rising or falling; entry t belongs to timestep t.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """What all engine builds share.
+    """The options, the backend and the cache that all engine builds share.
 
     Attributes:
         options: the recipe's engine section.
