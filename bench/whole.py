@@ -43,7 +43,7 @@ LEAST_FP8 = 1024
 def step_times(
     denoisers: dict[str, Callable[..., Tensor]], given: list[dict[str, Tensor]], noised: str, calls: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of each denoiser's calls, by turns, each on noise of its own."""
+    """Returns the milliseconds of each denoiser's calls. Denoisers take turns, and each call has its own noise."""
     found: dict[str, list[float]] = {name: [] for name in denoisers}
     for number in range(calls + 3):
         for name, denoiser in denoisers.items():
@@ -61,7 +61,7 @@ def step_times(
 
 
 def image_times(model: DiffusionModel, denoiser: Callable[..., Tensor], steps: int) -> tuple[float, float]:
-    """Seconds of the first image and the median of three further ones."""
+    """Returns the seconds of the first image and the median of three further ones."""
     seconds = []
     for seed in range(4):
         torch.cuda.synchronize()
@@ -73,7 +73,7 @@ def image_times(model: DiffusionModel, denoiser: Callable[..., Tensor], steps: i
 
 
 def network(denoiser: nn.Module) -> nn.Module:
-    """The diffusers model in a denoiser."""
+    """Returns the diffusers model inside a denoiser."""
     from diffusers import ModelMixin
 
     return next(module for module in denoiser.modules() if isinstance(module, ModelMixin))

@@ -589,7 +589,7 @@ class Manifest(_Record):
 
 
 def unquantised_file(onnx: Path) -> Path:
-    """Returns the path of the unquantised weights of a model's INT8 layers, see `trtconvert.weights.unquantised`; may be absent."""
+    """Returns the path of the unquantised weights of a model's INT8 layers, which may be absent."""
     return onnx.with_name(onnx.name + UNQUANTISED)
 
 
