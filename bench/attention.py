@@ -109,7 +109,7 @@ def peers() -> dict[str, Attention]:
 
 
 def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
-    """Returns FlashAttention-3 (`fa3-fwd`) in BF16, and in FP8 with a scale for each head, its quantisation inside the time or before.
+    """Returns FlashAttention-3 (`fa3-fwd`) in BF16, and in FP8 with a scale for each head, quantised inside the time or before.
     Inputs are converted to BF16 before the time."""
     quantise = torch.compile(_to_fp8, dynamic=False)
     in_bf16, quantised = once(lambda *qkv: [x.bfloat16() for x in qkv]), once(quantise)

@@ -34,8 +34,8 @@ BATCH_CLAIMS = {1: 1.0, 8: 6.75, 16: 13.5}
 """Section 6.1: numbers of samples, and the claimed time as a multiple of the time of one sample."""
 
 QUALITY_CLAIMS = {"uniform": 2.7, "adaptive": 0.3, "late-fp16": 0.1}
-"""Section 4.4: the claimed increase of FP16's FID by INT8: with one scale for all timesteps, with scales by timestep, and with the
-last steps in FP16."""
+"""Section 4.4: the claimed increase of FP16's FID by INT8: with one scale for all timesteps, with scales by timestep, and with
+the last steps in FP16."""
 CLAIMED_NOISE = 0.3
 """The increase that the report calls noise. A claim is confirmed if both differences, or neither, are noise."""
 
@@ -253,7 +253,7 @@ def errors() -> list[str]:
 
 
 def quality(paths: list[Path]) -> list[str]:
-    """Returns the table of section 4.4, from files of `trtconvert evaluate --dtype float16` that are named after shipped models."""
+    """Returns the table of section 4.4, from files of `trtconvert evaluate --dtype float16` named after shipped models."""
     lines = [
         "## Images (4.4)",
         "",
