@@ -627,7 +627,7 @@ class Bench:
 
     @property
     def has_convs(self) -> bool:
-        """Whether convolutions are among the layers."""
+        """True if convolutions are among the layers."""
         return any(layer.kind == "conv" for layer in self.layers)
 
     def export(self, folder: Path, *, kinds: Collection[str]) -> Path:

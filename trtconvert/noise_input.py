@@ -74,7 +74,7 @@ class NoiseInput:
         return (value.exp() if self.logarithmic else value).to(place.dtype)
 
     def covers(self, given: Tensor) -> Tensor:
-        """Whether each input lies in the range, up to FP32's rounding of its ends."""
+        """Returns whether each input lies in the range, up to FP32's rounding of its ends."""
         room = _ROOM * self.timestep_max
         place = self.place(given)
         return (place >= -room) & (place <= self.timestep_max + room)
