@@ -849,7 +849,9 @@ def quantize(model: Path, output: Path, analysis: Path | None, out: Output, **ru
     from trtconvert.weights.tables import outcome_values, print_outcome
 
     if math.isnan(rules["max_outliers"]):  # click's ranges accept nan
-        raise UserError("--max-outliers is not a share", expected="0 to 1", got="nan", remedy="give a number")
+        raise UserError(
+            "--max-outliers is not a share", expected="0 to 1", got="nan", remedy="give a number from 0 to 1"
+        )
     report = out.reporter()
     source = open_source(model)
     with report.live(), report.stage("quantize") as bar:
