@@ -381,7 +381,7 @@ class SigmaRange:
 def _check_count(name: str, count: int) -> None:
     if count < 1:
         raise UserError(
-            f"A schedule cannot have {count} {name}.", expected="at least 1", got=str(count), remedy=f"raise {name}"
+            f"a schedule cannot have {count} {name}", expected="at least 1", got=str(count), remedy=f"raise {name}"
         )
 
 
