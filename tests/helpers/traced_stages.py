@@ -42,7 +42,8 @@ def ran(work: Callable[[], None]) -> set[str]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    files = [Path(code.co_filename) for code in called]
+    # Other threads that began under the profile may still add to the set.
+    files = [Path(code.co_filename) for code in tuple(called)]
     inner = [file.relative_to(PACKAGE.parent).with_suffix("").parts for file in files if file.is_relative_to(PACKAGE)]
     return {".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in inner}
 
