@@ -19,7 +19,7 @@ from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
 from trtconvert.models.saved import is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
 from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, parts_of, saved_sizes
-from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection
+from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection, PlanSection
 from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
 
 
@@ -439,7 +439,7 @@ def _quality(
     data = "denoise # or a file of prompts, one a line (.txt), or a folder of images"
     if prompts is not None:
         data = _quoted(_relative(prompts, at))
-    modes = ("precision", "static") if large else ("auto", "auto")
+    modes, budget = ("precision", "static") if large else ("auto", "auto"), PlanSection().min_psnr
     why = (
         ["  # Stated modes: a search (auto) takes days on a CPU for this model. Use auto on a machine with a GPU."]
         if large
