@@ -444,7 +444,7 @@ def _quality(
         ["  # Stated modes: a search (auto) takes days on a CPU for this model. Use auto on a machine with a GPU."]
         if large
         else [
-            "  # auto: a search over sites, layers and timesteps, within the budget plan.min_psnr (36 dB by default)."
+            f"  # auto: a search over sites, layers and timesteps, within the budget plan.min_psnr ({budget:g} dB by default)."
         ]
     )
     samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
