@@ -162,13 +162,13 @@ def load_conditional_sampler(
     manifest = bundle.manifest
     section = model_section(bundle.folder, manifest)
     if section.source == DIGITS:
-        from trtconvert.models.digits import digit_labels, draw_digits
+        from trtconvert.models.digits import draw_digits
 
-        return draw_digits, digit_labels
+        return draw_digits, draw_digits.labels
     if section.source == EMOJI:
-        from trtconvert.models.emoji import draw_emoji, emoji_labels
+        from trtconvert.models.emoji import draw_emoji
 
-        return draw_emoji, emoji_labels
+        return draw_emoji, draw_emoji.labels
     if section.weights is not None and not section.weights.exists():
         raise UserError(
             f"{section.source} samples with its original weights, which this bundle does not hold",
@@ -193,7 +193,7 @@ def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:
 
 def _from_function(section: ModelSection) -> DiffusionModel:
     from trtconvert.diffusion_model import DiffusionModel
-    from trtconvert.weights.finite import is_finite
+    from trtconvert.weights.finite import require_finite
 
     if not section.source.partition(":")[2]:
         raise UserError(
@@ -230,13 +230,9 @@ def _from_function(section: ModelSection) -> DiffusionModel:
             remedy="return one; trtconvert/models/digits.py is an example",
         )
     for name, tensor in model.denoiser.state_dict().items():
-        if tensor.is_floating_point() and not is_finite(tensor):
-            raise UserError(
-                f"the weight {name} of {model.name} is damaged",
-                expected="finite numbers",
-                got=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} are NaN or Inf",
-                remedy="get the weights again, or load them in a type that holds their range",
-            )
+        if tensor.is_floating_point():
+            remedy = "get the weights again, or load them in a type that holds their range"
+            require_finite(f"the weight {name} of {model.name} is damaged", tensor, remedy)
     if section.source in _FUNCTIONS.values():
         return model
     from trtconvert.models.own_sampler import OwnSampler

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trtconvert.errors import UserError
 from trtconvert.runtime.signature import Signature
-from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite
+from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite_caches
 
 if TYPE_CHECKING:
     from trtconvert.reuse.schedule import Reuse
@@ -89,7 +89,7 @@ class Component(ABC):
 
     def check_caches(self) -> None:
         """Raise UserError if a cache of the component's own holds NaN or Inf. Waits for the GPU."""
-        require_finite(self.caches.items())
+        require_finite_caches(self.caches.items())
 
     @abstractmethod
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
