@@ -12,7 +12,7 @@ import torch
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, check_files, read_unchanged
 from trtconvert.engine import tensorrt as builder
-from trtconvert.errors import BackendUnavailable, UserError, warn
+from trtconvert.errors import BackendUnavailable, UserError, unknown_name, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
 from trtconvert.runtime.devices import DataParallel, parse_devices
@@ -62,12 +62,8 @@ class LoadedBundle:
 
     def __getitem__(self, name: str) -> Component:
         if name not in self.components:
-            raise UserError(
-                f"the bundle {self.folder} has no component '{name}'",
-                expected=", ".join(self.components),
-                got=name,
-                remedy="take one of the expected names",
-            )
+            problem = f"the bundle {self.folder} has no component '{name}'"
+            raise unknown_name(problem, name, self.components, "take one of the expected names")
         return self.components[name]
 
     def __contains__(self, name: object) -> bool:
@@ -229,12 +225,8 @@ def load(
                 remedy=f"correct the argument {name}",
             )
     if backend not in ("auto", "tensorrt", "onnxruntime"):
-        raise UserError(
-            f"there is no backend '{backend}'",
-            expected="auto, tensorrt or onnxruntime",
-            got=str(backend),
-            remedy="correct the argument backend",
-        )
+        known = ("auto", "tensorrt", "onnxruntime")
+        raise unknown_name(f"there is no backend '{backend}'", str(backend), known, "correct the argument backend")
     places = parse_devices(device, devices)
     folder = Path(folder)
     with suppress(FileNotFoundError):  # the current folder was removed

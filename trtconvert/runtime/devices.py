@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.component import Component, was_closed
 from trtconvert.runtime.signature import Ranges, Signature, rows_each
 from trtconvert.runtime.trajectory import Trajectory
@@ -303,9 +303,7 @@ def _naming(part: Component) -> Iterator[None]:
 def _named(part: Component, error: BaseException) -> BaseException:
     """Return an error with the component's device in its message."""
     if isinstance(error, (UserError, BackendUnavailable)):
-        made: TrtconvertError = type(error)(
-            f"on {part.device}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
-        )
+        made = error.about(f"on {part.device}")
         made.__cause__ = error
         return made
     error.add_note(f"on {part.device}")

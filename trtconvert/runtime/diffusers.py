@@ -27,7 +27,7 @@ from trtconvert.guidance import guidance_of
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.arguments import flat_arguments, is_list_of_samples, tensors_of
 from trtconvert.runtime.halves import Halves, Prediction
-from trtconvert.runtime.libraries import library_class
+from trtconvert.runtime.libraries import library_class, no_diffusers
 from trtconvert.runtime.reuse import PipelineSteps
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.unused import UnusedResult
@@ -93,12 +93,7 @@ class _DropIn(nn.Module):
         try:
             from diffusers.configuration_utils import FrozenDict
         except ImportError as error:
-            raise BackendUnavailable(
-                "diffusers is not installed",
-                expected="the library of the pipeline",
-                got=str(error),
-                remedy="pip install 'trtconvert[diffusers]'",
-            ) from error
+            raise no_diffusers(error) from error
         self.config = FrozenDict(record.config)
         for name, node in record.attributes.items():
             setattr(self, name, _part_without_weights(record, name) if "part" in node else _attribute(node))

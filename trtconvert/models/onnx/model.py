@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site
 from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec
-from trtconvert.errors import UserError, did_you_mean, first_line
+from trtconvert.errors import UserError, did_you_mean, first_line, unfit_option
 from trtconvert.export import storage
 from trtconvert.export.float32 import widen
 from trtconvert.export.nodes.common import HALF
@@ -124,12 +124,7 @@ def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any])
         if value is not None and not isinstance(value, Mapping)
     ]
     for name, expected, got in wrong:
-        raise UserError(
-            f"model.options.{name} does not fit",
-            expected=expected,
-            got=repr(got),
-            remedy="correct it in the recipe",
-        )
+        raise unfit_option(name, expected, got)
 
 
 def _denoiser(
