@@ -111,16 +111,17 @@ def _load(section: ModelSection) -> DiffusionModel:
                     got=str(given) if isinstance(given, Path) else ", ".join(given),
                     remedy=f"remove model.{field} from the recipe",
                 )
-        if section.source == EMOJI:
-            from trtconvert.models.emoji import emoji_model
-
-            return emoji_model(section.weights)
-        from trtconvert.models.digits import digits_model
-
-        return digits_model(section.weights)
+        return _shipped(section.source, "model")(section.weights)
     if section.source in _FUNCTIONS:
         section = section.model_copy(update={"source": _FUNCTIONS[section.source]})
     return _from_function(section)
+
+
+def _shipped(source: str, what: str) -> Any:
+    """Returns the function that loads a shipped model, or its sampler."""
+    name = source.removesuffix("-dit")
+    names = {"model": f"{name}_model", "sampler": f"draw_{name}"}
+    return getattr(importlib.import_module(f"trtconvert.models.{name}"), names[what])
 
 
 def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
@@ -161,14 +162,9 @@ def load_conditional_sampler(
     """
     manifest = bundle.manifest
     section = model_section(bundle.folder, manifest)
-    if section.source == DIGITS:
-        from trtconvert.models.digits import draw_digits
-
-        return draw_digits, draw_digits.labels
-    if section.source == EMOJI:
-        from trtconvert.models.emoji import draw_emoji
-
-        return draw_emoji, draw_emoji.labels
+    if section.source in (DIGITS, EMOJI):
+        sampler = _shipped(section.source, "sampler")
+        return sampler, sampler.labels
     if section.weights is not None and not section.weights.exists():
         raise UserError(
             f"{section.source} samples with its original weights, which this bundle does not hold",

@@ -15,7 +15,7 @@ from trtconvert.engine import tensorrt as builder
 from trtconvert.errors import BackendUnavailable, UserError, unknown_name, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
-from trtconvert.runtime.devices import DataParallel, parse_devices
+from trtconvert.runtime.devices import DataParallel, device_of, parse_devices
 from trtconvert.runtime.reuse import load_reuse
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.watch import InputWatch
@@ -170,13 +170,14 @@ class LoadedBundle:
         """The bundle's memory on GPUs; zeros on the CPU."""
         if not self._scratches:
             return DeviceMemory(0, 0, 0, 0)
-        weights = sum(component.weights_memory for component in self.components.values())
-        graphs = sum(component.graphs_memory for component in self.components.values())
-        caches = sum(component.caches_memory for component in self.components.values())
-        per_stream, streams = (
-            sum(sizes) for sizes in zip(*((s.size, s.allocated) for s in self._scratches), strict=True)
+        parts = list(self.components.values())
+        return DeviceMemory(
+            weights=sum(part.weights_memory for part in parts),
+            per_stream=sum(scratch.size for scratch in self._scratches),
+            streams=sum(scratch.allocated for scratch in self._scratches),
+            graphs=sum(part.graphs_memory for part in parts),
+            caches=sum(part.caches_memory for part in parts),
         )
-        return DeviceMemory(weights, per_stream, streams, graphs, caches)
 
 
 def load(
@@ -267,7 +268,7 @@ def _loaded(
     device, *further = devices
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
-    on_cpu_only = device is not None and _is_cpu(device)
+    on_cpu_only = device is not None and (given := device_of(device)) is not None and given.type == "cpu"
     state = builder.status() if backend == "auto" and not on_cpu_only else None
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
         return _on_gpus(folder, manifest, engines, [_gpu(one) for one in devices], graphs, streams, weight_budget)
@@ -382,13 +383,6 @@ def engine_component(path: Path, record: EngineRecord, component: ComponentRecor
     return TensorRTComponent(path, record, component, device=device, scratch=Scratch(device))
 
 
-def _is_cpu(device: str | int | torch.device) -> bool:
-    try:
-        return torch.device(device).type == "cpu"
-    except (RuntimeError, TypeError):  # not a device of torch
-        return False
-
-
 def _gpu(device: str | int | torch.device | None) -> torch.device:
     """Return a GPU with its index.
 
@@ -402,12 +396,9 @@ def _gpu(device: str | int | torch.device | None) -> torch.device:
             got="none",
             remedy="install a torch for CUDA and the driver, or load the bundle with backend='onnxruntime'",
         )
-    try:
-        given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    except (RuntimeError, TypeError):  # not a device of torch
-        given = torch.device("cpu")
-    index = torch.cuda.current_device() if given.index is None else given.index
-    if given.type != "cuda" or not 0 <= index < torch.cuda.device_count():
+    given = device_of("cuda" if device is None else device)
+    index = -1 if given is None else torch.cuda.current_device() if given.index is None else given.index
+    if given is None or given.type != "cuda" or not 0 <= index < torch.cuda.device_count():
         raise BackendUnavailable(
             f"there is no GPU '{device}'",
             expected=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}",

@@ -310,6 +310,14 @@ def _named(part: Component, error: BaseException) -> BaseException:
     return error
 
 
+def device_of(given: str | int | torch.device) -> torch.device | None:
+    """Return a device of torch, where a number is a GPU's; None for something else."""
+    try:
+        return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except (RuntimeError, TypeError):
+        return None
+
+
 def parse_devices(
     device: str | int | torch.device | None, devices: Sequence[str | int | torch.device] | None
 ) -> list[str | int | torch.device | None]:
@@ -343,10 +351,8 @@ def parse_devices(
         raise refused("devices must be a list of one or more devices", repr(devices))
     found = list[torch.device]()
     for given in devices:
-        try:
-            one = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-        except (RuntimeError, TypeError):
-            raise refused(f"there is no device {given!r}", list(devices)) from None
+        if (one := device_of(given)) is None:
+            raise refused(f"there is no device {given!r}", list(devices))
         if one.type == "cuda" and one.index is None and torch.cuda.is_available():
             one = torch.device("cuda", torch.cuda.current_device())
         found.append(one)

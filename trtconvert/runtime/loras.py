@@ -170,25 +170,17 @@ class BuiltWeights:
         raise AssertionError  # there is one job
 
     def anew(
-        self,
-        names: Collection[str],
-        wanted: Additions,
-        device: torch.device,
-        limit: int | None = None,
-        spent: Spent | None = None,
+        self, names: Collection[str], wanted: Additions, device: torch.device, spent: Spent | None = None
     ) -> Generator[NewWeights]:
         """Yield new weights with changed additions, in parts.
 
         Args:
             names: names of the weights; wanted, device: see `with_additions`.
-            limit: approximate bytes of a part; default: see `part_bytes`.
             spent: counts bytes and seconds.
         Raises:
             UserError: see `with_additions`.
         """
-        return _made(
-            self._jobs(names, wanted), device, part_bytes(device) if limit is None else limit, spent or Spent()
-        )
+        return _made(self._jobs(names, wanted), device, part_bytes(device), spent or Spent())
 
     def _jobs(self, names: Collection[str], wanted: Additions) -> Iterator[_Job]:
         layers, given = self.layers, set[str]()

@@ -142,7 +142,7 @@ def _not_refittable(problem: str, by: str) -> BackendUnavailable:
 
 
 def _in_float32(path: Path) -> AbstractContextManager[Path]:
-    from trtconvert.export.float32 import in_float32  # ONNX tooling, which TensorRT engines do not need
+    from trtconvert.export.float32 import in_float32  # ONNX tooling, which models of other types do not need
 
     return in_float32(path)
 

@@ -124,16 +124,8 @@ def read_generation(body: bytes, offer: Offer, limits: Limits) -> Generation:
 def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Generation:
     """Parse a request from the fields of its body; see `read_generation`."""
     request = _read(content)
-    if request.model is not None and request.model != limits.model:
-        raise ApiError(
-            404,
-            "the server does not have this model",
-            expected=limits.model,
-            got=request.model,
-            remedy="correct model, or leave it out",
-            param="model",
-            code="model_not_found",
-        )
+    if request.model is not None:
+        require_model(request.model, limits)
     _require("n", request.n or 1, limits.images)
     _require("steps", request.steps or limits.steps, limits.most_steps)
     width, height = _size(request.size, offer)
@@ -146,6 +138,20 @@ def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Gene
         Shape(height, width, request.steps or limits.steps, shown),
         tuple(Order(first + i, request.prompt, request.output_format or "png") for i in range(count)),
     )
+
+
+def require_model(name: str, limits: Limits) -> None:
+    """Raise ApiError if the server has another model."""
+    if name != limits.model:
+        raise ApiError(
+            404,
+            "the server does not have this model",
+            expected=limits.model,
+            got=name,
+            remedy="use the expected name",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def generation_body(images: Sequence[str], orders: Sequence[Order], created: int, shape: Shape) -> dict[str, Any]:
