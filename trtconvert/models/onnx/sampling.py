@@ -45,14 +45,13 @@ SCHEDULES = (*BETA_SCHEDULES, FLOW, EDM)
 ODE, CONSISTENCY = "ode", "consistency"
 RANDOM = "random"
 
-_OF_NOISE = "a number from 1e-9 to 1e9"
 _FITS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "timesteps": ("a whole number from 2", lambda x: type(x) is int and 2 <= x <= 1_000_000),
     "shift": ("a number from 1e-6 to 1e6", lambda x: _is_number(x) and 1e-6 <= x <= 1e6),
-    "sigma_min": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
-    "sigma_max": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
-    "sigma_data": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
-    "timestep_factor": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
+    **dict.fromkeys(
+        ("sigma_min", "sigma_max", "sigma_data", "timestep_factor"),
+        ("a number from 1e-9 to 1e9", lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
+    ),
 }
 """Options that are numbers, and their ranges."""
 
