@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from trtconvert.attention.sites import Site
 from trtconvert.models.onnx.equations import LogitsAxes, LogitsFactors, Product, logits_of, output_of, product_of
 from trtconvert.models.onnx.sizes import Numbers
 from trtconvert.models.onnx.steps import Graph, Step
@@ -28,26 +28,11 @@ _LEAST = -1e4
 """Largest value that a mask puts in the place of a logit; its softmax is 0."""
 
 
-@dataclass(frozen=True)
-class Left:
-    """A softmax without attention that can be converted.
-
-    Attributes:
-        name: of its node.
-        shape: of its logits.
-        reason: what is missing.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    reason: str
-
-
 class _Unlike(Exception):
     """The steps are no attention; the text is the reason."""
 
 
-def fuse_attention(graph: Graph, shapes: Shapes, known: Mapping[str, Numbers]) -> list[Left]:
+def fuse_attention(graph: Graph, shapes: Shapes, known: Mapping[str, Numbers]) -> list[Site]:
     """Replaces the steps of each attention by one step, in place.
 
     Args:
@@ -64,9 +49,15 @@ def fuse_attention(graph: Graph, shapes: Shapes, known: Mapping[str, Numbers]) -
                 last, steps = finder.around(step)
                 changes[last] = steps
             except _Unlike as reason:
-                left.append(Left(step.title.partition(" ")[2], shapes.get(step.outputs[0], ()), str(reason)))
+                left.append(_left_site(step.title.partition(" ")[2], shapes.get(step.outputs[0], ()), str(reason)))
     graph.replace(changes)
     return left
+
+
+def _left_site(name: str, shape: tuple[int, ...], reason: str) -> Site:
+    """Returns the entry in the list of sites for a softmax of logits of this shape that is not converted."""
+    heads, (queries, keys) = (shape[1] if len(shape) == 4 else 1), shape[-2:] if len(shape) > 1 else (1, 1)
+    return Site(name, heads, heads, 1, 1.0, False, queries, keys, f"Softmax: {reason}")
 
 
 class _Finder:
