@@ -21,7 +21,7 @@ from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.watch import InputWatch
 
 if TYPE_CHECKING:
-    from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
+    from trtconvert.runtime.diffusers import DiffusersComponent, DiffusersDenoiser
     from trtconvert.runtime.scratch import Scratch
 
 
@@ -86,7 +86,7 @@ class LoadedBundle:
             for watch in self._watches:
                 closing.callback(watch.close)
 
-    def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersTextEncoder | DiffusersAutoencoder:
+    def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersComponent:
         """Wrap a component for a diffusers pipeline, in place of its `unet`, `transformer`, text encoder or `vae`.
 
         Args:
@@ -95,7 +95,7 @@ class LoadedBundle:
             UserError: the component does not exist or did not come from a diffusers pipeline.
             BackendUnavailable: diffusers is not installed.
         """
-        from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
+        from trtconvert.runtime.diffusers import DiffusersComponent, DiffusersDenoiser
         from trtconvert.runtime.signature import dtype_of
 
         halves = {
@@ -106,7 +106,7 @@ class LoadedBundle:
         if name == "vae" and "decode" in halves:
             component = halves["decode"][1]
             dtype, device = dtype_of(component.inputs[0]), halves["decode"][0].device
-            return DiffusersAutoencoder(halves, dtype=dtype, device=device)
+            return DiffusersComponent(halves, dtype=dtype, device=device)
         called, component = self[name], self.manifest.components[name]
         if component.diffusers is None or component.diffusers.method != "forward":
             raise UserError(
@@ -116,7 +116,8 @@ class LoadedBundle:
                 remedy=f"call bundle['{name}'] with its inputs by name",
             )
         if not component.is_denoiser:
-            return DiffusersTextEncoder(called, component, dtype=dtype_of(component.outputs[0]), device=called.device)
+            dtype = dtype_of(component.outputs[0])
+            return DiffusersComponent({"forward": (called, component)}, dtype=dtype, device=called.device)
         sample = component.inputs[0]
         of_samples = [spec.name for spec in component.inputs if spec.shape[:1] == sample.shape[:1]]
         return DiffusersDenoiser(

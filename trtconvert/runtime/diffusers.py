@@ -393,44 +393,27 @@ class _Denoising:
         return self._output(**fields) if return_dict else tuple(fields.values())
 
 
-class DiffusersTextEncoder(_DropIn):
-    """Replaces a pipeline's text encoder, with the forward parameters of the model.
+class DiffusersComponent(_DropIn):
+    """Replaces a pipeline's text encoder, with the model's `forward`, or its `vae`, with `decode` and perhaps `encode`.
 
     Results that the pipeline did not read during the conversion are `UnusedResult`s.
 
     Args:
-        component: takes named tensors; signature: record of the component.
-        dtype, device: see `_DropIn`.
-    """
-
-    def __init__(
-        self, component: Callable[..., Any], signature: ComponentRecord, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        assert signature.diffusers is not None
-        super().__init__(signature.diffusers, dtype, device)
-        self._method = _Method(component, signature)
-        self.forward = self._method.parameters.of(self._method)
-
-
-class DiffusersAutoencoder(_DropIn):
-    """Replaces a pipeline's `vae`, with `decode`, and `encode` if the bundle has an encoder.
-
-    Args:
-        halves: component and record by method; "decode" at least.
+        methods: component and record by method; "forward", or "decode" at least. A component takes named tensors.
         dtype, device: see `_DropIn`.
     """
 
     def __init__(
         self,
-        halves: Mapping[str, tuple[Callable[..., Any], ComponentRecord]],
+        methods: Mapping[str, tuple[Callable[..., Any], ComponentRecord]],
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        record = halves["decode"][1].diffusers
+        record = methods["forward" if "forward" in methods else "decode"][1].diffusers
         assert record is not None
         super().__init__(record, dtype, device)
-        for method, (component, signature) in halves.items():
+        for method, (component, signature) in methods.items():
             called = _Method(component, signature)
             setattr(self, method, called.parameters.of(called))
 
