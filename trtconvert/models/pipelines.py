@@ -110,7 +110,8 @@ class PipelineCaller:
         self._image_each = bool(self.images) and not self.parameters & {"prompt", *EMBEDDINGS}
         refuse_unfit_texts(self.kind, self.arguments, self.has_text_encoder)
         if self.arguments.get("strength") == 0:
-            raise unfit_option("call.strength", "a share of the schedule above 0 and up to 1; 0.6 is usual", 0)
+            expected = "a share of the schedule above 0, which leaves every image as it is, and up to 1; 0.6 is usual"
+            raise unfit_option("call.strength", expected, 0)
         self.pipe.set_progress_bar_config(disable=True)
         for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared
             part = getattr(self.pipe, filtering, None)
