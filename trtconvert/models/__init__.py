@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trtconvert.attention.schedules import FlowSchedule, NoiseSchedule, SigmaRange, ddpm_betas
     from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec, Sampler
     from trtconvert.models.parametrisation import Parametrisation
+    from trtconvert.models.pixels import PixelSampler
     from trtconvert.models.samplers import initial_noise, sample
     from trtconvert.noise_input import NoiseInput
     from trtconvert.recipe import LoraSection, ModelSection
@@ -35,6 +36,12 @@ __all__ = [
 ]  # fmt: skip
 
 DIGITS, EMOJI = "digits-dit", "emoji-dit"
+_SHIPPED = {
+    DIGITS: ("trtconvert.models.digits", "digits_model", "draw_digits"),
+    EMOJI: ("trtconvert.models.emoji", "emoji_model", "draw_emoji"),
+}
+"""Modules of the shipped models, with the function that loads each and its sampler."""
+
 DIFFUSERS = "diffusers"
 _FUNCTIONS = {DIFFUSERS: "trtconvert.models.diffusers:diffusers_model", ONNX: "trtconvert.models.onnx.model:onnx_model"}
 """The functions behind the sources `diffusers` and `onnx`."""
@@ -95,7 +102,7 @@ def _has_type_or_float32(model: DiffusionModel, dtype: str) -> bool:
 
 
 def _load(section: ModelSection) -> DiffusionModel:
-    if section.source in (DIGITS, EMOJI):
+    if section.source in _SHIPPED:
         if section.weights is None:
             raise UserError(
                 "model.weights is missing",
@@ -111,17 +118,17 @@ def _load(section: ModelSection) -> DiffusionModel:
                     got=str(given) if isinstance(given, Path) else ", ".join(given),
                     remedy=f"remove model.{field} from the recipe",
                 )
-        return _shipped(section.source, "model")(section.weights)
+        return _shipped(section.source)[0](section.weights)
     if section.source in _FUNCTIONS:
         section = section.model_copy(update={"source": _FUNCTIONS[section.source]})
     return _from_function(section)
 
 
-def _shipped(source: str, what: str) -> Any:
-    """Returns the function that loads a shipped model, or its sampler."""
-    name = source.removesuffix("-dit")
-    names = {"model": f"{name}_model", "sampler": f"draw_{name}"}
-    return getattr(importlib.import_module(f"trtconvert.models.{name}"), names[what])
+def _shipped(source: str) -> tuple[Callable[[Path], DiffusionModel], PixelSampler]:
+    """Returns the function that loads a shipped model, and the model's sampler."""
+    name, *parts = _SHIPPED[source]
+    function, sampler = (getattr(importlib.import_module(name), part) for part in parts)
+    return function, sampler
 
 
 def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
@@ -162,8 +169,8 @@ def load_conditional_sampler(
     """
     manifest = bundle.manifest
     section = model_section(bundle.folder, manifest)
-    if section.source in (DIGITS, EMOJI):
-        sampler = _shipped(section.source, "sampler")
+    if section.source in _SHIPPED:
+        _, sampler = _shipped(section.source)
         return sampler, sampler.labels
     if section.weights is not None and not section.weights.exists():
         raise UserError(

@@ -20,7 +20,6 @@ _OF_MODELS = {"generation_config.json"}
 DENOISERS = ("transformer", "unet")
 """Names of the component that denoises, unless the recipe names another."""
 
-
 _STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"} | {name: name for name in ("bfloat16", "float16")}
 
 
