@@ -6,7 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -31,6 +31,10 @@ class TrtconvertError(Exception):
             f"  {label}: {text}" for label, text in (("expected", expected), ("got", got), ("remedy", remedy)) if text
         ]
         super().__init__("\n".join(lines))
+
+    def about(self, what: str) -> Self:
+        """Return the same error with its subject before the problem."""
+        return type(self)(f"{what}: {self.problem}", expected=self.expected, got=self.got, remedy=self.remedy)
 
 
 class UserError(TrtconvertError):
@@ -61,6 +65,24 @@ def did_you_mean(got: str, valid: Iterable[str], otherwise: str) -> str:
     """Returns a remedy for an invalid name: the nearest valid name, or `otherwise` if none is near."""
     near = difflib.get_close_matches(got, list(valid), n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else otherwise
+
+
+def unknown_name(problem: str, got: str, valid: Iterable[str], otherwise: str, none: str = "none") -> UserError:
+    """Return the error for a name that is not among the valid ones.
+
+    Args:
+        otherwise: the remedy if no valid name is near.
+        none: what to expect where no name is valid.
+    """
+    names = list(valid)
+    return UserError(problem, expected=", ".join(names) or none, got=got, remedy=did_you_mean(got, names, otherwise))
+
+
+def unfit_option(
+    option: str, expected: str, got: object, remedy: str = "correct it in the recipe, or leave it out"
+) -> UserError:
+    """Return the error for a value of `model.options`."""
+    return UserError(f"model.options.{option} does not fit", expected=expected, got=repr(got), remedy=remedy)
 
 
 def several(names: Sequence[str], most: int) -> str:

@@ -33,7 +33,7 @@ from trtconvert.evaluate.verify import psnr
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.loading import load_pipeline
 from trtconvert.recipe import EngineSection, load_recipe
-from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder
+from trtconvert.runtime.diffusers import DiffusersComponent
 from trtconvert.runtime.pipeline import make_pipeline
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import shape_of
@@ -84,8 +84,8 @@ def test_components_do_what_the_models_do(converted):
     expected = draw(pipe, converted.name)
     assert set(converted.halves) == {"decode", "encode"} and len(converted.text) == len(converted.errors) - 2
     for name, (component, record) in converted.text.items():
-        setattr(pipe, name, DiffusersTextEncoder(component, record, **FP32_ON_CPU))
-    pipe.vae = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+        setattr(pipe, name, DiffusersComponent({"forward": (component, record)}, **FP32_ON_CPU))
+    pipe.vae = DiffusersComponent(converted.halves, **FP32_ON_CPU)
     assert psnr(draw(pipe, converted.name), expected).min() >= SAME_IMAGES_PSNR
     assert max(converted.errors.values()) <= SAME_ARITHMETIC
     assert expected.std() > 0.05  # images with something on them
@@ -96,14 +96,14 @@ def text_in_place(converted: Converted) -> Any:
     pipe = load_pipeline(converted.pipeline)
     pipe.set_progress_bar_config(disable=True)
     for name, (component, record) in converted.text.items():
-        setattr(pipe, name, DiffusersTextEncoder(component, record, **FP32_ON_CPU))
+        setattr(pipe, name, DiffusersComponent({"forward": (component, record)}, **FP32_ON_CPU))
     return pipe
 
 
 def test_a_pipeline_that_offloads_its_models_leaves_converted_ones_where_they_are(converted):
     """accelerate reads the device off a model's first parameter; `to`, and functions that save weights, find no parameter."""
     pipe = text_in_place(converted)
-    pipe.vae = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+    pipe.vae = DiffusersComponent(converted.halves, **FP32_ON_CPU)
     expected = draw(pipe, converted.name)
     pipe.enable_model_cpu_offload(device="cpu")
     # Not to the bit: offloading copies weights to other addresses, and the rounding of a product depends on their alignment.
@@ -142,7 +142,7 @@ def test_a_result_with_nothing_in_it_has_a_shape():
 
 
 def test_the_encoder_gives_the_models_latents(converted):
-    ours = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+    ours = DiffusersComponent(converted.halves, **FP32_ON_CPU)
     (spec,) = converted.halves["encode"][1].inputs
     images = torch.rand(shape_of(spec.shape, {"batch": 2}), generator=torch.Generator().manual_seed(5)) * 2 - 1
     with torch.no_grad():
@@ -183,7 +183,9 @@ def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
     made = component_records(tmp_path, load_recipe(tmp_path / "recipe.yaml"))
     ((stage, record),) = made.values()
     assert {i.name: i.dtype for i in record.inputs} == {"input_ids": "int64", "attention_mask": "int64"}
-    encoder = DiffusersTextEncoder(OnnxRuntimeComponent(stage.folder / record.onnx, record), record, **FP32_ON_CPU)
+    encoder = DiffusersComponent(
+        {"forward": (OnnxRuntimeComponent(stage.folder / record.onnx, record), record)}, **FP32_ON_CPU
+    )
     tokens = tokenize_with_truth_values(
         pipe.tokenizer, "a cat", padding="max_length", max_length=tiny_pipelines.TOKENS, return_tensors="pt"
     )
@@ -248,7 +250,7 @@ def test_statistics_that_a_pipeline_reads_off_its_vae_are_there(tmp_path):
         return pipe(prompt_embeds=text, **sizes, num_inference_steps=2, output_type="pt", generator=generator)[0]
 
     expected = drawn()
-    pipe.vae = DiffusersAutoencoder(halves_of(tmp_path, **sizes, tokens=8, batch=1), **FP32_ON_CPU)
+    pipe.vae = DiffusersComponent(halves_of(tmp_path, **sizes, tokens=8, batch=1), **FP32_ON_CPU)
     assert torch.equal(pipe.vae.bn.running_mean, vae.bn.running_mean)
     assert psnr(drawn(), expected).min() >= SAME_IMAGES_PSNR and expected.std() > 0.05
 
@@ -273,7 +275,7 @@ def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):
         return pipe("a bird", **sizes, **call, generator=torch.Generator().manual_seed(3))[0]
 
     expected = drawn()
-    pipe.vae = DiffusersAutoencoder(halves_of(tmp_path, **sizes, frames=20, batch=1), **FP32_ON_CPU)
+    pipe.vae = DiffusersComponent(halves_of(tmp_path, **sizes, frames=20, batch=1), **FP32_ON_CPU)
     assert psnr(drawn(), expected).min() >= SAME_IMAGES_PSNR and expected.std() > 0.05
 
 
@@ -283,7 +285,7 @@ def test_the_vae_of_a_denoiser_for_one_image_is_converted(tmp_path):
     tiny_pipelines.qwen_image().save_pretrained(tmp_path)
     halves = halves_of(tmp_path, height=32, width=32, tokens=8, batch=1)
     assert all(record.dims == {"batch": (1, 1, 1)} for _, record in halves.values())
-    vae, ours = load_pipeline(tmp_path).vae, DiffusersAutoencoder(halves, **FP32_ON_CPU)
+    vae, ours = load_pipeline(tmp_path).vae, DiffusersComponent(halves, **FP32_ON_CPU)
     latents = torch.randn(1, 4, 1, 4, 4, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = vae.decode(latents).sample
