@@ -84,7 +84,7 @@ from trtconvert.engine.logs import make_log
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.export import storage
-from trtconvert.export.lowering import has_group_norms
+from trtconvert.export.lowering.group_norms import has_group_norms
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.passes.concats import promote_concats
 from trtconvert.export.passes.scatters import leave_out_default_reductions

@@ -27,7 +27,8 @@ from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import TIMESTEP_MAX, AttentionCase, one_node_model
 from trtconvert.engine.engine_timer import EngineRunner
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import append_input, attention_nodes
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS
 from trtconvert.progress import Reporter

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import REPOSITORY
 
 from trtconvert.errors import UserError
-from trtconvert.evaluate.emoji import category_accuracy, emoji_data, held_out_emoji, load_emoji_classifier
+from trtconvert.evaluate.emoji import held_out_emoji, load_emoji_classifier
 from trtconvert.evaluate.features import load_extractor
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.models.emoji import draw_emoji, emoji_model, label_of_seed
 from trtconvert.models.emoji_dit import CATEGORIES, CLASSES, NULL_LABEL, EmojiDiT
 from trtconvert.shipped import shipped_folder
+
+sys.path.append(str(REPOSITORY / "recipes"))
+
+from emoji_data import category_accuracy, emoji_data
 
 WEIGHTS = shipped_folder() / "emoji-dit.safetensors"
 

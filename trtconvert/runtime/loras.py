@@ -130,7 +130,7 @@ class BuiltWeights:
             self._open(storage.load(onnx), unquantised_file(onnx), constants)
 
     def _open(self, model: ir.Model, unquantised: Path, constants: Mapping[str, tuple[str, str]]) -> None:
-        from trtconvert.export.lowering import expand_layers
+        from trtconvert.export.lowering.layers import expand_layers
 
         self.layers = Int8Layers(model, unquantised, constants) if unquantised.is_file() else None
         # Weights that other nodes than INT8 layers read are initialisers already.

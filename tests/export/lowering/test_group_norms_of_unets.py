@@ -18,8 +18,9 @@ from torch import Tensor
 from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, fuse_group_norms, has_group_norms
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import has_own_nodes

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_function, lower_to_plugin
+from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.linear_layers import LINEAR, fuse_linear_layers
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, fuse_residual_norms
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_linear_kernel
