@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import functools
+import gc
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,13 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from trtconvert.files import locked
 from trtconvert.models.digits import digits_model
+
+# Imports and exports make millions of objects that stay: Python would search them for garbage again and again.
+gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
