@@ -21,10 +21,6 @@ from trtconvert.models.digits import digits_model
 gc.set_threshold(100_000, 20, 20)
 
 
-def pytest_collection_finish():
-    gc.freeze()
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
     cases = Counter()

@@ -292,6 +292,5 @@ def test_a_pipeline_with_text_encoders_is_built_as_without(moves, tmp_path, monk
         built("whole")
     assert not moves.count
     monkeypatch.setattr(stage_builds, "placed", lambda model, _, notice: in_host_memory(model))
-    denoiser = built("offloaded").manifest.components["denoiser"]
+    built("offloaded")
     assert moves.count and found[0] == found[1]
-    assert any(part.in_int8 for part in (*denoiser.sites, *denoiser.layers))
