@@ -173,8 +173,11 @@ class PipelineComponents:
         if DECODER not in self.names or not asked:
             return ()
         notices: dict[str, None] = {}
-        for index in (1, 0, 2):
-            wanted = {name: size[index] for name, size in self.ranges.items()} | {"batch": self.ranges["batch"][1]}
+        opt, low, high = (
+            {name: size[index] for name, size in self.ranges.items()} | {"batch": self.ranges["batch"][1]}
+            for index in (1, 0, 2)
+        )
+        for wanted in [opt] if opt == low == high else [opt, low, high]:
             image = next(iter(self._decoded_shapes(wanted).values()))
             sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
             if image.dim() == 5:

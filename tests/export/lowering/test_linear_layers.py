@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,12 @@ PROFILES = [{"batch": 2048}]
 
 
 def blocks(module: nn.Module | None = None, width: int = 64, dtype: torch.dtype = torch.float16) -> ir.Model:
-    return traced_blocks(module or tiny_models.GatedBlocks(width=width), width, dtype)
+    return gated_blocks(width, dtype).clone() if module is None else traced_blocks(module, width, dtype)
+
+
+@functools.cache
+def gated_blocks(width: int, dtype: torch.dtype) -> ir.Model:
+    return traced_blocks(tiny_models.GatedBlocks(width=width), width, dtype)
 
 
 def taken(model: ir.Model) -> list[ir.Node]:
