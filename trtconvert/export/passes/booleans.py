@@ -18,10 +18,12 @@ def choose_by_logic(model: ir.Model) -> int:
         if node.op_type != "Where" or node.domain or node.outputs[0].dtype != ir.DataType.BOOL:
             continue
         condition, chosen, other = node.inputs
-        new, result = NewNodes(), node.outputs[0]
-        first = new.add("And", [condition, chosen], result)
-        second = new.add("And", [new.add("Not", [condition], result), other], result)
-        new.add("Or", [first, second], result)
+        new = NewNodes()
+        first = new.op("And", [condition, chosen])
+        second = new.op("And", [new.op("Not", [condition]), other])
+        new.op("Or", [first, second])
+        for made in new.nodes:  # without shapes: operands are broadcast
+            made.outputs[0].type = ir.TensorType(ir.DataType.BOOL)
         replace_nodes([node], new.nodes)
         count += 1
     return count
