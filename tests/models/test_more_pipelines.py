@@ -136,7 +136,7 @@ def test_classes_are_drawn_by_the_seed_or_taken_from_the_recipe_by_turns(tmp_pat
     chosen.sample(denoiser, [3, 4, 5], steps=2, solver="ddim")
     assert taken[0] == [207, 360, 387]
     for unfit in ([1000], [-1], "cat", []):
-        with pytest.raises(UserError, match=r"(?s)class_labels are no classes.*from 0 to 999.*remedy: .*leave it out"):
+        with pytest.raises(UserError, match=r"(?s)class_labels does not fit.*from 0 to 999.*remedy: .*leave it out"):
             model_of(tmp_path, "dit", call={"class_labels": unfit})
 
 
