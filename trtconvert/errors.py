@@ -33,7 +33,7 @@ class TrtconvertError(Exception):
         super().__init__("\n".join(lines))
 
     def about(self, what: str) -> Self:
-        """Return the same error with its subject before the problem."""
+        """Returns the same error with its subject before the problem."""
         return type(self)(f"{what}: {self.problem}", expected=self.expected, got=self.got, remedy=self.remedy)
 
 
@@ -68,7 +68,7 @@ def did_you_mean(got: str, valid: Iterable[str], otherwise: str) -> str:
 
 
 def unknown_name(problem: str, got: str, valid: Iterable[str], otherwise: str, none: str = "none") -> UserError:
-    """Return the error for a name that is not among the valid ones.
+    """Returns the error for a name that is not among the valid ones.
 
     Args:
         otherwise: the remedy if no valid name is near.
@@ -81,7 +81,7 @@ def unknown_name(problem: str, got: str, valid: Iterable[str], otherwise: str, n
 def unfit_option(
     option: str, expected: str, got: object, remedy: str = "correct it in the recipe, or leave it out"
 ) -> UserError:
-    """Return the error for a value of `model.options`."""
+    """Returns the error for a value of `model.options`."""
     return UserError(f"model.options.{option} does not fit", expected=expected, got=repr(got), remedy=remedy)
 
 

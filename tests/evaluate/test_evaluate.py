@@ -22,10 +22,10 @@ from trtconvert.calib.distributed import ALONE
 from trtconvert.errors import UserError
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.evaluate.records import Request, read_evaluation
+from trtconvert.evaluate.records import Evaluation, Request, SetQuality, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
-from trtconvert.evaluate.table import watch_line
+from trtconvert.evaluate.table import Row, rows, watch_line
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.files import PARTIAL
 from trtconvert.models.denoiser import DenoiserInType
@@ -482,3 +482,11 @@ def test_auto_takes_the_gpu_where_the_model_fits_and_says_so(digits_build, tmp_p
             evaluation.evaluate(digits_build.bundle, request, tmp_path, ALONE, Reporter(console))
     assert taken == [("auto", "auto", WEIGHTS, "float32"), ("cuda", "on", WEIGHTS, "float32")]
     assert "computes on the cuda: NVIDIA H100, in float32" in console.export_text()
+
+
+def test_a_figure_that_int8_samples_lack_has_no_row():
+    known, lacking = (SetQuality(nonfinite=0, fid=2.0, recall=recall) for recall in (0.5, None))
+    evaluation = Evaluation.model_construct(int8=lacking, full=known, other=known)
+    assert rows(evaluation) == [Row("FID ↓", "2.000", "2.000", "2.000", "+0.000", "0.000", True)]
+    alone = Evaluation.model_construct(int8=known, full=None, other=None)
+    assert rows(alone) == [Row("FID ↓", "2.000"), Row("recall ↑", "0.5000")]

@@ -171,6 +171,10 @@ def not_finite(state: dict[str, Tensor]) -> None:
     state["norm_out.weight"] = state["norm_out.weight"].clone().fill_(torch.nan)
 
 
+def of_integers(state: dict[str, Tensor]) -> None:
+    state["conv_out.bias"] = state["conv_out.bias"].to(torch.int32)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -178,6 +182,7 @@ def not_finite(state: dict[str, Tensor]) -> None:
         (further, "1 more, class_embedding.weight"),
         (of_another_shape, r"\[6, 32, 3, 3\]"),
         (not_finite, "32 of 32 are NaN or Inf"),
+        (of_integers, "torch.int32"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, spoil: Callable[[dict[str, Tensor]], None], said: str):

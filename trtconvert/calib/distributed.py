@@ -204,9 +204,8 @@ class Crew:
             if self.ranks.store is not None:
                 with suppress(RuntimeError):
                     self.ranks.store.set(_FAILED, str(code))
-            if (
-                not self._sharing
-            ):  # inside a shared task the others wait for no message: their next exchange raises RankLost
+            # Inside a shared task the others wait for no message: their next exchange raises RankLost.
+            if not self._sharing:
                 with suppress(RankLost):
                     self.ranks.broadcast(_Failed(code))
             raise

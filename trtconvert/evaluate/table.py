@@ -45,14 +45,15 @@ def rows(evaluation: Evaluation) -> list[Row]:
     found: list[Row] = []
     for field, name, form in FIGURES:
         sets = evaluation.int8, evaluation.full, evaluation.other
-        figures: list[float] = [x for quality in sets if (x := getattr(quality, field, None)) is not None]
-        shown = [format(figure, form) for figure in figures]
-        if len(figures) == len(sets):
-            got, same, apart = figures
-            shown += [format(got - same, f"+z{form}"), format(abs(same - apart), form)]  # z: no minus before zero
-            found.append(Row(name, *shown, within=abs(got - same) <= abs(same - apart)))
-        elif figures:
-            found.append(Row(name, shown[0]))
+        got, same, apart = (getattr(quality, field, None) for quality in sets)
+        if got is None:
+            continue
+        if same is None or apart is None:
+            found.append(Row(name, format(got, form)))
+            continue
+        shown = [format(figure, form) for figure in (got, same, apart)]
+        shown += [format(got - same, f"+z{form}"), format(abs(same - apart), form)]  # z: no minus before zero
+        found.append(Row(name, *shown, within=abs(got - same) <= abs(same - apart)))
     return found
 
 

@@ -26,11 +26,11 @@ def load_weights(module: nn.Module, path: Path) -> None:
     Raises:
         UserError: the file is missing or damaged, its names, shapes or types are not the module's, or a weight is NaN or Inf.
     """
-    loaded, wanted = read_tensors([path]), module.state_dict()
-    for name in loaded.keys() & wanted.keys():
-        if loaded[name].dtype != wanted[name].dtype:
-            raise _unfit(path, module, f"{name} in {wanted[name].dtype}", str(loaded[name].dtype))
+    loaded = read_tensors([path])
     require_fitting(module, loaded, path)
+    for name, wanted in module.state_dict().items():
+        if loaded[name].dtype != wanted.dtype:
+            raise _unfit(path, module, f"{name} in {wanted.dtype}", str(loaded[name].dtype))
     module.load_state_dict(loaded)
 
 
@@ -39,7 +39,7 @@ def require_fitting(module: nn.Module, weights: Mapping[str, Tensor], path: Path
     Args:
         path: of the weights.
     Raises:
-        UserError: names or shapes are not the module's, or a weight is NaN or Inf.
+        UserError: names or shapes are not the module's, or a weight is no floating-point number, NaN or Inf.
     """
     wanted = module.state_dict()
     if missing := sorted(wanted.keys() - weights.keys()):
@@ -49,8 +49,9 @@ def require_fitting(module: nn.Module, weights: Mapping[str, Tensor], path: Path
         got = f"{len(unknown)} more, {unknown[0]} the first of them"
         raise _unfit(path, module, f"only the {len(wanted)} weights of the model", got)
     for name, x in weights.items():
-        if x.shape != wanted[name].shape:
-            raise _unfit(path, module, f"{name} of shape {list(wanted[name].shape)}", str(list(x.shape)))
+        if x.shape != wanted[name].shape or not x.is_floating_point():
+            expected = f"{name} of shape {list(wanted[name].shape)}, floating-point numbers"
+            raise _unfit(path, module, expected, f"{list(x.shape)} in {x.dtype}")
         remedy = "get the file again, or take an earlier one of the training"
         require_finite(f"the weight {name} in {path} is damaged", x, remedy)
 

@@ -70,10 +70,11 @@ def find_widths(
 
 @contextmanager
 def inputs_seen(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Inside the block, calls `see` with the name and the input of each layer that is called."""
+    """Inside the block, calls `see` with the name and the input of each layer that is called with a positional argument."""
 
     def hook(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        see(name, args[0])
+        if args:
+            see(name, args[0])
 
     handles = [module.register_forward_pre_hook(partial(hook, name)) for name, module in layers.items()]
     try:

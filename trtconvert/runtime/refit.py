@@ -181,16 +181,18 @@ def _set(
     except torch.OutOfMemoryError:
         value = value.to("cpu", dtype).contiguous()
     if not _given(trt, refitter, target, prototype.dtype, value):
-        expected = f"{prototype.size} elements of {prototype.dtype}"
-        raise unfit_weight(
-            name, expected, f"{list(value.shape)} {value.dtype}", "TensorRT does not take the new weight"
+        raise UserError(
+            f"TensorRT does not take the new weight '{name}'",
+            expected=f"{prototype.size} elements of {prototype.dtype}",
+            got=f"{list(value.shape)} {value.dtype}",
+            remedy="pass the state dict of the converted module",
         )
     return value
 
 
-def unfit_weight(name: str, expected: str, got: str, problem: str = "") -> UserError:
+def unfit_weight(name: str, expected: str, got: str) -> UserError:
     return UserError(
-        f"{problem} '{name}'" if problem else f"the new weight '{name}' does not fit",
+        f"the new weight '{name}' does not fit",
         expected=expected,
         got=got,
         remedy="pass the state dict of the converted module, or correct the weight",

@@ -1,4 +1,4 @@
-// Results in 16 bits, in boxes in shared memory, from which the copy engine writes them.
+// Stores 16-bit results as boxes in shared memory; the copy engine writes the boxes to global memory.
 #pragma once
 
 #include "common/activation.cuh"

@@ -47,12 +47,11 @@ def timesteps_kept(model: ir.Model) -> Iterator[None]:
     """
     outputs, nodes = model.graph.outputs, layer_nodes(model).values()
     timesteps = dict.fromkeys(x for node in nodes if (x := inputs_of(node).get(TIMESTEP)) is not None and x.producer())
-    count = len(outputs)
-    outputs.extend(x for x in timesteps if x not in outputs)
+    count, added = len(outputs), [x for x in timesteps if x not in outputs]
+    outputs.extend(added)
     yield
-    if len(outputs) > count:
-        del outputs[count:]
-        cleaned(model, 1)
+    del outputs[count:]
+    cleaned(model, len(added))
 
 
 def expand_layers(
@@ -233,15 +232,16 @@ def _multiply(
         assert kernel.shape is not None
         attributes = {name: node.attributes[name].as_ints() for name in ("strides", "pads")}
         attributes["kernel_shape"] = kernel.shape.numpy()[2:]
-        new.add("Conv", [x, kernel, *operands], result, attributes=attributes)
+        product = new.add("Conv", [x, kernel, *operands], result, attributes=attributes)
     elif x.shape is not None and len(x.shape) == 2 and operands:
-        new.add("Gemm", [x, weight(), *operands], result, attributes={"transB": 1})
+        product = new.add("Gemm", [x, weight(), *operands], result, attributes={"transB": 1})
     else:
         product = new.add("MatMul", [x, turned()], result)
         if operands:
             new.add("Add", [product, *operands], result)
-            return new.nodes[-2]
-    return new.nodes[-1]
+    node_of_product = product.producer()
+    assert node_of_product is not None
+    return node_of_product
 
 
 def exact_names(node: ir.Node, name: str) -> tuple[str, str]:
