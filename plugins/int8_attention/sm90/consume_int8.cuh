@@ -291,15 +291,16 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         previous_done();
         weights<true>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
       } else if (__builtin_expect(scales.scaled_v != 0, 0)) {
-        // Few tiles have token scales: the scales stay in global memory.
+        // Few tiles have token scales: the scales stay in global memory. The previous sums are promoted first, for their registers.
         const TileScales& of_tokens = p.tile_scales[scales.scaled_v - 1];
+        previous_done();
+        if constexpr (S::kPromoteBetween) promote(0, 0, kChunk / 2);
         float x[64], top[2];
 #pragma unroll
         for (int i = 0; i < 64; ++i) x[i] = float(s[i]);
         add_token_scales(x, top, state.c, 0.f, of_tokens, quad, partial ? mine.last_columns : kKeyTile);
-        previous_done();
         take_shift(top, {0.f, 0.f});
-        weights<true>([&](int i) { return x[i]; }, state.c, shift, of_tokens, quad, probability, sum, meanwhile);
+        weights<true>([&](int i) { return x[i]; }, state.c, shift, of_tokens, quad, probability, sum, [](int) {});
       } else {
         if (__builtin_expect(partial, 0)) hide_columns(s, mine.last_columns);
         float peak[2];
