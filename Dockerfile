@@ -1,7 +1,7 @@
 # trtconvert in containers; docs/installation.md says how to use them.
 #   build    converts on a CPU: calibrates, plans, exports, builds engines for TensorRT-RTX, evaluates
 #   runtime  compiles and runs bundles on an NVIDIA GPU, and serves them; the default
-# Both install one wheel. It is compiled here, or is that of `make wheel` with --build-context wheel=out/dist.
+# Both install one wheel: compiled here, or the wheel of `make wheel` with --build-context wheel=out/dist.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS compile
@@ -44,7 +44,7 @@ FROM installed AS runtime
 RUN for wheel in /wheel/*.whl; do \
         python -m pip install --no-cache-dir --constraint /wheel/constraints.txt "${wheel}[tensorrt,diffusers,serve]"; \
     done
-# What the NVIDIA container toolkit brings in: the driver's libraries for CUDA, and nvidia-smi.
+# The NVIDIA container toolkit adds the driver's libraries for CUDA, and nvidia-smi.
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000

@@ -20,12 +20,12 @@ $(STAMP): $(COMPILED)
 demo: $(STAMP)
 	$(BIN)/trtconvert build recipes/digits-dit.yaml -o out/digits-dit
 
-# Tests keep one core busy; a file's stay together, as they share what they build. Where there is a GPU they want it alone.
+# A test keeps one core busy. Tests of one file run in one process, because they share builds. With a GPU all tests run in one process.
 PARALLEL := $(if $(shell command -v nvidia-smi),,-n auto --maxprocesses=4 --dist=loadfile)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
-# On a machine with a GPU: the tests that need one. Writes the run to tests/gpu/record.json. The record joins both parts.
+# The tests that need a GPU. Each part writes its run to tests/gpu/record.json, which joins both parts.
 test-gpu: test-gpu-shared test-gpu-alone
 
 RECORDED := PYTHONPATH=tools $(BIN)/python -m pytest -p gpu_record -m 'gpu and not soak'
@@ -36,23 +36,22 @@ test-gpu-shared: $(STAMP)
 test-gpu-alone: $(STAMP)
 	$(RECORDED) --part alone tests/gpu/runtime
 
-# Which sources changed since the tests ran on a GPU.
+# Prints the sources that changed since the tests ran on a GPU.
 gpu-record: $(STAMP)
 	$(BIN)/python tools/gpu_record.py
 
-# What is slow and seldom breaks, and thousands of damaged recipes, bundles, manifests, calibrations and plans, where `make test` takes
-# some hundreds.
+# Slow tests that seldom fail, and thousands of damaged recipes, bundles, manifests, calibrations and plans; `make test` has hundreds.
 soak: $(STAMP)
 	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest tests/robustness
 	$(BIN)/python -m pytest -m soak
 
-# On a machine with a GPU: a loaded engine of the shipped model, of BUNDLE=… or one that is built for it, under threads for ten minutes, or
-# SECONDS=…, and other hardships. Prints counts as JSON.
+# Loads an engine on a GPU and calls it from many threads, streams and processes for ten minutes (SECONDS=…). BUNDLE=… names a bundle of
+# the digits model with an engine of this GPU; without BUNDLE the target builds one. Prints counts as JSON.
 soak-gpu: $(STAMP)
 	$(BIN)/python tests/gpu/runtime/soak.py --seconds $(or $(SECONDS),600) $(BUNDLE)
 
-# Random arguments to every C API and every plugin, ROUNDS=… of them, under AddressSanitizer and UBSan. Compiles the library's host code for
-# that into out/sanitize: 5 minutes of processor time.
+# ROUNDS=… random arguments to every C API and every plugin, under AddressSanitizer and UBSan. Compiles the library's host code for the
+# sanitizers into out/sanitize: 5 minutes of processor time.
 SANITIZED := out/sanitize/.built
 sanitize: $(SANITIZED)
 	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest -s tests/robustness/test_sanitized.py
@@ -76,12 +75,12 @@ docs: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python tools/make_dist.py
 
-# Both installed into fresh environments, where they convert the demo. QUICK=1 takes the dependencies and the library
-# of this one, and fewer samples.
+# Installs both packages into new environments, and converts the demo there. QUICK=1 takes the dependencies and the library of this
+# environment, and fewer samples.
 check-wheel: $(STAMP)
 	$(BIN)/python tools/check_dist.py $(if $(QUICK),--quick)
 
-# Prints the figures of the README with the machine and the date. bench/attention.py needs a GPU and runs on its own.
+# Measures the demo's build on this machine. The other scripts of bench/ run by themselves, most of them on a GPU.
 bench: $(STAMP)
 	$(BIN)/python bench/build.py
 

@@ -135,7 +135,7 @@ SD3_MEDIUM = {
 
 
 def wan(frames: int) -> Architecture:
-    """A video of 480 × 832: latents are 8 times smaller, and 4 times fewer frames after the first."""
+    """Returns a video of 480 × 832: latents are 8 times smaller, and 4 times fewer frames after the first."""
     latent_frames = (frames - 1) // 4 + 1
     tokens = latent_frames * 30 * 52
     return Architecture(
@@ -178,7 +178,7 @@ ARCHITECTURES = {
 
 
 def describe(name: str, device: str) -> DiffusionModel:
-    """The denoiser of an architecture, in FP32 on a device.
+    """Returns the denoiser of an architecture, in FP32 on a device.
 
     Weights are random and pass signals on: the zeros of the classes' initialisation would hide attention.
     """

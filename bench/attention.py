@@ -94,7 +94,7 @@ def sdpa(backend: SDPBackend) -> Attention:
 
 
 def peers() -> dict[str, Attention]:
-    """The installed peers, by name."""
+    """Returns the installed peers, by name."""
     found = {"cuDNN FP16": sdpa(SDPBackend.CUDNN_ATTENTION), "FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION)}
     with contextlib.suppress(ImportError):
         found["SageAttention"] = importlib.import_module("sageattention").sageattn
@@ -109,7 +109,7 @@ def peers() -> dict[str, Attention]:
 
 
 def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
-    """FlashAttention-3 (`fa3-fwd`) in BF16, and in FP8 with a scale for each head, with quantisation inside the time and before.
+    """Returns FlashAttention-3 (`fa3-fwd`) in BF16, and in FP8 with a scale for each head, quantised inside the time or before.
     Inputs are converted to BF16 before the time."""
     quantise = torch.compile(_to_fp8, dynamic=False)
     in_bf16, quantised = once(lambda *qkv: [x.bfloat16() for x in qkv]), once(quantise)
@@ -129,7 +129,7 @@ def flash3(attend: Callable[..., Any]) -> dict[str, Attention]:
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Prepare inputs before the time, at the first call with them."""
+    """Returns a function that prepares inputs outside of the timing, at their first use."""
     made: dict[int, Any] = {}
 
     def known(*qkv: Tensor) -> Any:
@@ -142,7 +142,7 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cudnn_fp8(cudnn: Any) -> dict[str, Attention]:
-    """cuDNN in FP8 (`nvidia-cudnn-frontend`) with a scale for each tensor, with quantisation inside the time and before.
+    """Returns cuDNN in FP8 (`nvidia-cudnn-frontend`) with a scale for each tensor, with quantisation inside the time or before.
 
     On Hopper the output is FP8 too, and needs a scale. The scale is that of the first call's largest element, found before the
     time, like the scale of the previous step in training frameworks. The time includes the conversion of the output to FP16.
@@ -244,7 +244,7 @@ def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
 
 
 def time_calls(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Microseconds of each."""
+    """Returns the microseconds of each call."""
     for i in range(WARM_UP):
         calls[i % len(calls)]()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
@@ -259,7 +259,7 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def median_and_spread(times: list[float]) -> tuple[float, float]:
-    """Median, and half the interquartile distance."""
+    """Returns the median, and half the interquartile distance."""
     low, middle, high = statistics.quantiles(times, n=4)
     return middle, (high - low) / 2
 
@@ -290,7 +290,7 @@ def joules_per_call(call: Callable[[], object], seconds: float) -> float | None:
 
 
 def loop(call: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Return the seconds of the loop and the number of calls. The queue is never empty: short kernels would wait for the host."""
+    """Returns the seconds of the loop and the number of calls. The queue is never empty: no kernel waits for the host."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event() for _ in range(2)]
     calls, start = 0, time.perf_counter()
@@ -330,7 +330,7 @@ def inputs_of(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def candidates(shape: Shape) -> list[Candidate]:
-    """The kernels that take this shape, each called once."""
+    """Returns the kernels that take this shape, each called once."""
     sets = [inputs_of(shape) for _ in range(ROTATION)]
     expected = exact(*sets[0]) if shape.queries <= LARGEST_EXACT else None
     by_name = {name: [attend] * ROTATION for name, attend in peers().items()}
@@ -363,7 +363,7 @@ def measure(shape: Shape) -> list[Figure]:
 
 
 def with_energy(figures: list[Figure], seconds: float) -> list[Figure]:
-    """Figures of one shape, with each kernel looped for this many seconds."""
+    """Returns the figures of one shape, with each kernel looped for this many seconds."""
     calls = {c.name: c.calls[0] for c in candidates(figures[0].shape)}
     return [replace(f, joules=joules_per_call(calls[f.name], seconds)) for f in figures]
 

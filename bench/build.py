@@ -5,11 +5,11 @@
                           [--engine FIELD=VALUE …] [--alone] [--exact [only]]
 
 With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
-the seconds of every stage, the most memory of the host and of the GPU, and what was found. `--engine attention=plugin
-layers=native` has one engine of the denoiser built, where `auto` builds and times several. `--alone` leaves text encoders out,
+the seconds of every stage, the most memory of the host and of the GPU, and figures of the manifest. `--engine attention=plugin
+layers=native` builds one engine of the denoiser, where `auto` builds and times several. `--alone` leaves text encoders out,
 and converts the denoiser alone. `--exact` also builds the denoiser without INT8 and without plugins, for `bench/whole.py`;
 `--exact only` builds nothing else. Gates are set so wide that random weights pass them: their figures are printed, not
-asserted. A pipeline that lies in the folder is taken, and so are the stages in its cache: a build that did not end goes on.
+asserted. The script reuses a pipeline in the folder, and the stages in its cache: a stopped build continues.
 
 Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
 Markdown table with the date and the machine; nothing is asserted.
@@ -40,7 +40,7 @@ RUNS = 3
 
 
 def run(arguments: list[str]) -> tuple[float, float]:
-    """Wall seconds and peak resident memory in GiB of one process."""
+    """Returns the wall seconds and the peak resident memory in GiB of one process."""
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "trtconvert.cli", *arguments], stdout=subprocess.DEVNULL, cwd=ROOT
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> tuple[float, float]:
 
 
 def measure(arguments: list[str], count: int) -> tuple[float, float, float]:
-    """Median seconds, their spread (largest less smallest), and largest memory of several runs."""
+    """Returns the median seconds, their spread (largest less smallest), and largest memory of several runs."""
     times, memory = zip(*(run(arguments) for _ in range(count)), strict=True)
     return statistics.median(times), max(times) - min(times), max(memory)
 
@@ -68,7 +68,7 @@ RECIPE: dict[str, Any] = {
     "verify": {"samples": 16, "steps": 20, "min_psnr": 0, "min_site_sqnr": -20, "max_prediction_error": None},
     "output": {"grid": 4},
 }
-"""What every model is built with."""
+"""Sections of every recipe."""
 
 EXACT: dict[str, Any] = {
     "attention": {"modes": "fp16"},
@@ -93,7 +93,7 @@ OF_MODEL: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def watched_gpu() -> Iterator[dict[str, float]]:
-    """The most device memory that is in use inside the block, in GiB, asked four times a second."""
+    """Yields the largest device memory in use inside the block, in GiB, sampled four times a second."""
     found, done = {"gpu_gib": 0.0}, threading.Event()
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={card}"]

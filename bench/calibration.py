@@ -37,7 +37,7 @@ GOAL = 0.30
 
 
 def seconds(run: Callable[[], object]) -> tuple[float, float]:
-    """Time on the clock, and processors' time."""
+    """Returns the time on the clock, and the time of the processors."""
     started, worked = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - started, time.process_time() - worked
@@ -99,7 +99,7 @@ def make_scales(statistic: str, shards: Shards, histograms: Histograms) -> None:
 
 
 def columns(taken: list[float], without: list[float]) -> list[str]:
-    """Median, spread, and the median share that is added to the run without observation just before."""
+    """Returns the median, the spread, and the median share that is added to the run without observation just before."""
     added = statistics.median(one / other - 1 for one, other in zip(taken, without, strict=True))
     return [f"{statistics.median(taken):.3f} s", f"{max(taken) - min(taken):.3f} s", f"{added:.1%}"]
 

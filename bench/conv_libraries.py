@@ -133,7 +133,7 @@ class Case:
 
 
 def calls_of(case: Case, libraries: Sequence[Library]) -> dict[str, Call]:
-    """What takes turns, by kind and number of the library."""
+    """Returns the calls that take turns, by kind and number of the library."""
     found: dict[str, Call] = {}
     for number, library in enumerate(libraries):
         for kind in ("norm", "conv", "both"):

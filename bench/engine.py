@@ -84,7 +84,7 @@ from trtconvert.engine.logs import make_log
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import TrtconvertError, first_line
 from trtconvert.export import storage
-from trtconvert.export.lowering import has_group_norms
+from trtconvert.export.lowering.group_norms import has_group_norms
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.passes.concats import promote_concats
 from trtconvert.export.passes.scatters import leave_out_default_reductions
@@ -98,7 +98,7 @@ from trtconvert.recipe import EngineSection, LayersSection
 ROUNDS, REPEATS = 3, 30
 WARM_UP_SECONDS = 0.5
 STEPS = 50
-"""Of an image."""
+"""Denoising steps of an image."""
 TIMESTEPS = {Mode.PRECISION: 125.0, Mode.BALANCED: 375.0, Mode.AGGRESSIVE: 625.0, Mode.FP8: 875.0}
 """A timestep in the bin of each mode. Flux computes with thousandths of timesteps; FP16 holds the thousandths exactly."""
 MODES = tuple(TIMESTEPS)
@@ -116,7 +116,7 @@ LAYER_PEERS: dict[str, tuple[str, bool, Literal["auto", "native", "plugin"]]] = 
     "layers-qdq": (f"{PLUGIN}, INT8 layers by Q/DQ alone", False, "native"),
     "native-layers": (f"{NATIVE}, INT8 layers by Q/DQ", True, "native"),
 }
-"""What each is called, whether attention is TensorRT's own, and how layers are computed."""
+"""By peer: the name in tables, whether attention is TensorRT's own, and how layers are computed."""
 TORCHAO_PEERS = {
     "torchao-fp8": ("torch.compile, torchao FP8", "Float8DynamicActivationFloat8WeightConfig", 1),
     "torchao-int8": ("torch.compile, torchao INT8", "Int8DynamicActivationInt8WeightConfig", 17),
@@ -148,7 +148,7 @@ def export(
     dtype: torch.dtype,
     scaling: str,
 ) -> None:
-    """Write the ONNX model in 16 bits, with scales that are calibrated or dynamic. The denoiser has to be on the CPU."""
+    """Writes the ONNX model in 16 bits, with scales that are calibrated or dynamic. The denoiser has to be on the CPU."""
     options = SiteOptions(TIMESTEP_MAX, scaling, True)
     exported = trace(model, tables, options, layers=layers, dims={}, dtype=dtype)
     unfinished = path.with_suffix(".partial")
@@ -157,7 +157,7 @@ def export(
 
 
 def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: int | None = None) -> None:
-    """Write the ONNX model of torch's exporter in 16 bits. The denoiser must be on the CPU.
+    """Writes the ONNX model of torch's exporter in 16 bits. The denoiser must be on the CPU.
 
     The function repairs three faults, because no parser accepts them: SDXL joins 16 bits and FP32 without a cast, PixArt squeezes
     a dimension that is not 1, and Wan's write into a tensor names the default reduction, which TensorRT 10.6 refuses.
@@ -185,7 +185,7 @@ def export_plain(model: DiffusionModel, path: Path, dtype: torch.dtype, opset: i
 
 
 def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a transformer, found as lists of modules of one class; none of a U-Net, because its lists are mixed."""
+    """Returns a transformer's blocks: the modules in lists of one class. A U-Net has none, because its lists are mixed."""
     (model,) = denoiser.children()
     lists = [part for part in model.children() if isinstance(part, torch.nn.ModuleList)]
     alike = [part for part in lists if len(part) > 1 and len({type(block) for block in part}) == 1]
@@ -193,7 +193,7 @@ def repeated_blocks(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _fits_torchao(module: torch.nn.Module, name: str) -> bool:
-    """Layers with channels that its kernels take."""
+    """Returns whether torchao's kernels take a layer's channels."""
     return isinstance(module, torch.nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
@@ -215,7 +215,7 @@ def warm_up(call: Call) -> None:
 
 
 def times_ms(call: Call) -> list[float]:
-    """CUDA-event times of calls; `call` gets a rotating index."""
+    """Returns the times of calls in milliseconds, by CUDA events; `call` gets a rotating index."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
     for i, (start, end) in enumerate(events):
         start.record()
@@ -231,7 +231,7 @@ def rotating(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
 
 
 def recorded(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
-    """Calls with some inputs, each in a CUDA graph; their outputs have the same places every time."""
+    """Returns calls with some inputs, each in a CUDA graph; the addresses of the outputs stay the same."""
     stream = torch.cuda.Stream()
     graphs, outputs = list[torch.cuda.CUDAGraph](), list[Tensor]()
     stream.wait_stream(torch.cuda.current_stream())
@@ -251,7 +251,7 @@ def recorded(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
 
 
 def image_s(call: Call) -> float:
-    """Seconds of the consecutive steps of one image, without a wait between steps."""
+    """Returns the seconds of the consecutive steps of one image, without a wait between steps."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for step in range(STEPS):
@@ -271,7 +271,7 @@ class Kernel:
 
 
 def kernels_of(call: Call) -> list[Kernel]:
-    """The kernels of a call in the order of their starts, by torch's profiler: medians of calls in a loop that is warm."""
+    """Returns the kernels of a call in the order of their starts, by torch's profiler: medians of calls in a warm loop."""
     for i in range(REPEATS):
         call(i)
     torch.cuda.synchronize()
@@ -404,7 +404,7 @@ class Attention:
 
 
 def attention_alone(model: str, exported: ir.Model, choice: Choice) -> list[Attention]:
-    """The sites of an exported model by their shapes, in the order of the graph."""
+    """Returns the sites of an exported model by their shapes, in the order of the graph."""
     times = {site.name: site for site in (*choice.native, *itertools.chain(*choice.plugin))}
     sites: dict[AttentionCase, list[str]] = {}
     for name, plan in site_plans(exported, [{}]).items():
@@ -416,7 +416,7 @@ def attention_alone(model: str, exported: ir.Model, choice: Choice) -> list[Atte
 
 
 def chosen_layers(found: Sequence[Layer], kinds: Collection[str]) -> list[Layer]:
-    """Those of some kinds that the default recipe takes, or would."""
+    """Returns the layers of some kinds that the default recipe converts, or would convert if `layers.kinds` named the kind."""
     section = LayersSection()
     return select_layers(found, ["*"], [], section.min_rows, kinds, few_rows=section.few_rows)[0]
 
@@ -433,8 +433,14 @@ class Bench:
         dtype: torch.dtype = torch.float16,
         scaling: str = "calibrated",
     ) -> None:
-        """Args: name: of the architecture; kernels: of profiles of engines, where wanted; with_convs: convolutions that our
-        kernel computes are INT8 layers too; dtype: FP16 or BF16; scaling: of queries and keys."""
+        """
+        Args:
+            name: name of the architecture.
+            kernels: folder for profiles of engines; None: no profiles.
+            with_convs: convolutions that our kernel computes are INT8 layers too.
+            dtype: FP16 or BF16.
+            scaling: of queries and keys.
+        """
         self._dtype, self._scaling, self._with_convs = dtype, scaling, with_convs
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
@@ -480,7 +486,7 @@ class Bench:
         self.inputs = [feed | {"timestep": feed["timestep"].float()} for feed in half]
 
     def calibrate_layers(self) -> None:
-        """Scales of the layers' inputs, from inputs of their own at the timestep of each mode. The denoiser is in FP32."""
+        """Finds scales of the layers' inputs, from calibration calls at the timestep of each mode. The denoiser is in FP32."""
         observer = LayerObserver(
             {layer.input_group for layer in self.layers}, TIMESTEP_MAX, len(MODES), rows=LAYER_ROWS
         )
@@ -514,7 +520,7 @@ class Bench:
             feed["timestep"].fill_(TIMESTEPS[mode])
 
     def _time(self, timed: Sequence[Timed]) -> None:
-        """Rows of functions that are timed in turns."""
+        """Times functions in turns, and adds a row for each."""
         steps, images = [[list[float]() for _ in timed] for _ in range(2)]
         for round_ in range(ROUNDS):
             for index, one in enumerate(timed):
@@ -557,10 +563,10 @@ class Bench:
         self._time([Timed(what, rotating(forward, self.inputs), MODES[0], memory, built)])
 
     def torchao(self, peer: str) -> Timed:
-        """The compiled denoiser with linear layers quantised by torchao; the original denoiser does not change.
+        """Returns the compiled denoiser with linear layers quantised by torchao; the original denoiser does not change.
 
-        Of one whose blocks are compiled the layers around them stay in 16 bits: torchao's INT8 product, if nothing compiles it,
-        reads its input on the host, which no CUDA graph takes.
+        If only blocks are compiled, the layers around them stay in 16 bits: torchao's INT8 product without compilation reads its
+        input on the host, which no CUDA graph supports.
         """
         from torchao import quantization
 
@@ -599,7 +605,7 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def calibrate_modelopt(self, peers: Collection[str]) -> None:
-        """Layers of Model Optimizer, kept on the CPU until their models are exported."""
+        """Makes the layers of Model Optimizer, and keeps them on the CPU until their models are exported."""
 
         def calls(denoiser: torch.nn.Module) -> None:
             for mode in MODES:
@@ -621,11 +627,11 @@ class Bench:
 
     @property
     def has_convs(self) -> bool:
-        """Whether convolutions are among the layers."""
+        """True if convolutions are among the layers."""
         return any(layer.kind == "conv" for layer in self.layers)
 
     def export(self, folder: Path, *, kinds: Collection[str]) -> Path:
-        """The folder of the ONNX model, with or without INT8 layers; written on the first call."""
+        """Returns the folder of the ONNX model, with or without INT8 layers; written on the first call."""
         of_kinds = {"": "", "linear": "-int8", "conv": "-convs", "conv-linear": "-int8-convs"}["-".join(sorted(kinds))]
         layers = {name: layer for name, layer in self.converted.items() if layer.layer.kind in kinds} if kinds else {}
         kind = f"{_NAMES[self._dtype]}{of_kinds}{'-dynamic' if self._scaling == 'dynamic' else ''}"
@@ -636,7 +642,7 @@ class Bench:
         return path
 
     def build_layers(self, path: Path, peers: Collection[str]) -> None:
-        """Engines with INT8 layers, between our attention or TensorRT's."""
+        """Builds engines with INT8 layers, between our attention or TensorRT's."""
         trt = tensorrt.load()
         exported = ir.load(path)
         sites, inputs = attention_nodes(exported), self._records()
@@ -652,7 +658,7 @@ class Bench:
             self._load(trt, what, plan, not native, building.seconds)
 
     def build_plain(self, folder: Path) -> None:
-        """The engine of a model of torch.onnx.export, if TensorRT takes the model."""
+        """Builds the engine of a model of torch.onnx.export, if TensorRT takes the model."""
         path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-plain.onnx"
         if not path.exists():
             with Phase(f"{self.model.name}: exported by torch alone"):
@@ -660,10 +666,10 @@ class Bench:
         self._build_as_it_is(path, PLAIN)
 
     def build_modelopt(self, folder: Path) -> None:
-        """Engines with Model Optimizer's layers, where TensorRT takes them."""
+        """Builds engines with Model Optimizer's layers, where TensorRT takes them."""
         for peer, layers in self._modelopt.items():
             what, _ = MODELOPT_PEERS[peer]
-            # Each run has its own: calibrations differ between runs.
+            # Each run exports its own model: calibrations differ between runs.
             path = folder / f"{self.model.name}-{_NAMES[self._dtype]}-{peer}.onnx"
             with Phase(f"{self.model.name}: exported, {what}, {len(layers)} layers"):
                 quantised = replace(self.model, denoiser=with_layers(self.model.denoiser, layers))
@@ -671,7 +677,7 @@ class Bench:
             self._build_as_it_is(path, what)
 
     def _build_as_it_is(self, path: Path, what: str) -> None:
-        """An engine of an unchanged ONNX model; None if TensorRT refuses the model."""
+        """Builds the engine of an unchanged ONNX model, unless TensorRT refuses the model."""
         trt, options = tensorrt.load(), EngineSection()
         try:
             with Phase(f"{self.model.name}: built, {what}") as building:
@@ -694,7 +700,7 @@ class Bench:
         ]
 
     def build_engines(self, path: Path, peers: Collection[str]) -> None:
-        """Engines of our export; if the plugin is among the peers, each shape of attention is also timed alone."""
+        """Builds engines of our export; if the plugin is among the peers, also times each shape of attention alone."""
         trt = tensorrt.load()
         exported = ir.load(path)
         sites = attention_nodes(exported)
@@ -741,7 +747,7 @@ class Bench:
         self._load(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, seconds)
 
     def _load(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
-        """An engine to be timed. One with the plugin is timed in each mode, by the timestep."""
+        """Loads an engine for timing. An engine with the plugin is timed in each mode, by the timestep."""
         torch.cuda.empty_cache()
         engine = Engine(trt, plan, self.inputs, self._dtype)
         for mode in MODES if with_plugin else MODES[:1]:
@@ -749,7 +755,7 @@ class Bench:
             self._engines.append(Timed(title, engine, mode, engine.memory, built, len(plan)))
 
     def engine_rows(self) -> None:
-        """Rows of all engines that were built, which are let go then."""
+        """Adds the rows of all built engines, and frees the engines."""
         self._time(self._engines)
         self._engines.clear()
         gc.collect()
@@ -759,7 +765,7 @@ class Bench:
 
 
 def native_ms(rows: Sequence[Row], model: str) -> float:
-    """Time of a step with TensorRT's own attention; NaN if unmeasured."""
+    """Returns the time of a step with TensorRT's own attention; NaN if unmeasured."""
     return next((row.ms for row in rows if row.model == model and row.what == NATIVE), float("nan"))
 
 
@@ -778,7 +784,7 @@ def print_steps(rows: Sequence[Row]) -> None:
 
 
 def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
-    """Rows of each shape alone, and of TensorRT's step without attention."""
+    """Prints the rows of each shape alone, and of TensorRT's step without attention."""
     print("| denoiser | sites | queries: B H N D | keys | TensorRT, µs | our plugin, µs | TensorRT, all sites, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model, shapes in itertools.groupby(found, key=lambda shape: shape.model):
@@ -798,7 +804,7 @@ def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
 
 
 def installed(peers: Sequence[str]) -> list[str]:
-    """Return the peers with an installed package; print an install command for the others."""
+    """Returns the peers with an installed package; prints an install command for the others."""
     missing = {peer: module for peer in peers if (module := PACKAGES.get(peer)) and find_spec(module) is None}
     for peer, module in missing.items():
         print(

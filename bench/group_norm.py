@@ -60,7 +60,7 @@ def in_torch(x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def calls_of(image: Image) -> dict[str, Call]:
-    """Functions by name that take turns; each rotates over its own tensors."""
+    """Returns the functions that take turns, by name; each rotates over its own tensors."""
     sets = max(1, int(CACHED_BYTES / (2 * image.nbytes)))
     shape = (image.batch, image.channels, image.side, image.side)
     x, normed = (

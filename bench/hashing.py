@@ -24,7 +24,7 @@ from trtconvert.files import copy_files, sha256
 
 
 def write(path: Path, size: int) -> Path:
-    """Write random bytes, repeated after 16 MiB and a byte."""
+    """Writes random bytes, repeated after 16 MiB and a byte."""
     block = os.urandom(2**24 + 1)
     with path.open("wb") as file:
         for start in range(0, size, len(block)):
@@ -33,12 +33,12 @@ def write(path: Path, size: int) -> Path:
 
 
 def manifest_of(records: dict[str, FileRecord]) -> Manifest:
-    """A manifest of nothing but files."""
+    """Returns a manifest with files alone."""
     return Manifest.model_construct(files=records, components={}, pipeline="")
 
 
 def compare(what: str, size: int, rounds: int, before: Callable[[], object], after: Callable[[], object]) -> None:
-    """Print the median seconds of two ways that take turns."""
+    """Prints the median seconds of two ways that take turns."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for way, found in zip((before, after), times, strict=True):
@@ -51,7 +51,7 @@ def compare(what: str, size: int, rounds: int, before: Callable[[], object], aft
 
 
 def main() -> None:
-    """Read the arguments and print the times."""
+    """Reads the arguments and prints the times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=8)
     parser.add_argument("--files", type=int, default=4)

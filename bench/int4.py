@@ -37,7 +37,7 @@ Attend = Callable[[SiteCall], Tensor]
 
 
 def int8(call: SiteCall) -> Tensor:
-    """Mode `precision`. The kernels take 16 bits on a GPU, where these models are in FP32."""
+    """Computes a call in mode `precision`. The kernels take 16 bits on a GPU, where these models are in FP32."""
     modes = torch.full((1,), int(Mode.PRECISION), dtype=torch.int32, device=call.q.device)
     q, k, v = ((x.half() if x.is_cuda else x) for x in (call.q, call.k, call.v))
     options: dict[str, Any] = {"mask": call.mask, "softmax_scale": call.scale}
@@ -45,7 +45,7 @@ def int8(call: SiteCall) -> Tensor:
 
 
 def int4(**options: Any) -> Attend:
-    """INT4 with these options of `int4_attention`."""
+    """Returns INT4 attention with these options of `int4_attention`."""
 
     def attend(call: SiteCall) -> Tensor:
         return int4_attention(call.q, call.k, call.v, softmax_scale=call.scale, mask=call.mask, **options)

@@ -98,7 +98,7 @@ class Case:
         return self.y[i].permute(0, 3, 1, 2)
 
     def right(self) -> Tensor:
-        """The first call's result in FP32."""
+        """Returns the first call's result in FP32."""
         image = self.x[0].float().permute(0, 3, 1, 2)
         normed = F.silu(F.group_norm(image, GROUPS, self.gamma.float(), self.beta.float(), EPSILON))
         return F.conv2d(normed, self.exact[0].float(), self.bias, padding=1)

@@ -108,7 +108,7 @@ class BlockLayer:
 
 
 def torchao_layer(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight that torchao quantised for INT8 products, and its bias."""
+    """Returns a weight that torchao quantised for INT8 products, and its bias."""
     from torchao import quantization
 
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], device=weight.device, dtype=weight.dtype)
@@ -134,7 +134,7 @@ compiled_fp8_rows = torch.compile(fp8_rows, dynamic=True)
 
 
 def int_mm(layer: Int8Layer, x: Tensor, quantise: Callable, dequantise: Callable) -> Tensor:
-    """torch._int_mm, torch's INT8 product, with quantisation of rows before and scaling of sums behind."""
+    """Computes torch._int_mm, torch's INT8 product, with quantisation of rows before and scaling of sums behind."""
     rows, scale = quantise(x)
     return dequantise(torch._int_mm(rows, layer.weight.T), scale, layer.scale, layer.bias)
 

@@ -7,9 +7,9 @@
 with a width of 3,072 and 30 blocks has 5.2 billion; with 4,096 and 25 blocks, which read an image beside the latents, 8.1
 billion. The table is for BF16 files, and counts the INT8 weights if no weight has too many outliers.
 
-Times are of some blocks of the first (`--blocks 30`: of all) with everything around them, random weights, one forward after
-another: FP16 as it is, and with linear layers of blocks in INT8 as `load_quantized` puts them there, scales of blocks (Triton)
-and of channels (our CUDA kernel). Sizes are those of latents: 13 × 48 × 80 is two seconds of 384 × 640.
+Times are of some blocks of the first model (`--blocks 30`: all blocks) with everything around them, random weights, one forward
+after another: in FP16, and with the linear layers of blocks in INT8 by `load_quantized`, with scales of blocks (Triton) and of
+channels (our CUDA kernel). Sizes are those of latents: 13 × 48 × 80 is two seconds of 384 × 640.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def made(name: str, **other: int) -> nn.Module:
 
 
 def source_of(model: nn.Module, name: str) -> Source:
-    """A model's tensors as in a BF16 file."""
+    """Returns a model's tensors as in a BF16 file."""
     tensors = [
         StoredTensor(key, "", tuple(x.shape), torch.bfloat16, 2 * x.numel(), functools.partial(torch.empty, 0))
         for key, x in model.state_dict().items()
@@ -55,7 +55,7 @@ def source_of(model: nn.Module, name: str) -> Source:
 
 
 def verdict_of(tensor: StoredTensor, structure: Structure | None) -> Verdict:
-    """The decision about a tensor, if its numbers are no obstacle."""
+    """Returns the decision about a tensor, if its numbers are no obstacle."""
     return by_name(tensor, RULES, structure, floating=True) or Verdict(stored="int8", reason="")
 
 
@@ -80,7 +80,8 @@ def print_table() -> None:
 
 
 def prepared(model: nn.Module, dtype: torch.dtype) -> None:
-    """16 bits, except for modules that `from_pretrained` leaves in FP32. Modulations are random: zeros would hide the blocks."""
+    """Converts a model to 16 bits, except for modules that `from_pretrained` leaves in FP32. Zero weights become random: zeros in
+    modulations would hide the blocks."""
     in_fp32 = set(type(model)._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.any():
@@ -89,7 +90,7 @@ def prepared(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def quantised(model: nn.Module, granularity: str) -> None:
-    """Put INT8 layers where `trtconvert quantize --granularity` would have their weights so."""
+    """Replaces the layers that `trtconvert quantize --granularity` quantises by INT8 layers."""
     source = source_of(model, "blocks")
     structure = structure_for(source, RULES)
     for tensor in source.tensors:
@@ -158,7 +159,7 @@ def print_times(blocks: int, frames: int, height: int, width: int) -> None:
             quantised(model, granularity)
         torch.cuda.empty_cache()
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        milliseconds(model, given)  # where tiles are measured
+        milliseconds(model, given)  # the first call measures tiles
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         time, output = milliseconds(model, given)
@@ -172,7 +173,7 @@ def print_times(blocks: int, frames: int, height: int, width: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="what the whole models take, from shapes alone")
+    parser.add_argument("--table", action="store_true", help="print the sizes of the whole models, from shapes alone")
     for name, default in (("blocks", 2), ("frames", 13), ("height", 48), ("width", 80)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()

@@ -2,13 +2,13 @@
 
     python bench/layer_scales.py [--samples N] [--steps N] [--bins N]
 
-On the digits model, the only trained one that ships, with all its layers in INT8 and attention as it is. First images: the same
-seeds, PSNR against full precision. Then layers alone, on rows of full-precision runs at timesteps outside of the calibration:
-‖y − y_exact‖ / ‖y_exact‖, the mean and the largest of the layers, with the equalisation that recipes have by default and with
-what papers propose for outliers: a rotation of the input channels (a normalised Hadamard matrix, as QuaRot) in its place, and a
-16-bit branch of low rank beside the INT8 product (the largest singular values of the equalised weight, as SVDQuant). Weights are
-INT8 per output channel throughout. docs/design/layers.md has the cost of each beside the product. Prints Markdown tables with the
-date and the machine; nothing is asserted.
+The script measures the digits model with all its layers in INT8 and attention in full precision. The first table has images:
+PSNR of the same seeds against full precision. The second table has layers alone, on rows of full-precision runs at timesteps
+outside of the calibration: the mean and the largest of the layers' errors ‖y − y_exact‖ / ‖y_exact‖. The second table compares
+the default equalisation with remedies that papers propose for outliers: a rotation of the input channels (a normalised Hadamard
+matrix, as QuaRot) in place of the equalisation, and a 16-bit branch of low rank beside the INT8 product (the largest singular
+values of the equalised weight, as SVDQuant). All weights are INT8 per output channel. docs/design/layers.md has the cost of each
+remedy. Prints Markdown tables with the date and the machine; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def in_int8(weight: Tensor) -> Tensor:
 
 
 def rotation(channels: int) -> Tensor:
-    """Orthogonal: Hadamard matrices along the diagonal, of the largest power of two that divides the channels."""
+    """Returns an orthogonal matrix: Hadamard matrices along the diagonal, of the largest size that divides the channels."""
     size = channels & -channels
     return torch.block_diag(*[torch.from_numpy(hadamard(size)).float() / size**0.5] * (channels // size))
 
 
 def best_scale(x: Tensor) -> float:
-    """The scale of least squared error, by the search of the calibration."""
+    """Returns the scale of least squared error, by the search of the calibration."""
     top = float(x.abs().amax())
     return min(
         (top * (1 - step / 20) / LEVELS for step in range(11)), key=lambda s: float((x - rounded(x, s)).square().sum())
@@ -93,7 +93,7 @@ def best_scale(x: Tensor) -> float:
 
 
 def of_outliers(seen: Tensor, held: Tensor, weight: Tensor, factor: Tensor) -> dict[str, float]:
-    """Errors of y = x · weightᵀ, one static scale each, made of `seen` and measured on `held`.
+    """Returns the errors of y = x · weightᵀ, one static scale each, made of `seen` and measured on `held`.
 
     Args:
         seen, held: [R, K]. weight: [N, K]. factor: [K] of equalisation.

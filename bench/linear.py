@@ -94,7 +94,7 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> None:
 
 
 def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
-    """Functions by name that take turns, each rotating over its own tensors; and the first result in float64."""
+    """Returns the functions that take turns, by name, each rotating over its own tensors; and the first result in float64."""
     factor = 2 if layer.geglu else 1
     of_one = 2 * (layer.rows * (layer.depth + layer.outputs) + factor * layer.outputs * layer.depth)
     sets = max(2, min(CALLS, round(ROTATED_BYTES / of_one)))
@@ -156,7 +156,7 @@ def calls_of(layer: Layer) -> tuple[dict[str, Callable[[int], Tensor]], Tensor]:
 
 
 def errors_of(calls: dict[str, Callable[[int], Tensor]], exact: Tensor) -> dict[str, float]:
-    """‖y − y64‖ / ‖y64‖ of each function with the first tensors; torch's GEGLU is completed in float64."""
+    """Returns ‖y − y64‖ / ‖y64‖ of each function with the first tensors; torch's GEGLU is completed in float64."""
     found = {}
     for name in ("cuBLAS", "INT8", "weights only", "Triton INT8", "torchao INT8", "_int_mm", "FP8"):
         if name not in calls:
@@ -168,7 +168,7 @@ def errors_of(calls: dict[str, Callable[[int], Tensor]], exact: Tensor) -> dict[
 
 
 def recorded(call: Call, calls: int = CALLS) -> torch.cuda.CUDAGraph:
-    """A graph of calls one after another."""
+    """Returns a graph of calls one after another."""
     graph = torch.cuda.CUDAGraph()
     call(0)
     torch.cuda.synchronize()
@@ -179,7 +179,7 @@ def recorded(call: Call, calls: int = CALLS) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(graph: torch.cuda.CUDAGraph, calls: int = CALLS) -> float:
-    """Microseconds of a call in a graph."""
+    """Returns the microseconds of a call in a graph."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -189,7 +189,7 @@ def microseconds(graph: torch.cuda.CUDAGraph, calls: int = CALLS) -> float:
 
 
 def measured(calls: Mapping[str, Call], number: int = CALLS) -> dict[str, tuple[float, float]]:
-    """Median microseconds, and half the distance between the quartiles, of functions that take turns."""
+    """Returns the median microseconds, and half the distance between the quartiles, of functions that take turns."""
     graphs = {name: recorded(call, number) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn, (name, graph) in itertools.product(range(ROUNDS), graphs.items()):
@@ -210,7 +210,7 @@ def row(layer: Layer, found: dict[str, tuple[float, float]], errors: dict[str, f
 
 
 def write_table(lines: list[str], path: Path) -> None:
-    """Write and print a description of the machine, and lines of Markdown below."""
+    """Writes and prints a description of the machine, and lines of Markdown below."""
     text = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, torch {torch.__version__}, FP16\n\n"
     text += "\n".join(lines) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ The script sets a LoRA with random numbers for every linear layer of a denoiser 
 strength, and removes it. Before, it measures the host's part: reading the weights, and adding to them. Without TensorRT it
 measures only this part. The goal is 2 s for SDXL's U-Net. Below each row is the division of its time
 (`trtconvert.runtime.reading.Spent`): opening, checking, waiting, giving and refitting are consecutive; another thread reads and
-computes meanwhile. `--parts` compares sizes of the parts that TensorRT receives.
+computes at the same time. `--parts` compares sizes of the parts that TensorRT receives.
 
 Without a bundle, the denoiser is one of bench/architectures.py with random weights that FP16 holds, calibrated by one call on the
 GPU, and not verified by sampling; `--exports` keeps its ONNX model for further runs. The engine's speed does not matter here,
@@ -71,7 +71,7 @@ def timed(name: str, work: Callable[[], _T]) -> _T:
 
 
 def rounded(name: str, device: str) -> DiffusionModel:
-    """A denoiser of FP32 numbers that FP16 holds exactly, like published weights."""
+    """Returns a denoiser of FP32 numbers that FP16 holds exactly, like published weights."""
     model = describe(name, device)
     for parameter in model.denoiser.parameters():
         parameter.copy_(parameter.half().float())
@@ -88,7 +88,7 @@ def inputs_of(model: DiffusionModel, dtype: torch.dtype, device: str) -> dict[st
 def calibrated(
     model: DiffusionModel, inputs: dict[str, Tensor]
 ) -> tuple[dict[str, AttentionTables], dict[str, ConvertedLayer]]:
-    """Tables of one call's own data, one timestep bin: scales from maxima, nothing equalised or moved."""
+    """Returns tables of one call's own data, one timestep bin: scales from maxima, nothing equalised or moved."""
     attention, maxima = dict[str, AttentionTables](), dict[str, float]()
     finder, section = LayerFinder(model.denoiser), LayersSection()
 
@@ -117,7 +117,7 @@ def tables_of(layer: Layer, tensors: dict[str, Tensor], maxima: dict[str, float]
 
 
 def record_of(model: DiffusionModel, onnx: Path, layers: Sequence[ConvertedLayer]) -> ComponentRecord:
-    """What a bundle's manifest says of such a denoiser in FP16."""
+    """Returns the manifest's record of such a denoiser in FP16."""
 
     def tensor(name: str, shape: Sequence[int | str]) -> TensorRecord:
         return TensorRecord(name=name, dtype="float32" if name == "timestep" else "float16", shape=list(shape))
@@ -151,7 +151,7 @@ class Notices:
 
 
 def exported(name: str, folder: Path, device: str) -> Path:
-    """A folder with the denoiser's ONNX model, unquantised weights of INT8 layers, and record; written on the first call."""
+    """Returns a folder with the denoiser's ONNX model, the unquantised weights, and the record; the first call writes it."""
     onnx = folder / f"{name}-refittable.onnx"
     record = onnx.with_suffix(".json")
     if record.exists():
@@ -175,7 +175,7 @@ def exported(name: str, folder: Path, device: str) -> Path:
 
 
 def lora_file(shapes: dict[str, tuple[int, ...]], rank: int, folder: Path) -> Path:
-    """Random numbers for all linear layers."""
+    """Writes a LoRA of random numbers for all linear layers, and returns its file."""
     tensors: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         if name.endswith(".weight") and len(shape) == 2:
@@ -197,7 +197,7 @@ def host_rows(onnx: Path, rank: int, folder: Path, device: torch.device) -> Path
 
         def change(additions: Additions = additions, spent: Spent = spent) -> None:
             with closing(one_ahead(built.anew(wanted.keys(), additions, device, spent=spent), device)) as parts:
-                while next(parts, None) is not None:  # what came before has gone
+                while next(parts, None) is not None:  # earlier parts are freed
                     spent.parts += 1
 
         timed(f"{name} {len(wanted)} weights, in 16 bits", change)

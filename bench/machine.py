@@ -17,7 +17,7 @@ from trtconvert.progress import Output
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Returns the name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

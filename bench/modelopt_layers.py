@@ -116,13 +116,13 @@ def quantised_layers(
 
 
 def with_layers(denoiser: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of a denoiser with other layers of some names."""
+    """Returns a copy of a denoiser with other layers of some names."""
     found = copy.deepcopy(denoiser, {id(denoiser.get_submodule(name)): layer for name, layer in layers.items()})
     return found.eval()
 
 
 def set_apart(model: ir.Model) -> int:
-    """Give each product its own Q and DQ, in place: the exporter merges equal ones.
+    """Gives each product its own Q and DQ, in place: the exporter merges equal ones.
 
     TensorRT computes equal pairs once anyway. For a DQ with two readers TensorRT computes the 16-bit tensor, and leaves one of
     the products in 16 bits.

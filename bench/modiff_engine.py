@@ -89,7 +89,7 @@ class Subject:
     Attributes:
         rows: of a batch, for each sample. patterns: of layers that quantise deltas.
         int8_by: ways to compute INT8 layers; deltas_by: ways to compute layers that quantise deltas, which need other engines.
-        trained: else its samples are none that a quality could be measured on.
+        trained: True if the samples of the model have a quality to measure.
     """
 
     title: str
@@ -184,7 +184,7 @@ class Bench:
         return torch.cat(drawn)
 
     def psnr(self, engine: TensorRTComponent, batch: int) -> float | None:
-        """PSNR of an engine's samples, dB; None for an untrained model."""
+        """Returns the PSNR of an engine's samples, dB; None for an untrained model."""
         if self.full is None:
             return None
         found = self.samples(self.model, engine, batch)
@@ -202,7 +202,7 @@ class Bench:
         ]
 
     def layers(self, variant: Variant) -> dict[str, ConvertedLayer]:
-        """INT8 layers of a variant. The layers of its pattern quantise deltas."""
+        """Returns the INT8 layers of a variant. The layers of its pattern quantise deltas."""
         if not variant.in_int8:
             return {}
         section = self.section.model_copy(update={"modiff": [variant.pattern] if variant.pattern else False})
@@ -220,7 +220,7 @@ class Bench:
         }
 
     def exported(self, variant: Variant, batch: int) -> tuple[Path, ComponentRecord]:
-        """The ONNX model with a variant's layers, and its record; both kinds of engines share the model."""
+        """Returns the ONNX model with a variant's layers, and its record; both kinds of engines share the model."""
         model, layers = self.model, self.layers(variant)
         modes = torch.full((self.bins,), int(Mode.PRECISION), dtype=torch.int32)
         tables = self.calibration.with_modes({site.name: modes for site in self.parts.sites})
@@ -248,7 +248,7 @@ class Bench:
     def engine(
         self, path: Path, component: ComponentRecord, kind: Kind, scratch: Scratch
     ) -> tuple[TensorRTComponent, int]:
-        """An engine of the exported model, with INT8 layers of one kind, and the number of these layers."""
+        """Returns an engine of the exported model, with INT8 layers of one kind, and the number of these layers."""
         section = EngineSection.model_validate({"attention": self.attention, "layers": kind})
         built = tensorrt.build_engine("denoiser", component, path, section, Quiet())
         plan = self.plan(path, kind)
@@ -265,7 +265,7 @@ class Bench:
 
 
 def int8_products(model: ir.Model) -> int:
-    """The number of products with INT8 activations in a model for TensorRT: by plugins, or behind a DQ."""
+    """Returns the number of products with INT8 activations in a model for TensorRT: by plugins, or behind a DQ."""
     return sum(
         node.op_type in ("Int8Linear", "Int8Conv")
         or (node.op_type in ("MatMul", "Gemm", "Conv") and producer_of(node.inputs[0], "DequantizeLinear") is not None)
@@ -274,13 +274,13 @@ def int8_products(model: ir.Model) -> int:
 
 
 def emoji(batches: Sequence[int], patterns: Sequence[str]) -> Subject:
-    """The model that ships."""
+    """Returns the model that ships."""
     model = emoji_model(shipped_folder() / "emoji-dit.safetensors")
     return Subject("emoji DiT", model, 2, ["linear"], batches, patterns, ["native"], list(KINDS))
 
 
 def wide(width: int, batches: Sequence[int]) -> Subject:
-    """The same architecture with other sizes, and random weights in place of initial zeros."""
+    """Returns the same architecture with other sizes, and random weights in place of initial zeros."""
     torch.manual_seed(0)
     denoiser = EmojiDiT(width, width // WIDE_HEAD, WIDE_BLOCKS).eval().requires_grad_(False)
     for module in (denoiser.modulation, denoiser.modulation_out, denoiser.project_out):
@@ -291,7 +291,7 @@ def wide(width: int, batches: Sequence[int]) -> Subject:
 
 
 def unet(weights: Path | None, batches: Sequence[int], patterns: Sequence[str]) -> Subject:
-    """The U-Net of a checkpoint, or with random weights."""
+    """Returns the U-Net of a checkpoint, or with random weights."""
     title = "U-Net of CIFAR-10's DDPM" + ("" if weights else ", random weights")
     model = ddpm_model(weights or random_weights())
     kinds: list[Literal["linear", "conv"]] = ["linear", "conv"]
@@ -299,7 +299,7 @@ def unet(weights: Path | None, batches: Sequence[int], patterns: Sequence[str]) 
 
 
 def random_weights() -> Path:
-    """A file of seeded weights that keep the magnitude of activations."""
+    """Writes a file of seeded weights that keep the magnitude of activations."""
     torch.manual_seed(0)
     model = ddpm_unet.build()
     for module in model.modules():
@@ -312,7 +312,7 @@ def random_weights() -> Path:
 
 
 def image_ms(engine: TensorRTComponent, model: DiffusionModel, batch: int) -> float:
-    """Milliseconds of a step, over those of an image."""
+    """Returns the milliseconds of a step, as the mean over the steps of an image."""
     sizes = {name: size for name, (_, size, _) in model.dims.items()} | {"batch": batch}
     example = {name: x.cuda() for name, x in model.example(0, sizes).items()}
     noise, timestep = model.inputs[0].name, model.timestep_input
@@ -332,7 +332,7 @@ def image_ms(engine: TensorRTComponent, model: DiffusionModel, batch: int) -> fl
 
 
 def measured(bench: Bench, batch: int, kinds: Sequence[Kind]) -> list[Row]:
-    """The engines of a batch, beside each other."""
+    """Returns the engines of a batch, beside each other."""
     subject, model = bench.subject, bench.model
     exports: dict[tuple[bool, str], tuple[Path, ComponentRecord]] = {}
     with ExitStack() as stack:
@@ -362,7 +362,7 @@ def measured(bench: Bench, batch: int, kinds: Sequence[Kind]) -> list[Row]:
 
 
 def table(rows: Sequence[Row], heading: str) -> str:
-    """Markdown of the engines of a batch."""
+    """Returns Markdown of the engines of a batch."""
     columns = "layers in INT8 | step, ms | spread | against INT8 | PSNR, dB | caches, MiB | plan, MiB"
     lines = [
         heading,

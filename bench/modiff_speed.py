@@ -16,13 +16,13 @@ from typing import Any
 
 import click
 import torch
+from graphed import Graphed
 from machine import speaking
 from torch import Tensor, nn
 
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.modiff.calibration import Calibration
 from trtconvert.modiff.commands import bits_options, drawing_options, open_workspace
-from trtconvert.modiff.graphed import Graphed
 from trtconvert.modiff.modulated import Modulated
 from trtconvert.modiff.workspace import METHODS, Variant, Workspace, told, typed_call
 from trtconvert.progress import Bar, Output, Reporter

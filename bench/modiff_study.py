@@ -17,10 +17,12 @@ from typing import Any
 
 import click
 import torch
+from graphed import Graphed
 from machine import speaking
 from torch import Tensor
 
 from trtconvert.calib.distributed import Ranks
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.evaluate import metrics
 from trtconvert.evaluate.drawing import features_of
@@ -91,12 +93,14 @@ def compare(
     report: Reporter,
     *,
     classes: bool = False,
+    compiled: bool = False,
 ) -> list[Row]:
     """Draws the samples that the work folder lacks, and compares. Full precision is always drawn.
 
     Args:
         samples: of each variant; sample i has the seed `seed + i`.
         classes: whether the extractor's logits are of the classes that the model draws, see `asks_for_classes`.
+        compiled: draw by torch.compile and CUDA graphs; only on a GPU.
     Raises:
         UserError: a variant cannot be calibrated, the extractor or reference set cannot be used, or samples of full precision
             are not finite.
@@ -114,7 +118,7 @@ def compare(
         "batch": workspace.batch,
         "device": workspace.device,
         "dtype": str(workspace.dtype),
-        "compiled": workspace.compiled,
+        "compiled": compiled,
     }
     full = workspace.full
     sets: dict[Variant, ShardSet] = {}
@@ -147,7 +151,8 @@ def compare(
                 drawing: list[Callable[[Sequence[int]], Tensor]] = drawing,
             ) -> dict[str, Tensor]:
                 if not drawing:  # only if samples are missing
-                    drawing.append(workspace.drawing(workspace.prepared(variant, calibration)))
+                    model = workspace.prepared(variant, calibration)
+                    drawing.append(drawing_compiled(workspace, model) if compiled else workspace.drawing(model))
                 images = drawing[0](range(seed + held.start, seed + held.stop))
                 finite = images.flatten(1).isfinite().all(1)
                 images = images.nan_to_num(0, 1, 0)
@@ -158,6 +163,11 @@ def compare(
                 _require_finite(shards, workspace)
         with report.stage("statistics"):
             return _rows(sets, images_seen, seed, full, classes)
+
+
+def drawing_compiled(workspace: Workspace, model: DiffusionModel) -> Callable[[Sequence[int]], Tensor]:
+    """Returns `workspace.drawing` by torch.compile and CUDA graphs."""
+    return workspace.drawing(model, Graphed(torch.compile(model.denoiser, dynamic=False)))
 
 
 def _make(
@@ -286,12 +296,20 @@ def main(
     features: str | None,
     features_weights: Path | None,
     reference: str | None,
+    compiled: bool,
     output: Path,
     out: Output,
     **options: Any,
 ) -> None:
     """Compare MODEL in full precision and under several quantisations."""
     require_writable(output, "give another file with -o")
+    if compiled and options["device"] == "cpu":
+        raise UserError(
+            "a CPU has no CUDA graphs",
+            expected="--compile with --device cuda",
+            got="--compile --device cpu",
+            remedy="leave --compile out, or give --device cuda",
+        )
     variants = parse_variants(methods, bits)
     recipe = find_recipe(model)
     features, reference = judges(recipe.model.source, features, reference)
@@ -300,7 +318,8 @@ def main(
     shape = workspace.model.sample(workspace.model.denoiser, [seed], steps=1, solver="ddim").shape[1:]
     images = load_reference(reference, shape)
     classes = asks_for_classes(recipe.model.source, extractor)
-    rows = compare(workspace, variants, samples, seed, extractor, images, out.reporter(), classes=classes)
+    report = out.reporter()
+    rows = compare(workspace, variants, samples, seed, extractor, images, report, classes=classes, compiled=compiled)
     table = markdown(rows)
     with whole_file(output, "give another file with -o") as partial:
         partial.write_text(f"{table}\n")

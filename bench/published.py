@@ -190,7 +190,7 @@ def randomise(model: nn.Module) -> None:
 
 
 def save(name: str, folder: Path, device: str, alone: bool = False) -> None:
-    """Write a pipeline's folder, one model after the other.
+    """Writes a pipeline's folder, one model after the other.
 
     Args:
         alone: without text encoders.

@@ -35,7 +35,7 @@ RECIPES = ROOT / "recipes"
 
 
 def trtconvert(*arguments: object, ranks: int = 1) -> None:
-    """Run the program; its own output goes to the terminal's error stream."""
+    """Runs the program; its own output goes to the terminal's error stream."""
     module = ["-m", "trtconvert.cli"]
     if ranks > 1:
         module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *module]
@@ -43,7 +43,7 @@ def trtconvert(*arguments: object, ranks: int = 1) -> None:
 
 
 def built(options: argparse.Namespace, folder: Path) -> Path:
-    """The shipped recipe's bundle, perhaps with other modes, without an engine, because no figure here uses one."""
+    """Builds the shipped recipe's bundle, perhaps with other modes, without an engine, because no figure here uses one."""
     from ruamel.yaml import YAML
 
     yaml = YAML()
@@ -70,7 +70,7 @@ def built(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluation:
-    """Evaluate a bundle."""
+    """Evaluates a bundle."""
     own = options.model.removesuffix("-dit")
     arguments = ["--weights", RECIPES / f"{options.model}.safetensors", "-n", options.samples, "--steps", options.steps]
     arguments += ["--features", f"{own}-classifier", "--reference", own]
@@ -82,7 +82,7 @@ def measured(options: argparse.Namespace, bundle: Path, output: Path) -> Evaluat
 
 
 def show_plans(bundle: Path) -> None:
-    """The bundle's plan, and the plans that were tried before it."""
+    """Prints the bundle's plan, and the other tried plans."""
     sites = [site for site in read_manifest(bundle).sites if site.modes]
     modes = [mode for site in sites for mode in site.modes]
     share = sum(mode >= Mode.BALANCED for mode in modes) / len(modes)
@@ -99,7 +99,7 @@ def show_plans(bundle: Path) -> None:
 
 
 def show(found: Evaluation) -> None:
-    """The table, and the machine of the measurement."""
+    """Prints the table, and the machine of the measurement."""
     print(
         f"{found.created[:10]}, {processor()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
     )

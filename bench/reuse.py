@@ -71,7 +71,7 @@ class Stated:
         self._computed = tuple(computed)
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
-        """The steps, for as many timesteps."""
+        """Returns the steps, for as many timesteps."""
         fits = len(timesteps) == len(self._computed)
         return Schedule(self._computed, 0.0) if fits else all_computed(len(timesteps))
 
@@ -110,20 +110,20 @@ def host_microseconds(model: DiffusionModel, denoiser: Denoiser, reuse: Schedule
 
 
 def uniform(steps: int, count: int) -> list[bool]:
-    """Computed steps that lie evenly."""
+    """Returns evenly spaced computed steps."""
     kept = {round(k * steps / count) for k in range(count)}
     return [step in kept for step in range(steps)]
 
 
 def loss(samples: Tensor, expected: Tensor) -> str:
-    """dB of all samples, and of the worst."""
+    """Returns the PSNR of all samples in dB, and of the worst sample."""
     squared = (samples.double() - expected.double()).square().flatten(1).mean(1).clamp_min(1e-12)
     return f"{-10 * squared.mean().log10():.1f} ({-10 * squared.max().log10():.1f})"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """The measured model.
 
     Attributes:
         model: draws the measured trajectories; denoiser: draws the samples, in full precision or in INT8.
@@ -136,7 +136,7 @@ class Subject:
 
 
 def subject(name: str, device: str, int8: bool, work: Path) -> Subject:
-    """A shipped model; in INT8 by the first stages of `trtconvert build` with the shipped recipe."""
+    """Returns a shipped model, in INT8 by the first stages of `trtconvert build` with the shipped recipe."""
     load, file = MODELS[name]
     weights = shipped_folder() / f"{file}.safetensors"
     if not int8:
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 28, 20])
     parser.add_argument("--fewer", type=float, nargs="+", default=[2.0, 2.5, 3.1])
     parser.add_argument("--calibrated", type=int, default=32, help="seeds that schedules are chosen on")
-    parser.add_argument("--unseen", type=int, default=96, help="other seeds, that figures are of")
+    parser.add_argument("--unseen", type=int, default=96, help="other seeds, for the figures")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument(
         "--peers", action="store_true", help="measure rivals too; cache-dit needs the package cache-dit"
@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
-    """Print the table."""
+    """Prints the table."""
     model, denoiser = of.model, of.denoiser
     calibrated = range(FIRST_CALIBRATED, FIRST_CALIBRATED + options.calibrated)
     unseen = range(FIRST_UNSEEN, FIRST_UNSEEN + options.unseen)
@@ -237,7 +237,7 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
 
 
 def rivals(options: argparse.Namespace, device: str) -> None:
-    """Print the table of rivals."""
+    """Prints the table of rivals."""
     load, file = MODELS[options.model]
     unseen = range(FIRST_UNSEEN, FIRST_UNSEEN + options.unseen)
 
@@ -263,7 +263,7 @@ def rivals(options: argparse.Namespace, device: str) -> None:
 
 
 def dpm_samples(model: DiffusionModel, name: str, seeds: range, steps: int) -> Tensor:
-    """By DPM-Solver++ 2M of diffusers, at the timesteps of our DDIM."""
+    """Draws by DPM-Solver++ 2M of diffusers, at the timesteps of our DDIM."""
     from diffusers import DPMSolverMultistepScheduler
 
     from trtconvert.models import digits_dit, emoji_dit
@@ -279,7 +279,7 @@ def dpm_samples(model: DiffusionModel, name: str, seeds: range, steps: int) -> T
     x = torch.zeros(0)
 
     def denoiser(noised: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
-        """Our sampler calls once, and says noise and conditions: the whole trajectory is drawn in this call."""
+        """Draws the whole trajectory in the first call of our sampler, from the call's noise and conditions."""
         nonlocal x
         rows = len(seeds)
         x = noised[:rows].double()

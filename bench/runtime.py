@@ -41,7 +41,7 @@ GROUPS, CALLS = 100, 10
 
 
 def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
-    """Host times in microseconds of calls that take turns, of each by groups."""
+    """Returns the host times of calls that take turns in microseconds, for each call by groups."""
     times: list[list[list[float]]] = [[] for _ in calls]
     for group in range(-1, GROUPS):
         for call, of_call in zip(calls, times, strict=True):
@@ -57,7 +57,7 @@ def host_us(calls: Sequence[Callable[[], object]]) -> list[list[list[float]]]:
 
 
 def step_us(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-    """Microseconds from call to call of functions that take turns, by groups; each group ends when all GPUs are done."""
+    """Returns the microseconds from call to call of functions that take turns, by groups. Each group waits for all GPUs."""
     gpus = range(torch.cuda.device_count())
     times: list[list[float]] = [[] for _ in calls]
     for group in range(-2, GROUPS // 2):  # the first two record graphs and warm up
@@ -73,10 +73,10 @@ def step_us(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
 
 
 def example(denoiser: Component, profile: dict[str, tuple[int, int, int]], samples: int = 1) -> list[Tensor]:
-    """Inputs of a profile's opt shape, on the GPU: zeros, which take the host as long as anything.
+    """Returns inputs of a profile's opt shape, on the GPU: zeros, because the host's time does not depend on values.
 
     Args:
-        samples: how many times the opt batch.
+        samples: factor of the opt batch.
     """
     sizes = {name: opt * (samples if name.partition("_")[0] == "batch" else 1) for name, (_, opt, _) in profile.items()}
     return [
@@ -107,7 +107,7 @@ class Raw:
 
 
 def recorded(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of a call."""
+    """Returns a CUDA graph of a call."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -124,7 +124,7 @@ def figures(
     inputs: list[Tensor],
     others: list[Tensor],
 ) -> list[dict[str, Any]]:
-    """Rows of the wrapped function, of the call, and of the call with inputs that move."""
+    """Returns rows of the wrapped function, of the call, and of the call with inputs that move."""
     turns = itertools.cycle([others, inputs])
     kinds = {
         f"{what} alone": alone,
@@ -160,7 +160,7 @@ def bench(folder: Path) -> list[dict[str, Any]]:
 
 
 def guided_steps(separate: Path, fused: Path) -> dict[str, Callable[[], object]]:
-    """A step with guidance, by the place that computes the sum."""
+    """Returns a step with guidance, by the place that computes the sum."""
     with_halves, with_sum = (runtime.load(folder, backend="tensorrt")["denoiser"] for folder in (separate, fused))
     component = with_sum.signature.component
     if component.guidance is None:
@@ -203,7 +203,7 @@ def shared_calls(folder: Path, devices: Sequence[str]) -> list[dict[str, Callabl
 
 
 def compared(steps: dict[str, Callable[[], object]]) -> list[dict[str, Any]]:
-    """Rows of functions that take turns, each with its speed relative to the first."""
+    """Returns rows of functions that take turns, each with its speed relative to the first."""
     rows = []
     for what, times in zip(steps, step_us(list(steps.values())), strict=True):
         low, middle, high = statistics.quantiles(times, n=4)

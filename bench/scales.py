@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def headroom(one: Mapping[str, Mapping[str, Tensor]], several: Mapping[str, Mapping[str, Tensor]], name: str) -> float:
-    """Mean ratio of the scale of all timesteps to the bin's scale, over sites, bins and heads, in dB."""
+    """Returns the mean ratio of the scale of all timesteps to the bin's scale, over sites, bins and heads, in dB."""
     return statistics.mean(float((20 * (one[site][name] / several[site][name]).log10()).mean()) for site in one)
 
 

@@ -1,8 +1,9 @@
-"""The commissioning report's tables (parts 4 to 6 and 8), from our own kernels on this GPU, each claim beside the measurement.
+"""The tables of the report that commissioned this project (docs/design/seeds.md), measured on this GPU, with each claim.
 
     python bench/seeds.py [--seconds 3] [--evaluation evaluation.json …] [--output FOLDER]
 
-The report gives figures for an A100 that were never run; only its ratios can be confirmed or refuted elsewhere. Peers, inputs
+Numbers such as 4.1 are sections of the report. The report gives figures for an A100 that were never run; only its ratios can be
+confirmed or refuted elsewhere. Peers, inputs
 and timing are those of bench/attention.py: every time includes quantisation. `--seconds` is the duration of power sampling for
 each kernel. Quality comes from `trtconvert evaluate` (4.4 of the report), given as files. Several GPUs (6.2) are the subject of
 bench/sequence_parallel.py. Writes seeds.md; nothing is asserted.
@@ -27,16 +28,16 @@ from trtconvert.evaluate.records import read_evaluation
 BATCH, HEADS, DIM, TOKENS = 16, 32, 128, 4096  # the report's setup
 FLASH = "FlashAttention-2"
 LATENCY_CLAIMS = {512: 1.1, 1024: 1.3, 2048: 1.6, 4096: 1.7, 8192: 1.9, 16384: 2.0}
-"""4.1: tokens, and how many times as fast as FlashAttention INT8 was said to be."""
+"""Section 4.1: tokens, and the claimed speed of INT8 relative to FlashAttention."""
 
 BATCH_CLAIMS = {1: 1.0, 8: 6.75, 16: 13.5}
-"""6.1: numbers of samples, and the time as a multiple of the time of one sample."""
+"""Section 6.1: numbers of samples, and the claimed time as a multiple of the time of one sample."""
 
 QUALITY_CLAIMS = {"uniform": 2.7, "adaptive": 0.3, "late-fp16": 0.1}
-"""4.4: what INT8 was said to add to FP16's FID, with one scale for all timesteps, with scales that follow them, and with the last
-steps in FP16; and"""
+"""Section 4.4: the claimed increase of FP16's FID by INT8: with one scale for all timesteps, with scales by timestep, and with
+the last steps in FP16."""
 CLAIMED_NOISE = 0.3
-"""how much of that was said to be noise. A claim is confirmed where both differences, or neither, are noise."""
+"""The increase that the report calls noise. A claim is confirmed if both differences, or neither, are noise."""
 
 LONG = 32768
 
@@ -53,7 +54,7 @@ class Timed:
 
 
 def timed(shape: Shape, modes: tuple[Mode, ...] = tuple(Mode)) -> list[Timed]:
-    """Our modes and the peers that take the shape, by turns."""
+    """Returns our modes and the peers that take the shape, by turns."""
     sets = [inputs_of(shape) for _ in range(ROTATION)]
     attends = {name: [attend] * ROTATION for name, attend in peers().items()}
     attends |= {mode.name.lower(): [ours(mode, inputs) for inputs in sets] for mode in modes}
@@ -81,7 +82,7 @@ def of(found: list[Timed], name: str) -> Timed | None:
 
 
 def latency() -> list[str]:
-    """4.1: milliseconds by tokens. The claim is held against our fastest INT8 mode."""
+    """Returns the table of section 4.1: milliseconds by tokens. The claim is held against our fastest INT8 mode."""
     lines = ["## Latency (4.1)", ""]
     head: list[str] = []
     for tokens, claim in LATENCY_CLAIMS.items():
@@ -100,7 +101,7 @@ def latency() -> list[str]:
 
 
 def components() -> list[str]:
-    """4.2: the parts of attention by themselves, at the rate of cuBLAS and of torch's softmax."""
+    """Returns the table of section 4.2: the parts of attention by themselves, at the rate of cuBLAS and of torch's softmax."""
     flops = 2.0 * BATCH * HEADS * TOKENS * TOKENS * DIM
     heads = [(torch.randn(HEADS, TOKENS, DIM, device="cuda").half(),) * 2 for _ in range(ROTATION)]
     codes = [torch.randint(-127, 128, (TOKENS, DIM), device="cuda", dtype=torch.int8) for _ in range(ROTATION)]
@@ -131,7 +132,7 @@ def components() -> list[str]:
 
 
 def memory() -> list[str]:
-    """4.3: bytes beyond the inputs, and of Q and K as they are read by the products."""
+    """Returns the table of section 4.3: bytes beyond the inputs, and of Q and K as they are read by the products."""
     shape = Shape(BATCH, HEADS, TOKENS, DIM)
     inputs = inputs_of(shape)
     lines = ["## Memory (4.3)", "", "| | MB |", "| --- | ---: |"]
@@ -157,7 +158,7 @@ def memory() -> list[str]:
 
 
 def energy(seconds: float) -> list[str]:
-    """4.5 and 8.1: FLOP per joule."""
+    """Returns the table of sections 4.5 and 8.1: FLOP per joule."""
     shape = Shape(BATCH, HEADS, TOKENS, DIM)
     flops = 4.0 * BATCH * HEADS * TOKENS * TOKENS * DIM
     found = timed(shape)
@@ -179,7 +180,7 @@ def energy(seconds: float) -> list[str]:
 
 
 def roofline() -> list[str]:
-    """5.1: the chip's ceilings as measured here, and where attention stands."""
+    """Returns the table of section 5.1: the chip's measured ceilings, and attention below them."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda").half() for _ in range(2))
     a8, b8 = (torch.randint(-127, 128, (size, size), device="cuda", dtype=torch.int8) for _ in range(2))
@@ -210,7 +211,7 @@ def roofline() -> list[str]:
 
 
 def scaling() -> list[str]:
-    """6.1: times by samples; 6.3: many tokens."""
+    """Returns the tables of sections 6.1 and 6.3: times by samples, and many tokens."""
     lines = [
         "## Batches and long sequences (6.1, 6.3)",
         "",
@@ -236,7 +237,7 @@ def scaling() -> list[str]:
 
 
 def errors() -> list[str]:
-    """4.4 without a model: relative L2 of each mode against FP32 attention of N(0, 1) inputs."""
+    """Returns a table for section 4.4 without a model: relative L2 of each mode against FP32 attention of N(0, 1) inputs."""
     shape = Shape(1, 8, TOKENS, DIM)
     inputs = inputs_of(shape)
     expected = exact(*inputs)
@@ -252,7 +253,7 @@ def errors() -> list[str]:
 
 
 def quality(paths: list[Path]) -> list[str]:
-    """4.4: evaluations of shipped models by `trtconvert evaluate --dtype float16`; files have the names of the models."""
+    """Returns the table of section 4.4, from files of `trtconvert evaluate --dtype float16` named after shipped models."""
     lines = [
         "## Images (4.4)",
         "",

@@ -28,7 +28,7 @@ ROUNDS, WARM_UP = 12, 4
 
 
 def milliseconds(call: Callable[[], Tensor]) -> float:
-    """Of the slowest process, from a common start."""
+    """Returns the milliseconds of the slowest process, from a common start."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     dist.barrier()

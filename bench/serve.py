@@ -40,22 +40,22 @@ from machine import processor
 
 START_SECONDS, ANSWER_SECONDS = 300, 300
 KILL_AFTER = 0.05
-"""Seconds after an answer: the replicas have begun their next batches by then."""
+"""Seconds after an answer until the replicas have begun their next batches."""
 
 REPLICA = "ray::ServeReplica"
-"""What Ray calls the processes of replicas."""
+"""Ray's name for the processes of replicas."""
 
 
 @dataclass
 class Served:
-    """A server that is ready, and what it printed."""
+    """A server that is ready, and its output."""
 
     process: subprocess.Popen[str]
     port: int
     lines: list[str]
 
     def ask(self, content: dict[str, Any]) -> tuple[int, Any]:
-        """Status and content of the answer to a request for images."""
+        """Returns the status and content of the answer to a request for images."""
         return self.exchange("POST", "/v1/images/generations", content)
 
     def exchange(self, method: str, path: str, content: dict[str, Any] | None = None) -> tuple[int, Any]:
@@ -70,13 +70,13 @@ class Served:
         ) == "application/json" else text.decode()
 
     def metric(self, name: str) -> float:
-        """A counter or gauge without labels."""
+        """Returns a counter or gauge without labels."""
         _, text = self.exchange("GET", "/metrics")
         (value,) = re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)
         return float(value)
 
     def processes(self) -> dict[int, str]:
-        """Process ids and command lines of the server's processes on this machine."""
+        """Returns the process ids and command lines of the server's processes on this machine."""
         parents = dict[int, int]()
         names = dict[int, str]()
         for folder in Path("/proc").glob("[0-9]*"):
@@ -95,11 +95,11 @@ class Served:
         return {pid: name for pid, name in sorted(names.items()) if is_ours(pid)}
 
     def replicas(self) -> list[int]:
-        """Process ids of the replicas."""
+        """Returns the process ids of the replicas."""
         return [pid for pid, name in self.processes().items() if name.startswith(REPLICA)]
 
     def memory(self) -> int:
-        """Bytes of memory that the server's processes have for themselves (proportional set size)."""
+        """Returns the bytes of the server's processes (proportional set size)."""
         total = 0
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(bundle: Path, *options: object) -> Iterator[Served]:
-    """`trtconvert serve` at a free port, once it is ready; stopped by SIGTERM in the end."""
+    """Yields `trtconvert serve` at a free port, once it is ready. SIGTERM stops the server in the end."""
     command = [sys.executable, "-m", "trtconvert.cli", "serve", str(bundle), "--port", "0", *map(str, options)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines, ready = list[str](), threading.Event()
@@ -143,7 +143,7 @@ def served(bundle: Path, *options: object) -> Iterator[Served]:
 
 @dataclass
 class Round:
-    """What came of requests.
+    """The answers to a number of requests.
 
     Attributes:
         answers: (seed, status, content, seconds) as they came.
@@ -154,7 +154,7 @@ class Round:
     seconds: float = 0.0
 
     def missing_and_doubled(self, seeds: Sequence[int]) -> tuple[int, int]:
-        """Requests without an image of their seed, and images beyond one for each."""
+        """Returns the number of seeds without an image, and of images beyond one for each seed."""
         images = Counter(
             image["seed"] for _, status, content, _ in self.answers if status == 200 for image in content["data"]
         )
@@ -162,7 +162,7 @@ class Round:
 
 
 def asked(server: Served, seeds: Sequence[int], clients: int, kill_at: int | None = None, **fields: Any) -> Round:
-    """Ask for an image of each seed.
+    """Asks for an image of each seed.
 
     Args:
         clients: number of concurrent clients; kill_at: number of answers before a replica is killed; fields: of the requests.
@@ -196,7 +196,7 @@ def asked(server: Served, seeds: Sequence[int], clients: int, kill_at: int | Non
 
 
 SEEDS = 500
-"""Seeds that a long load asks for again and again."""
+"""Seeds that a long load repeats."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Load:
 
 
 def load(server: Served, clients: int, minutes: float, kill_every: float, **fields: Any) -> Load:
-    """Ask without a break, and kill a replica every few minutes.
+    """Asks without a break, and kills a replica every few minutes.
 
     Args:
         clients: number of requests at a time; fields: of the requests.
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kill", action="store_true")
-    parser.add_argument("--minutes", type=float, help="ask without a break for so long")
+    parser.add_argument("--minutes", type=float, help="duration of requests without a break")
     parser.add_argument("--kill-every", type=float, default=5.0, metavar="MINUTES")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

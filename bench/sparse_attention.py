@@ -32,20 +32,20 @@ DENSITY, DENSITY_TOKENS = 0.5, 16384
 DROPPED, PRUNED_TOKENS = 0.2, (4096, 8192, 16384)
 HEADS = 24
 WINDOW_SPEEDUP, DENSITY_SPEEDUP, PRUNED_SAVING = 20.0, 1.7, 0.15
-"""What is wanted at least."""
+"""Smallest speedups that were asked for."""
 
 Attend = Callable[..., Tensor]
 
 
 def attention(inputs: tuple[Tensor, Tensor, Tensor], mode: Mode) -> Attend:
-    """A call of the kernels; keyword arguments are the operator's."""
+    """Returns a call of the kernels; keyword arguments are the operator's."""
     tables = reference.tables_from_data(*inputs, mode)
     timestep = torch.zeros(inputs[0].shape[0], device="cuda")
     return lambda **options: kernel._run_cuda(*inputs, timestep, tables, scaling="dynamic", **options)
 
 
 def times(calls: dict[str, list[Callable[[], object]]]) -> dict[str, tuple[float, float]]:
-    """Median microseconds and their spread of each kind of call, which take turns."""
+    """Returns the median microseconds and their spread of each kind of call, which take turns."""
     for kind in calls.values():
         kind[0]()
     found: dict[str, list[float]] = {name: [] for name in calls}

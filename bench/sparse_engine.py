@@ -27,7 +27,8 @@ from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
 from trtconvert.engine.attention_choice import TIMESTEP_MAX, AttentionCase, one_node_model
 from trtconvert.engine.engine_timer import EngineRunner
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import append_input, attention_nodes
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS
 from trtconvert.progress import Reporter
@@ -36,7 +37,7 @@ from trtconvert.recipe import EngineSection
 HEADS, DIMS = 24, (64, 128)
 MODES = (Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE, Mode.FP8)
 DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05)
-"""Of each timestep bin; as many as `one_node_model` has."""
+"""Density of each timestep bin; as many bins as `one_node_model` has."""
 INPUT_SETS = 3
 
 
@@ -46,7 +47,7 @@ def case_of(tokens: int, dim: int) -> AttentionCase:
 
 
 def model_of(tokens: int, dim: int, mode: Mode, masked: bool) -> ir.Model:
-    """A model of one node in one mode in all timestep bins."""
+    """Returns a model of one node in one mode in all timestep bins."""
     model = one_node_model(case_of(tokens, dim))
     (node,) = attention_nodes(model).values()
     modes = node.inputs[INPUTS.index("modes")]
@@ -58,7 +59,7 @@ def model_of(tokens: int, dim: int, mode: Mode, masked: bool) -> ir.Model:
 
 
 def mask_of_bin(model: ir.Model, node: ir.Node, tokens: int) -> ir.Value:
-    """The mask of the timestep's bin, gathered from a table of them."""
+    """Returns the mask of the timestep's bin, gathered from a table of masks."""
     blocks = -(-tokens // BLOCK)
     drawn = np.random.default_rng(0).random((len(DENSITIES), HEADS, blocks, blocks)).argsort(-1)
     kept = np.array([max(1, round(density * blocks)) for density in DENSITIES])

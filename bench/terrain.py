@@ -40,7 +40,7 @@ their outliers. Half of the last miss `verify.min_site_sqnr`: they read a SiLU."
 
 
 def write_recipe(work: Path, arguments: argparse.Namespace) -> Path:
-    """The recipe of `init`, completed with difficulties and the INT8 parts."""
+    """Returns the recipe of `init`, completed with difficulties and the INT8 parts."""
     file, recipe = work / FILE, work / "recipe.yaml"
     _run(work, "init", str(file), "-o", str(recipe), "--force")
     # Like the package's generator: 1 to 100 on [0, 1].
@@ -77,7 +77,7 @@ class Recorded:
 
 
 def decibels(a: np.ndarray, b: np.ndarray, span: float) -> tuple[float, float]:
-    """PSNR over all samples, and of the worst, for values of a span."""
+    """Returns the PSNR over all samples, and of the worst sample, for values of a span."""
     squares = ((a - b).astype(np.float64) ** 2).reshape(len(a), -1).mean(1)
     mean, worst = (float(10 * np.log10(span**2 / max(x, 1e-30))) for x in (squares.mean(), squares.max()))
     return mean, worst
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def report(generator: Any, bundle: Path, seeds: int) -> None:
-    """Draw with both, and print the table."""
+    """Draws with both, and prints the table."""
     session = generator.session
 
     def drawn(run: Any) -> tuple[np.ndarray, np.ndarray]:

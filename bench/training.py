@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def timed(attend: Attend, tensors: list[Tensor], gradient: Tensor) -> tuple[float, float]:
-    """Milliseconds of the forward and of the backward."""
+    """Returns the milliseconds of the forward and of the backward."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     torch.cuda._sleep(int(BUSY_MS * 1e6))  # the clock has some GHz; the host enqueues meanwhile
     events[0].record()
@@ -42,7 +42,7 @@ def timed(attend: Attend, tensors: list[Tensor], gradient: Tensor) -> tuple[floa
 
 
 def rows(shape: tuple[int, int, int, int]) -> list[str]:
-    """Lines of the table for one shape."""
+    """Returns the lines of the table for one shape."""
     heads, dim = shape[1], shape[3]
     generator = torch.Generator("cuda").manual_seed(0)
     tensors = [

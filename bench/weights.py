@@ -44,7 +44,7 @@ def write_model(path: Path, count: int) -> None:
 
 
 def forget(path: Path) -> None:
-    """Take a file out of the page cache."""
+    """Takes a file out of the page cache."""
     handle = os.open(path, os.O_RDONLY)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(handle)
@@ -75,7 +75,8 @@ print(time.perf_counter() - wall, time.process_time() - processors, before, peak
 
 
 def run(*arguments: str) -> tuple[float, float, int, int]:
-    """Seconds, seconds of processors, and the most memory in bytes, of imports alone and of a command in a process of its own."""
+    """Returns the seconds, the seconds of processors, and the largest memory in bytes, of imports alone and of a command in a new
+    process."""
     ended = subprocess.run([sys.executable, "-c", COMMAND, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     seconds, processors, before, after = ended.stdout.splitlines()[-1].split()
     return float(seconds), float(processors), int(before) * 1024, int(after) * 1024

@@ -34,7 +34,7 @@ from trtconvert.evaluate.recorded_calls import RecordedCalls
 from trtconvert.models.placed import placed
 from trtconvert.models.placement import choose_place
 from trtconvert.runtime.batches import AnyBatch
-from trtconvert.stages.common import VERIFY
+from trtconvert.stages.common import RECORDED_CALLS
 
 LEAST_FP8 = 1024
 """torchao's FP8 gets layers of this many features or more: smaller layers gain nothing."""
@@ -43,7 +43,7 @@ LEAST_FP8 = 1024
 def step_times(
     denoisers: dict[str, Callable[..., Tensor]], given: list[dict[str, Tensor]], noised: str, calls: int
 ) -> dict[str, list[float]]:
-    """Milliseconds of each denoiser's calls, by turns, each on noise of its own."""
+    """Returns the milliseconds of each denoiser's calls. Denoisers take turns, and each call has its own noise."""
     found: dict[str, list[float]] = {name: [] for name in denoisers}
     for number in range(calls + 3):
         for name, denoiser in denoisers.items():
@@ -61,7 +61,7 @@ def step_times(
 
 
 def image_times(model: DiffusionModel, denoiser: Callable[..., Tensor], steps: int) -> tuple[float, float]:
-    """Seconds of the first image and the median of three further ones."""
+    """Returns the seconds of the first image and the median of three further ones."""
     seconds = []
     for seed in range(4):
         torch.cuda.synchronize()
@@ -73,7 +73,7 @@ def image_times(model: DiffusionModel, denoiser: Callable[..., Tensor], steps: i
 
 
 def network(denoiser: nn.Module) -> nn.Module:
-    """The diffusers model in a denoiser."""
+    """Returns the diffusers model inside a denoiser."""
     from diffusers import ModelMixin
 
     return next(module for module in denoiser.modules() if isinstance(module, ModelMixin))
@@ -127,7 +127,7 @@ def main() -> None:
     section = recipe.model.model_copy(update={"weights": given.weights})
     source = models.load(section, recipe.loras, as_stored=True)
     on_gpu = placed(source, choose_place(recipe.compute, section))
-    calls, noised = RecordedCalls.load(given.bundle / VERIFY), source.inputs[0].name
+    calls, noised = RecordedCalls.load(given.bundle / RECORDED_CALLS), source.inputs[0].name
     recorded = [{name: x.cuda() for name, x in inputs.items()} for inputs in calls.inputs.values()]
     with torch.no_grad():
         first, further = image_times(on_gpu, engine, given.steps)

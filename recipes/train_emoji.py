@@ -27,20 +27,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from emoji_data import CATEGORY_OF, EmojiData, category_accuracy, emoji_data
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.errors import UserError
-from trtconvert.evaluate.emoji import (
-    CATEGORY_OF,
-    EmojiClassifier,
-    EmojiData,
-    category_accuracy,
-    emoji_data,
-    held_out_emoji,
-)
+from trtconvert.evaluate.emoji import EmojiClassifier, held_out_emoji
 from trtconvert.evaluate.grid import picture, save_sheet
 from trtconvert.models import ddpm_unet, emoji_dit
 from trtconvert.models.checkpoint import load_weights, save_weights

@@ -1,7 +1,10 @@
 """Fixtures that several test files share."""
 
-import json
+import functools
+import gc
+import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,13 @@ import torch
 from browser import Page, chromium
 from support import WEIGHTS, Built, finish, start, tiny_recipe
 from tiny_layers import WITH_CONV
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
+from trtconvert.files import locked
 from trtconvert.models.digits import digits_model
+
+# Imports and exports make millions of objects that stay: Python would search them for garbage again and again.
+gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
@@ -30,6 +38,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_registry():
+    """Exports of a process share the exporter's table of operators: torch would compile 500 functions anew for each export."""
+    made = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copied(cls, **options):
+        registry = cls()
+        registry._opset_version, functions = made(**options).opset_version, made(**options).functions
+        registry.functions = {target: list(decompositions) for target, decompositions in functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(ONNXRegistry, "from_torchlib", classmethod(copied))
+        yield
+
+
 @pytest.fixture(scope="session")
 def page(tmp_path_factory):
     """A page of a browser."""
@@ -47,17 +71,45 @@ def digits():
     return digits_model(WEIGHTS)
 
 
-def built(folder: Path, recipe: Path) -> Built:
-    outcome = finish(start("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache"))
-    assert outcome.exit_code == 0, outcome.output
-    return Built(recipe, folder / "bundle", folder / "cache")
+@pytest.fixture(scope="session")
+def made_once(request, tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Returns a folder that a function filled. One of xdist's workers fills it, and each worker has a copy."""
+
+    def folder_of(name: str, fill: Callable[[Path], object]) -> Path:
+        if not hasattr(request.config, "workerinput"):
+            fill(folder := tmp_path_factory.mktemp(name))
+            return folder
+        shared = tmp_path_factory.getbasetemp().parent / "shared" / name
+        (shared / "lock").mkdir(parents=True, exist_ok=True)
+        with locked(shared / "lock"):
+            if not (shared / "finished").exists():
+                shutil.rmtree(shared / "made", ignore_errors=True)  # of a worker that failed
+                (shared / "made").mkdir()
+                fill(shared / "made")
+                (shared / "finished").touch()
+        return shutil.copytree(shared / "made", tmp_path_factory.mktemp(name) / "copy")
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")
-def digits_build(tmp_path_factory) -> Built:
+def built_once(made_once) -> Callable[..., Built]:
+    """Builds the recipe that a function writes into a folder."""
+
+    def built_of(name: str, write: Callable[[Path], Path]) -> Built:
+        def fill(folder: Path) -> None:
+            outcome = finish(start("build", write(folder), "-o", folder / "bundle", "--cache", folder / "cache"))
+            assert outcome.exit_code == 0, outcome.output
+
+        folder = made_once(name, fill)
+        return Built(folder / "recipe.yaml", folder / "bundle", folder / "cache")
+
+    return built_of
+
+
+@pytest.fixture(scope="session")
+def digits_build(built_once) -> Built:
     """The shipped model converted with few samples and steps. Leave its files as they are."""
-    folder = tmp_path_factory.mktemp("digits")
-    recipe = folder / "recipe.yaml"
     sections = {
         "model": {"source": "digits-dit", "weights": str(WEIGHTS)},
         "attention": {"modes": ["precision", "balanced", "balanced", "aggressive"]},
@@ -67,44 +119,53 @@ def digits_build(tmp_path_factory) -> Built:
         "verify": {"samples": 2, "steps": 4, "min_psnr": 20},
         "output": {"grid": 2},
     }
-    recipe.write_text(json.dumps(sections))  # JSON is YAML
-    return built(folder, recipe)
+    return built_once("digits", lambda folder: tiny_recipe(folder, **sections))
 
 
 @pytest.fixture(scope="session")
-def tiny_build(tmp_path_factory) -> Built:
+def tiny_build(built_once) -> Built:
     """A model of one attention, converted. Leave its files as they are."""
-    folder = tmp_path_factory.mktemp("tiny")
-    return built(folder, tiny_recipe(folder))
+    return built_once("tiny", tiny_recipe)
 
 
 @pytest.fixture(scope="session")
-def flux_build(tmp_path_factory):
+def flux_build(made_once):
     """Flux for a range of heights, in half precision but for its VAE, with all its models. Leave its files as they are."""
     import converted_pipelines as converted  # which skips without diffusers
 
-    folder = tmp_path_factory.mktemp("flux")
     model = {"dtype": "float16", "options": converted.options("flux", height=[32, 32, 64])}
-    return converted.Whole(folder / "pipeline", converted.convert(folder, "flux", {"all": {}}, model=model))
+    folder = made_once("flux", lambda folder: converted.convert(folder, "flux", {"all": {}}, model=model))
+    return converted.Whole(folder / "pipeline", folder / "bundle")
 
 
 @pytest.fixture(scope="session")
-def layered_build(tmp_path_factory) -> Built:
+def unet_build(made_once):
+    """Stable Diffusion for embeddings of 8 to 32 tokens, with its text encoder of 8. Leave its files as they are."""
+    import converted_pipelines as converted  # which skips without diffusers
+
+    model = {"options": converted.options("stable_diffusion", tokens=[8, 16, 32])}
+    folder = made_once(
+        "unet", lambda folder: converted.convert(folder, "stable_diffusion", {"text_encoder": {}}, model=model)
+    )
+    return converted.Whole(folder / "pipeline", folder / "bundle")
+
+
+@pytest.fixture(scope="session")
+def layered_build(built_once) -> Built:
     """A model with layers of every kind, attention and layers converted. Leave its files as they are."""
-    folder = tmp_path_factory.mktemp("layered")
     sections = {
         "model": {"source": "tiny_layers:build"},
         "layers": {"modes": "static", "include": WITH_CONV},
         "calibration": {"samples": 16},
     }
-    return built(folder, tiny_recipe(folder, **sections))
+    return built_once("layered", lambda folder: tiny_recipe(folder, **sections))
 
 
 @pytest.fixture(scope="session")
-def stepped_build(tmp_path_factory) -> Built:
+def stepped_build(built_once) -> Built:
     """A model that leaves steps out, converted. Leave its files as they are."""
-    folder = tmp_path_factory.mktemp("stepped")
-    return built(folder, tiny_recipe(folder, steps={"computed": 0.5, "calibrated": 8, "samples": 2}))
+    steps = {"computed": 0.5, "calibrated": 8, "samples": 2}
+    return built_once("stepped", lambda folder: tiny_recipe(folder, steps=steps))
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ def test_a_bundle_that_never_stays_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "_as_it_lies", lambda _: str(next(states)).encode())
     monkeypatch.setattr(bundle, "read_manifest", lambda folder: folder)
     discarded = []
-    with pytest.raises(UserError, match=r"(?s)changes while it is read.*one of 100 readings.*remedy: "):
+    with pytest.raises(UserError, match=r"(?s)changes while it is read.*one of 100 attempts.*remedy: "):
         bundle.read_unchanged(tmp_path, lambda manifest: manifest, discarded.append)
     assert len(discarded) == 100
 

@@ -193,6 +193,6 @@ def test_a_cache_that_not_all_processes_see_is_refused(tmp_path):
     crew = Crew(Apart(0, 2))
     asked = Build("recipe", "weights", "place", Cache(tmp_path / "cache"), "report", crew=crew)  # type: ignore[arg-type]
     with pytest.raises(UserError) as refused:
-        pipeline._begin(asked)
+        pipeline._send_build(asked)
     assert "rank 1 does not see" in refused.value.got and "--cache" in refused.value.remedy
     assert not contents(tmp_path)

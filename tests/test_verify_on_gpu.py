@@ -32,7 +32,7 @@ def drawn(section: VerifySection) -> tuple[int, int]:
 )
 def test_a_gpu_draws_what_the_recipe_asks_for_on_one(tmp_path, on_gpu, place, expected):
     recipe = load_recipe(tiny_recipe(tmp_path, verify={"samples": 2, "steps": 4, "on_gpu": on_gpu}))
-    settled = pipeline._on_place(recipe, place)
+    settled = pipeline._for_place(recipe, place)
     assert drawn(settled.verify) == expected
     assert settled.verify.min_psnr == recipe.verify.min_psnr and settled.plan == recipe.plan
 
@@ -51,7 +51,7 @@ def test_arguments_of_optimize_count_on_a_gpu_too(tmp_path, asked, expected):
     sections = _merged({"verify": asked}, {}, None, offload=False)
     sections["model"] = {"source": "tiny_models:build"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(sections))
-    assert drawn(pipeline._on_place(load_recipe(tmp_path / "recipe.yaml"), GPU).verify) == expected
+    assert drawn(pipeline._for_place(load_recipe(tmp_path / "recipe.yaml"), GPU).verify) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_a_search_on_hopper_may_choose_fp8_where_its_times_are_known(
     (tmp_path / "old.json").write_text(json.dumps(table))
     monkeypatch.setattr(pipeline, "device_architecture", lambda: here)
     recipe = load_recipe(tiny_recipe(tmp_path, attention={"modes": "auto"}, plan={"steps": 4} | plan))
-    assert [*pipeline._on_place(recipe, place).plan.searched_modes] == expected
+    assert [*pipeline._for_place(recipe, place).plan.searched_modes] == expected

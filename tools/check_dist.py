@@ -40,7 +40,7 @@ assert "digits-dit" in shipped_models()
 )
 @click.option("--only", type=click.Choice(["wheel", "sdist"]), help="One of the two.")
 def main(quick: bool, only: str | None) -> None:
-    """Install what lies in out/dist, and use it."""
+    """Install the packages in out/dist, and use them."""
     for kind, pattern in {"wheel": "*-manylinux*.whl", "sdist": "*.tar.gz"}.items():
         if only in (None, kind):
             found = sorted(DIST.glob(pattern))

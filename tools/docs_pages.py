@@ -31,9 +31,9 @@ PAGES = {
     f"plugins/{path.parent.name}/README.md": f"kernels/{path.parent.name}.md"
     for path in ROOT.glob("plugins/*/README.md")
 }
-"""What lies elsewhere in the repository, and the page that it becomes."""
+"""Files outside of docs/, and the pages that they become."""
 ALONE = ("index.md", "quickstart.md", "concepts.md", "figures.md")
-"""Parts of one page, which have the width of their list of pages too."""
+"""Tabs with a single page: the page takes the width of the list of pages, too."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _SOURCES = {page: source for source, page in PAGES.items()}
 
@@ -50,7 +50,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links as they are in the repository become links between pages."""
+    """Turns links between files of the repository into links between pages."""
     here = page.file.src_uri
     if here in ALONE:
         page.meta["hide"] = ["navigation"]
@@ -76,7 +76,7 @@ def _linked(link: re.Match[str], here: str, files: Files) -> str:
 
 
 def recipe_reference() -> str:
-    """Every section and field of a recipe, in Markdown."""
+    """Returns the page of every section and field of a recipe, in Markdown."""
     from trtconvert.recipe import Recipe
 
     lines = [
@@ -88,7 +88,7 @@ def recipe_reference() -> str:
 
 
 def _section(model: type[BaseModel], name: str, level: int) -> list[str]:
-    """A heading, a table of the fields that are no sections, and the sections."""
+    """Returns a heading, a table of the fields that are no sections, and the sections."""
     lines = [f"{'#' * level} `{name}`", ""] if name else []
     if name and model.__doc__:
         lines += [" ".join(model.__doc__.split()), ""]
@@ -114,7 +114,7 @@ def _section(model: type[BaseModel], name: str, level: int) -> list[str]:
 
 
 def _types(annotation: Any) -> list[Any]:
-    """A type and all that it is made of."""
+    """Returns a type and all types inside it."""
     return [annotation, *(t for argument in typing.get_args(annotation) for t in _types(argument))]
 
 
@@ -146,7 +146,7 @@ def _cell(text: str) -> str:
 
 
 def command_reference() -> str:
-    """Every command with its arguments and options, in Markdown."""
+    """Returns the page of every command with its arguments and options, in Markdown."""
     from trtconvert.cli import main
 
     lines = [

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "figures.md"
 NOT_STATED = "not stated"
-"""What a field holds that nobody wrote down when the table was measured."""
+"""Content of a field that was not recorded with the measurement."""
 _NUMBER = re.compile(r"(?:[\d.,]+ to )?(\d[\d,]*(?:\.\d+)?)")
 _ALONE = re.compile(r"[-+−]?[\d,.]+((–| to | ± )[\d,.]+)?(×| %| ms| dB| MB/s| µs)?")
 """A cell with nothing but a number."""
@@ -35,6 +35,8 @@ the same run. The page is made of the files in `bench/results`, and a test holds
 - **Random weights.** Steps of published models are measured on random weights in the published sizes. The errors of these
   models say what the arithmetic loses, not what images lose. Tables of trained models say so.
 - **Errors** of engines are relative L2 errors of one prediction against torch in FP32.
+- **Names.** `precision`, `balanced`, `aggressive` and `fp8` are [modes](concepts.md#precision-modes-of-attention) of attention.
+  The *gain* of an engine is the time of the 16-bit engine divided by its own time. *Plan, MiB* is the size of an engine's file.
 - **Asked** and **goal** are the targets of the project. A figure that misses its target is printed as it is.
 - **Repetition.** Times of an engine differ by 1 to 3 % from build to build, and from one H200 to another.
 """
@@ -105,7 +107,7 @@ class Result:
 
 
 def results() -> list[Result]:
-    """The files, in the order of the page.
+    """Returns the files, in the order of the page: groups in the order of their first tables.
 
     Raises:
         ValueError: a file that lacks a field, has one that is not known, or names columns that do not exist.
@@ -121,11 +123,14 @@ def results() -> list[Result]:
         if "plot" in data:
             data["plot"] = Plot(**data["plot"])
         found.append(Result(name=path.stem, **data))
-    return sorted(found, key=lambda result: result.order)
+    first = dict[str, int]()
+    for result in found:
+        first[result.group] = min(result.order, first.get(result.group, result.order))
+    return sorted(found, key=lambda result: (first[result.group], result.order))
 
 
 def page() -> str:
-    """What docs/figures.md holds."""
+    """Returns the content of docs/figures.md."""
     lines, group = [_HEAD], ""
     for result in results():
         if result.group != group:
@@ -167,13 +172,13 @@ def _is_of_numbers(result: Result, column: int) -> bool:
 
 
 def with_plots(markdown: str) -> str:
-    """The page with its plots in the places that it keeps for them."""
+    """Returns the page with plots in place of its comments."""
     named = {result.name: result for result in results()}
     return _PLOT.sub(lambda m: f"![{named[m[1]].what}: {_plot(named[m[1]]).unit}](plots/{m[1]}.svg)", markdown)
 
 
 def plots() -> dict[str, bytes]:
-    """The plots as SVG, by the name of the result."""
+    """Returns the plots as SVG, by the name of the result."""
     return {result.name: _drawn(result) for result in results() if result.plot is not None}
 
 
@@ -183,13 +188,13 @@ def _plot(result: Result) -> Plot:
 
 
 def number(cell: str) -> float | None:
-    """The first number of a cell, the upper one of a range; None where there is none."""
+    """Returns the first number of a cell, the upper one of a range; None where there is none."""
     found = _NUMBER.search(cell)
     return float(found[1].replace(",", "")) if found else None
 
 
 def _drawn(result: Result) -> bytes:
-    """Horizontal bars: one for each series in each row. Green is the program, grey its peers, in the order of the table."""
+    """Returns a chart as SVG, with a bar for each series in each row. The program is green, its peers are grey."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -235,7 +240,7 @@ def _drawn(result: Result) -> bytes:
 
 
 def _shown(cell: str) -> str:
-    """What a bar is labelled with: its number, or its range."""
+    """Returns the label of a bar: its number, or its range."""
     found = _NUMBER.search(cell)
     return found[0].replace(" to ", "–") if found else ""
 

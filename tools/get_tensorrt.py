@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Fetch the TensorRT libraries and Python bindings that tests/plugins/test_plugin_registry.py loads.
 
-NVIDIA's own wheels download their libraries from NVIDIA's index; where only the public registries are reached, the
-whole libraries still come from Maven Central (``org.bytedeco:tensorrt``) and the bindings from PyPI. Both are asked
-through their ordinary clients, ``mvn`` and ``pip``, so mirrors and proxies configured for those clients apply.
+NVIDIA's own wheels download their libraries from NVIDIA's index. Without access to this index, the libraries come from Maven
+Central (``org.bytedeco:tensorrt``) and the bindings from PyPI, through the clients ``mvn`` and ``pip``, with the mirrors and
+proxies of these clients.
 
 Layout of the result, for each version::
 
     DIR/VERSION/lib/libnvinfer.so.*  libnvinfer_plugin.so.*  libnvonnxparser.so.*
     DIR/VERSION/python/tensorrt_bindings/
 
-Builder resources (up to 1.4 GB, needed to build engines and not to load a plugin) are left out unless
-``--builder`` is given. A version that is already there is not fetched again.
+Builder resources (up to 1.4 GB), which engine builds need but loading a plugin does not, are left out unless ``--builder`` is
+given. A version in the folder is not fetched again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Release:
-    """Where one TensorRT version comes from: the Maven version of the libraries, the PyPI name of the bindings."""
+    """The sources of one TensorRT version: the Maven version of the libraries, the PyPI name of the bindings."""
 
     maven: str
     bindings: str
@@ -54,7 +54,7 @@ class DownloadError(RuntimeError):
 
 
 def run(command: list[str], cwd: Path) -> None:
-    """Run one client. Raises DownloadError with the end of its output."""
+    """Runs one client. Raises DownloadError with the end of its output."""
     if shutil.which(command[0]) is None:
         raise DownloadError(f"expected the program '{command[0]}' on PATH, found none; install it and call again")
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
@@ -64,7 +64,7 @@ def run(command: list[str], cwd: Path) -> None:
 
 
 def fetch_libraries(release: Release, target: Path, work: Path, wanted: tuple[str, ...]) -> None:
-    """Copy the jar of one release with Maven and extract the wanted shared objects, flat, into target."""
+    """Copies the jar of one release with Maven and extracts the wanted shared objects, flat, into target."""
     (work / "pom.xml").write_text(POM)
     artifact = f"org.bytedeco:tensorrt:{release.maven}:jar:linux-x86_64-redist"
     # A local repository in the work folder: otherwise the jar (0.5-1.1 GB) would stay in ~/.m2.
@@ -85,9 +85,9 @@ def fetch_libraries(release: Release, target: Path, work: Path, wanted: tuple[st
 
 
 def fetch_bindings(release: Release, target: Path, work: Path) -> None:
-    """Download the bindings' wheel for this Python and extract it into target.
+    """Downloads the bindings' wheel for this Python and extracts it into target.
 
-    ``--no-deps``: the wheel itself is whole, only the package it depends on is a downloader.
+    ``--no-deps``: the wheel is complete; the package that it depends on is a downloader.
     """
     run(
         [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(work),
@@ -99,7 +99,7 @@ def fetch_bindings(release: Release, target: Path, work: Path) -> None:
 
 
 def get(version: str, root: Path, builder: bool) -> Path:
-    """Make root/version whole and return it; nothing half-written is left behind on a failure. root is absolute."""
+    """Completes the folder root/version and returns it; a failure leaves no half-written files. root is absolute."""
     done = root / version
     if done.exists():
         return done

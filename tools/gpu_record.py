@@ -36,7 +36,7 @@ PARTS = ("shared", "alone")
 
 
 def source_hashes(root: Path = ROOT) -> dict[str, str]:
-    """The first 16 digits of each source's SHA-256, by path."""
+    """Returns the first 16 digits of each source's SHA-256, by path."""
     files = (file for folder in SOURCES for file in sorted((root / folder).rglob("*")))
     return {
         file.relative_to(root).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()[:16]
@@ -46,7 +46,7 @@ def source_hashes(root: Path = ROOT) -> dict[str, str]:
 
 
 def code_hash(root: Path = ROOT) -> str:
-    """The first 16 digits of the SHA-256 of all code and all tests, which parts of one run share."""
+    """Returns the first 16 digits of the SHA-256 of all code and all tests, which parts of one run share."""
     digest = hashlib.sha256()
     for folder in ("plugins", "trtconvert", "tests", "tools"):
         for file in sorted((root / folder).rglob("*")):
@@ -57,12 +57,12 @@ def code_hash(root: Path = ROOT) -> str:
 
 
 def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Paths of sources that were added, removed or changed."""
+    """Returns the paths of sources that were added, removed or changed."""
     return sorted(path for path in then.keys() | now.keys() if then.get(path) != now.get(path))
 
 
 def machine() -> dict[str, Any] | None:
-    """The card and its driver; None without a GPU."""
+    """Returns the card and its driver; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -82,7 +82,7 @@ def machine() -> dict[str, Any] | None:
 
 
 def _tensorrt() -> str | None:
-    """TensorRT's version; None where it is not installed."""
+    """Returns TensorRT's version; None where it is not installed."""
     try:
         import tensorrt  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -91,7 +91,7 @@ def _tensorrt() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, with "+" where files but the record differ from it; None outside a repository."""
+    """Returns the commit that is checked out, with "+" where files but the record differ from it; None outside a repository."""
     try:
         commit, state = (
             subprocess.run(
@@ -105,7 +105,7 @@ def _commit() -> str | None:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry of a run from those of its parts."""
+    """Returns the entry of a run from those of its parts."""
     last = parts[-1]
     return {
         **{name: value for name, value in last.items() if name not in ("parts", "code")},
@@ -119,7 +119,7 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def with_part(record: Mapping[str, Any], part: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A card's record with an entry of a part: the joined run where both parts have run, else the record with the part so far.
+    """Returns a card's record with an entry of a part: the joined run if both parts have run, else the record with this part.
 
     Parts of other code or another machine are dropped.
     """
@@ -140,7 +140,7 @@ def _records(path: Path) -> dict[str, Any]:
 
 
 class Recorder:
-    """Counts outcomes of tests, and writes them where the session ends.
+    """Counts outcomes of tests, and writes them at the end of the session.
 
     Args:
         run: the machine, see `machine`.
@@ -169,7 +169,7 @@ class Recorder:
             self._outcomes["passed"] += 1
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Interrupted sessions and those that collected nothing leave the record as it was."""
+        """Writes the record, except after interrupted sessions and sessions without tests."""
         if int(exitstatus) > 1:
             return
         entry = {
@@ -209,7 +209,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def summary(records: Mapping[str, Mapping[str, Any]], now: Mapping[str, str]) -> list[str]:
-    """One line for each card that ran the tests, and the sources that changed since."""
+    """Returns one line for each card that ran the tests, and the sources that changed since."""
     if not records:
         return ["No run of the GPU tests is on record: make test-gpu on a machine with a GPU writes one."]
     lines = []

@@ -65,7 +65,7 @@ def _require_ordered(dims: Dims) -> Dims:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a path, in normal form, names a file inside a bundle other than the manifest."""
+    """Returns whether a path, in normal form, names a file inside a bundle other than the manifest."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and str(path) == name and name not in (".", MANIFEST)
 
@@ -96,12 +96,12 @@ _WEIGHT_ONLY = 1 + get_args(LayerModeName).index("weight_only")
 
 
 def opt_sizes(profiles: Sequence[Dims]) -> list[dict[str, int]]:
-    """Return the opt sizes of each profile."""
+    """Returns the opt sizes of each profile."""
     return [{name: opt for name, (_, opt, _) in dims.items()} for dims in profiles]
 
 
 def covering(profiles: Sequence[Dims]) -> Dims:
-    """Return (min, opt, max) of each dimension over all profiles, with the opt of the first."""
+    """Returns (min, opt, max) of each dimension over all profiles, with the opt of the first."""
     return {
         name: (min(p[name][0] for p in profiles), opt, max(p[name][2] for p in profiles))
         for name, (_, opt, _) in profiles[0].items()
@@ -229,7 +229,7 @@ class EngineRecord(_Record):
     def of(
         component: str, backend: Literal["tensorrt", "tensorrt_rtx"], library: str, target: str, gpu: str = ""
     ) -> EngineRecord:
-        """Make the record of a component's engine, with the file name for its backend, target and GPU."""
+        """Makes the record of a component's engine, with the file name for its backend, target and GPU."""
         name = "-".join([component, backend, target, *re.findall(r"[a-z0-9]+", gpu.lower())])
         return EngineRecord(
             backend=backend,
@@ -353,7 +353,7 @@ class DiffusersRecord(_Record):
     @model_validator(mode="before")
     @classmethod
     def _of_before(cls, fields: Any) -> Any:
-        """Drop the field `timestep_sizes` of older bundles if it is empty: one timestep per sample."""
+        """Drops the field `timestep_sizes` of older bundles if it is empty: one timestep per sample."""
         if isinstance(fields, dict) and not fields.get("timestep_sizes", True):
             return {name: value for name, value in fields.items() if name != "timestep_sizes"}
         return fields
@@ -509,11 +509,11 @@ class QualityRecord(_Record):
     component_errors: dict[str, float] = Field(default_factory=dict)
 
     def worst_site(self) -> tuple[float, str, int]:
-        """Return the smallest SQNR in dB with its site and timestep bin; NaN counts as smallest."""
+        """Returns the smallest SQNR in dB with its site and timestep bin; NaN counts as smallest."""
         return _worst(self.site_sqnr)
 
     def worst_layer(self) -> tuple[float, str, int] | None:
-        """Return the same of layers; None without layers."""
+        """Returns the same of layers; None without layers."""
         return _worst(self.layer_sqnr) if self.layer_sqnr else None
 
 
@@ -554,7 +554,7 @@ class Manifest(_Record):
         return [site for component in self.components.values() for site in component.sites]
 
     def sampler_name(self, solver: str) -> str:
-        """Return the name of a solver in reports; for a pipeline, the class of its scheduler."""
+        """Returns the name of a solver in reports; for a pipeline, the class of its scheduler."""
         record = next((of.diffusers for of in self.components.values() if of.is_denoiser), None)
         return solver if record is None else record.scheduler or "the pipeline's scheduler"
 
@@ -566,7 +566,7 @@ class Manifest(_Record):
     @field_validator("components")
     @classmethod
     def _named(cls, components: dict[str, ComponentRecord]) -> dict[str, ComponentRecord]:
-        """Check the names of components: files are named after them."""
+        """Checks the names of components: files are named after them."""
         if bad := [name for name in components if not re.fullmatch(r"[A-Za-z]\w*", name)]:
             raise ValueError(f"names of letters, digits and _, not {', '.join(map(repr, bad))}")
         return components
@@ -579,7 +579,7 @@ class Manifest(_Record):
         return files
 
     def is_own(self, name: str) -> bool:
-        """Return whether a path belongs to the bundle, so that it must be in `files`.
+        """Returns whether a path belongs to the bundle, so that it must be in `files`.
 
         Readers of a model or of the pipeline also read the files beside them.
         """
@@ -589,12 +589,12 @@ class Manifest(_Record):
 
 
 def unquantised_file(onnx: Path) -> Path:
-    """Return the path of a model's unquantised weights of INT8 layers (`trtconvert.weights.unquantised`), which may be absent."""
+    """Returns the path of the unquantised weights of a model's INT8 layers, which may be absent."""
     return onnx.with_name(onnx.name + UNQUANTISED)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest with the hashes of all files of the folder and its own digest."""
+    """Writes the manifest with the hashes of all files of the folder and its own digest."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST]
     files = {
         str(path.relative_to(folder)): FileRecord(**vars(found))
@@ -604,13 +604,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Return the size and hash of a file."""
+    """Returns the size and hash of a file."""
     (found,) = digests([(path, PART_BYTES)])
     return FileRecord(**vars(found))
 
 
 def write_sealed(path: Path, manifest: Manifest) -> None:
-    """Write the manifest with its own digest and unchanged `files`."""
+    """Writes the manifest with its own digest and unchanged `files`."""
     content = manifest.model_dump(mode="json")
     path.write_text(json.dumps(content | {"digest": _digest(content)}, indent=1))
 
@@ -621,7 +621,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a bundle, without the other files.
+    """Reads the manifest of a bundle, without the other files.
 
     Raises:
         UserError: the folder is not a bundle, has another format, or the manifest is damaged.
@@ -667,13 +667,13 @@ def read_manifest(folder: Path) -> Manifest:
 Result = TypeVar("Result")
 
 _READINGS = 100
-"""Largest number of readings of a bundle that changes meanwhile."""
+"""Largest number of attempts to read a bundle that other processes change."""
 
 
 def read_unchanged(
     folder: Path, use: Callable[[Manifest], Result], discard: Callable[[Result], object] = lambda result: None
 ) -> Result:
-    """Return the result of `use`, called with a bundle's manifest; calls again if the bundle was replaced or changed meanwhile.
+    """Returns the result of `use`, called with a bundle's manifest; calls again if the bundle was replaced or changed meanwhile.
 
     Args:
         use: may read the bundle's files.
@@ -694,14 +694,14 @@ def read_unchanged(
         discard(result)
     raise UserError(
         f"the bundle {folder} changes while it is read",
-        expected=f"an unchanged bundle in one of {_READINGS} readings",
+        expected=f"a bundle that does not change during one of {_READINGS} attempts to read it",
         got="a change in each",
         remedy="stop the builds or compiles of this bundle, or read a copy of the bundle",
     )
 
 
 def _as_it_lies(folder: Path) -> bytes:
-    """Return the bytes of a bundle's manifest; empty if the manifest cannot be read."""
+    """Returns the bytes of a bundle's manifest; empty if the manifest cannot be read."""
     try:
         return read_limited(folder / MANIFEST, JSON_BYTES)
     except OSError:
@@ -718,19 +718,19 @@ def _damaged(folder: Path, expected: str, got: str) -> UserError:
 
 
 def in_steps(low: int, high: int, step: int | None) -> str:
-    """Format a range of sizes."""
+    """Formats a range of sizes."""
     return f"{low}..{high}" + (f" in steps of {step}" if step else "")
 
 
 def model_section(folder: Path, manifest: Manifest) -> ModelSection:
-    """Return the recipe's model section, with the paths of the bundle's images."""
+    """Returns the recipe's model section, with the paths of the bundle's images."""
     section = manifest.recipe.model
     images = {name: changed_paths(path, lambda path: folder / path) for name, path in section.images.items()}
     return section.model_copy(update={"images": images})
 
 
 def lost_plans(folder: Path, manifest: Manifest) -> list[str]:
-    """Return plans that the manifest does not name, left by a killed `trtconvert compile`."""
+    """Returns files of engines that the manifest does not name: a killed `trtconvert compile` left them."""
     return sorted(
         name
         for component in manifest.components
@@ -740,7 +740,7 @@ def lost_plans(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def keep_others(old: Path, new: Path) -> None:
-    """Copy files that users added to a bundle, such as a report, into the bundle that replaces it.
+    """Copies files that users added to a bundle, such as a report, into the bundle that replaces it.
 
     Files of the new bundle are not overwritten, and the manifest does not list the copies: users may change and remove them.
 
@@ -760,7 +760,7 @@ def keep_others(old: Path, new: Path) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Compare every file of a bundle with the manifest.
+    """Compares every file of a bundle with the manifest.
 
     Raises:
         UserError: names the first file that is missing or has another size, else the first file that differs, else a file that
@@ -787,7 +787,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def _lying_among_own(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield existing files that belong to the bundle, see `Manifest.is_own`, except hidden ones, which no reader opens."""
+    """Yields existing files that belong to the bundle, see `Manifest.is_own`, except hidden ones, which no reader opens."""
     places = {folder / component.onnx for component in manifest.components.values()}
     found = [path for place in places for path in place.parent.glob(f"{glob.escape(place.name)}*")]
     if manifest.pipeline:
@@ -801,7 +801,7 @@ def _lying_among_own(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 @contextmanager
 def _reported(folder: Path, name: str, record: FileRecord) -> Iterator[None]:
-    """Turn the failure to read a file into the error of a damaged file."""
+    """Turns the failure to read a file into the error of a damaged file."""
     try:
         yield
     except OSError as error:

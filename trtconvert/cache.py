@@ -22,7 +22,7 @@ _INDEX = "stage.json"
 
 
 def default_folder() -> Path:
-    """Return the user's cache folder after the XDG base directory specification.
+    """Returns the user's cache folder after the XDG base directory specification.
 
     Raises:
         UserError: the user has no home folder. A shared folder would not be safe, because engines hold code.
@@ -41,7 +41,7 @@ def default_folder() -> Path:
 
 
 def timing_path(name: str, suffix: str) -> Path | None:
-    """Return the path of measured times in the user's cache folder; None for a user without one.
+    """Returns the path of measured times in the user's cache folder; None for a user without one.
 
     Args:
         name: description of the measurement and of the hardware.
@@ -82,7 +82,7 @@ class Cache:
         return "set TMPDIR to another folder" if is_temporary(self.folder) else "give another folder with --cache"
 
     def stage(self, name: str, code: Collection[str], reads: Mapping[str, Any], make: Callable[[Path], None]) -> Stage:
-        """Return the stage's files, which `make` writes into the folder that it gets if the cache does not have them.
+        """Returns the stage's files, which `make` writes into the folder that it gets if the cache does not have them.
 
         If several processes want one stage, the first makes it and the others wait.
 
@@ -111,7 +111,7 @@ class Cache:
         return Stage(key, folder, False, hashes)
 
     def work(self, name: str, code: Collection[str], reads: Mapping[str, Any]) -> Path:
-        """Return the folder for a stage's unfinished work. The caller creates the folder. For arguments see `stage`."""
+        """Returns the folder for a stage's unfinished work. The caller creates the folder. For arguments see `stage`."""
         return self.folder / f"{name}-{_key(code, reads)[:32]}"
 
 
@@ -121,7 +121,7 @@ def _key(code: Collection[str], reads: Mapping[str, Any], **more: str) -> str:
 
 
 def _whole(folder: Path) -> dict[str, str] | None:
-    """Return the hashes of a stage's files; None if a file is missing or damaged."""
+    """Returns the hashes of a stage's files; None if a file is missing or damaged."""
     try:
         index = {name: (size, digest) for name, (size, digest) in read_json(folder / _INDEX).items()}
         if any((folder / name).stat().st_size != size for name, (size, _) in index.items()):
@@ -135,7 +135,7 @@ def _whole(folder: Path) -> dict[str, str] | None:
 
 @functools.cache
 def code_identity(*names: str) -> str:
-    """Return the hash of this package's code, see `code_modules`, and of the versions of the libraries that stages call."""
+    """Returns the hash of this package's code, see `code_modules`, and of the versions of the libraries that stages call."""
     return hashlib.sha256(json.dumps([code_hash(names), versions()], sort_keys=True).encode()).hexdigest()
 
 
@@ -147,7 +147,7 @@ LIBRARIES = (
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of trtconvert and of the installed `LIBRARIES`."""
+    """Returns the versions of trtconvert and of the installed `LIBRARIES`."""
     found = {}
     for name in ("trtconvert", *LIBRARIES):
         try:

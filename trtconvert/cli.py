@@ -75,7 +75,7 @@ def _out_of_host_memory(error: MemoryError) -> TrtconvertError:
 
 
 def _start_in_utf8() -> None:
-    """Restart Python in UTF-8 mode if its file system encoding is ASCII.
+    """Restarts Python in UTF-8 mode if its file system encoding is ASCII.
 
     C++ libraries open paths in UTF-8, and tables hold characters beyond ASCII.
     """
@@ -100,7 +100,7 @@ class _Commands(click.Group):
     def main(self, args: Sequence[str] | None = None, *more: Any, **named: Any) -> Any:
         if args is not None:
             return super().main(args, *more, **named)
-        # Called by the shell, in a process of its own.
+        # The shell called the command, in a process of its own.
         _start_in_utf8()
         try:
             return super().main(None, *more, **named)
@@ -108,7 +108,7 @@ class _Commands(click.Group):
             early.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
 
     def stop(self, number: int, _frame: object) -> None:
-        """Handle SIGINT and SIGTERM: raise an exception, so that temporary folders are removed.
+        """Handles SIGINT and SIGTERM: raises an exception, so that temporary folders are removed.
 
         Signals during `_CLEARING_SECONDS` are ignored, so that the removal completes. During an import SIGALRM calls this again
         a little later: libraries import modules from C++ code, which aborts the process at an exception.
@@ -124,7 +124,7 @@ class _Commands(click.Group):
             raise _Stopped
 
     def was_stopped(self) -> bool:
-        """Return whether a signal asked the program to stop. Callers must exit when this returns True."""
+        """Returns whether a signal asked the program to stop. Callers must exit when this returns True."""
         if self.stopped_by is not None:
             self._left_at = time.monotonic()
         return self.stopped_by is not None
@@ -195,7 +195,7 @@ def main(debug: bool) -> None:
 
 
 def _speaking(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --quiet and --json to a command, which prints through its argument `out`."""
+    """Adds --quiet and --json to a command, which prints through its argument `out`."""
 
     @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
     @click.option(
@@ -243,7 +243,7 @@ def _on(device: str | None, offload: bool, recipe: Recipe) -> Recipe:
 
 
 _FIRST_TO_END = 0.5
-"""Seconds in which rank 0 prints its error."""
+"""Seconds that rank 0 has for printing its error."""
 
 
 @main.command()
@@ -303,7 +303,7 @@ def _times(report: Reporter) -> dict[str, Any]:
 
 
 def _recipe(path: Path, report: Reporter) -> Recipe:
-    """Load a recipe, the recipe that comes with the program under this name, or the default recipe of an ONNX file.
+    """Loads a recipe, the recipe that comes with the program under this name, or the default recipe of an ONNX file.
 
     Args:
         report: gets a notice of the assumptions about an ONNX file.
@@ -470,7 +470,7 @@ def run(
 
 
 def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None) -> Sampler:
-    """Return the sampler of a bundle's model.
+    """Returns the sampler of a bundle's model.
 
     Raises:
         UserError: the sampler needs weights that were not given, takes none, or takes others than the given ones.
@@ -849,7 +849,9 @@ def quantize(model: Path, output: Path, analysis: Path | None, out: Output, **ru
     from trtconvert.weights.tables import outcome_values, print_outcome
 
     if math.isnan(rules["max_outliers"]):  # click's ranges accept nan
-        raise UserError("--max-outliers is not a share", expected="0 to 1", got="nan", remedy="give a number")
+        raise UserError(
+            "--max-outliers is not a share", expected="0 to 1", got="nan", remedy="give a number from 0 to 1"
+        )
     report = out.reporter()
     source = open_source(model)
     with report.live(), report.stage("quantize") as bar:
@@ -882,7 +884,7 @@ def dequantize(model: Path, output: Path, dtype: Any, out: Output) -> None:
 
 
 def _replicas(text: str) -> tuple[int | None, int | None]:
-    """Parse `--replicas` into the smallest and the largest number of replicas; None means one per GPU.
+    """Parses `--replicas` into the smallest and the largest number of replicas; None means one per GPU.
 
     Raises:
         UserError: the text is not valid.
@@ -914,7 +916,7 @@ def _at_most(option: str, number: int, other: str, most: int) -> None:
 
 
 def _finite(*numbers: float) -> None:
-    """Check numbers for infinity and nan, which click's ranges accept."""
+    """Checks numbers for infinity and nan, which click's ranges accept."""
     if bad := [number for number in numbers if not math.isfinite(number)]:
         raise UserError(
             "an option is not a number of seconds or cores",

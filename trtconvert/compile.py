@@ -35,7 +35,7 @@ from trtconvert.files import is_open_file, locked, path_of, require_writable, se
 from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
-from trtconvert.stages.common import ENGINE, VERIFY, Engines, example_of
+from trtconvert.stages.common import ENGINE, RECORDED_CALLS, Engines, example_of
 from trtconvert.stages.component_errors import engine_errors
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.shapes import narrowed
@@ -61,7 +61,7 @@ _SHOWN = 80
 
 
 def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, changes: Sequence[str] = ()) -> Manifest:
-    """Build a TensorRT engine for this machine's GPU from each component's ONNX model, into the bundle.
+    """Builds a TensorRT engine for this machine's GPU from each component's ONNX model, into the bundle.
 
     The engines are built in the cache, where a later call finds them even if this call fails. Then they are copied into the
     bundle, and a new manifest replaces the old one, which stays valid until then. Several processes that compile one bundle wait
@@ -134,20 +134,20 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
 
 
 def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, report: Reporter) -> Engines:
-    """Measure the prediction error of a denoiser's engines on the bundle's recorded calls.
+    """Measures the prediction error of a denoiser's engines on the bundle's recorded calls.
 
     Raises:
         GateError: an error is above the recipe's `verify.max_prediction_error`.
     """
     component = manifest.components[name]
-    if VERIFY not in manifest.files:  # an older bundle
+    if RECORDED_CALLS not in manifest.files:  # an older bundle
         return engines
     from trtconvert.evaluate.gates import check_predictions
     from trtconvert.evaluate.recorded_calls import RecordedCalls
     from trtconvert.runtime.batches import AnyBatch
     from trtconvert.runtime.bundles import engine_component
 
-    calls, measured = RecordedCalls.load(folder / VERIFY), []
+    calls, measured = RecordedCalls.load(folder / RECORDED_CALLS), []
     with report.stage(f"verify {name}"):
         for record, stage in engines:
             with contextlib.closing(engine_component(stage.folder / ENGINE, record, component)) as denoiser:
@@ -162,7 +162,7 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
 
 
 def _verified_component(folder: Path, manifest: Manifest, name: str, engines: Engines, report: Reporter) -> Engines:
-    """Measure the output error of another component's engines on the bundle's recorded call.
+    """Measures the output error of another component's engines on the bundle's recorded call.
 
     Raises:
         GateError: an error is above the recipe's `verify.max_component_error`.
@@ -183,7 +183,7 @@ def _verified_component(folder: Path, manifest: Manifest, name: str, engines: En
 
 
 def _remove_plans(folder: Path, before: Manifest) -> None:
-    """Remove replaced engines, and plans of failed or killed compiles. Files that cannot be removed stay."""
+    """Removes replaced engines, and plans of failed or killed compiles. Files that cannot be removed stay."""
     with contextlib.suppress(OSError, UserError):
         # Every compile writes its plans and the manifest under this lock.
         with locked(folder):
@@ -195,7 +195,7 @@ def _remove_plans(folder: Path, before: Manifest) -> None:
 
 
 def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
-    """Apply changes of the engine section to a manifest.
+    """Applies changes of the engine section to a manifest.
 
     Raises:
         UserError: a change names no changeable field, does not fit, or asks for shapes that the ONNX model does not have.
@@ -224,7 +224,7 @@ def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
 
 
 def _parsed(change: str) -> tuple[str, Any]:
-    """Parse "engine.FIELD=VALUE" with a YAML value into field and value."""
+    """Parses "engine.FIELD=VALUE" with a YAML value into field and value."""
     name, equals, text = change.partition("=")
     section, _, field = name.partition(".")
     if section != "engine" or field not in _CHANGEABLE or not equals:
@@ -256,7 +256,7 @@ def _replaced(folder: Path) -> UserError:
 
 
 def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:
-    """Return a bundle's component as the stage that the build of its engines reads: its files and its record."""
+    """Returns a bundle's component as the stage that the build of its engines reads: its files and its record."""
     component = manifest.components[name]
     files = {file: record.sha256 for file, record in manifest.files.items() if file.startswith(component.onnx)}
     reads = [files, component.model_dump(mode="json", exclude={"engines"})]
@@ -264,7 +264,7 @@ def _as_stage(folder: Path, manifest: Manifest, name: str) -> Stage:
 
 
 def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, Engines]) -> Manifest:
-    """Copy the engines into the bundle beside the engines that they replace, and return the new manifest."""
+    """Copies the engines into the bundle beside the engines that they replace, and returns the new manifest."""
     components, files, gpu, versions = {}, dict(manifest.files), "", dict(manifest.versions)
     for name, component in manifest.components.items():
         ((engine, stage),) = built[name]
@@ -288,12 +288,12 @@ def _with_engines(folder: Path, manifest: Manifest, built: Mapping[str, Engines]
 
 
 def _serves_the_same(old: EngineRecord, new: EngineRecord) -> bool:
-    """Return whether two engines are for one kind of GPU. Older records do not name the GPU."""
+    """Returns whether two engines are for one kind of GPU. Older records do not name the GPU."""
     return (old.backend, old.target) == (new.backend, new.target) and old.gpu in ("", new.gpu)
 
 
 def _placed(folder: Path, usual: Path, stage: Stage) -> tuple[str, FileRecord]:
-    """Copy a stage's plan into the bundle, unless the bundle has it already.
+    """Copies a stage's plan into the bundle, unless the bundle has it already.
 
     Args:
         usual: the plan's path in the bundle, if no other plan has that path.
@@ -324,7 +324,7 @@ def _placed(folder: Path, usual: Path, stage: Stage) -> tuple[str, FileRecord]:
 
 @contextmanager
 def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Hold the lock of a bundle's manifest, and yield a function that returns whether the manifest is unchanged.
+    """Holds the lock of a bundle's manifest, and yields a function that returns whether the manifest is unchanged.
 
     The previous holder replaces the manifest, and a new manifest has a lock of its own, so this takes locks until it holds that
     of the current manifest. On file systems without locks, `compile_bundle` refuses all but one of several processes at the end.
@@ -350,7 +350,7 @@ def _alone(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[], bo
 
 
 def _opened(path: Path) -> int:
-    """Open a file for locking. NFS needs a file that is open for writing."""
+    """Opens a file for locking. NFS needs a file that is open for writing."""
     try:
         return os.open(path, os.O_RDWR)
     except FileNotFoundError:

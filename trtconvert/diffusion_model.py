@@ -1,4 +1,4 @@
-"""The description of a diffusion model for a conversion, whatever library the model comes from."""
+"""The description of a diffusion model for a conversion, the same for all sources of models."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class DiffusionModel:
 
     @property
     def timesteps_fall(self) -> bool:
-        """Whether timesteps fall while a sample is denoised; otherwise they rise."""
+        """True if timesteps fall while a sample is denoised, False if they rise."""
         return bool(self.sigmas[0] <= self.sigmas[-1])
 
     def noised(self, clean: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class DiffusionModel:
         return timestep_bin(place_of(self.noise_input, timestep), self.timestep_max, bins)
 
     def covers(self, timestep: Tensor) -> Tensor:
-        """Whether each timestep input is in the schedule."""
+        """Returns whether each timestep input is in the schedule."""
         if self.noise_input is not None:
             return self.noise_input.covers(timestep)
         return (timestep >= 0) & (timestep < self.timestep_max)

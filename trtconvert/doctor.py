@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return all findings, with backends in order of preference."""
+    """Returns all findings, with backends in order of preference."""
     findings = [Finding("Python", True, platform.python_version())]
     findings += [_package(name) for name in ("torch", "onnx", "onnxruntime")]
     architecture = device_architecture()
@@ -50,7 +50,7 @@ def examine() -> list[Finding]:
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Print a table with a remedy for each missing thing."""
+    """Prints a table with a remedy for each missing thing."""
     table = Table(show_header=False, pad_edge=False)
     for _ in range(3):
         table.add_column(overflow="fold")

@@ -44,7 +44,7 @@ PLAIN_TYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F
 
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
-    """Read the JSON value in a regular file.
+    """Reads the JSON value in a regular file.
 
     Raises:
         OSError: the file cannot be read, or is larger than `limit` bytes.
@@ -54,7 +54,7 @@ def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Read a JSON text.
+    """Reads a JSON text.
 
     Raises:
         ValueError: the text is not JSON in UTF-8, has a key twice in one object, nests brackets deeper than `JSON_DEPTH`, or
@@ -87,7 +87,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def text_flaw(text: str) -> str:
-    """Return why a text can be neither printed nor a path; empty if the text can."""
+    """Returns why a text can be neither printed nor a path; empty if the text can."""
     if "\0" in text:
         flaw = "a NUL character"
     elif any("\ud800" <= character <= "\udfff" for character in text):
@@ -98,7 +98,7 @@ def text_flaw(text: str) -> str:
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """Read the header of a regular safetensors file: the entry of each tensor, and `__metadata__`.
+    """Reads the header of a regular safetensors file: the entry of each tensor, and `__metadata__`.
 
     The header's length stands in the first 8 bytes, and the header follows in JSON. The safetensors library checks the tensors'
     offsets, and of two tensors with one name it takes the last.
@@ -121,7 +121,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
 
 
 def require_plain_types(header: Mapping[str, Any], names: Container[str] | None = None) -> None:
-    """Check the types of a safetensors file's tensors.
+    """Checks the types of a safetensors file's tensors.
 
     Args:
         header: see `safetensors_header`.
@@ -152,7 +152,7 @@ class YamlError(Exception):
 
 
 def parse_yaml(text: str) -> Any:
-    """Read a YAML text with ruamel: its mappings and lists know their lines.
+    """Reads a YAML text with ruamel: its mappings and lists know their lines.
 
     Raises:
         YamlError: the text is not YAML, is larger than the limits, or holds a value that JSON cannot hold.
@@ -197,7 +197,7 @@ def _too_much(line: int | None, got: str) -> YamlError:
 
 
 def _check_nodes(root: Any, constructor: Any) -> None:
-    """Check composed nodes before ruamel makes values: nested keys would take it exponential time."""
+    """Checks composed nodes before ruamel makes values: nested keys would take it exponential time."""
     left, count = [(root, 0)], 0
     while left:
         node, depth = left.pop()

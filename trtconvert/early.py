@@ -26,7 +26,7 @@ def _exit_at_once(number: int, _frame: object) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process, with the exit code 128 + N if signal N arrives meanwhile.
+    """Ends the process, with the exit code 128 + N if signal N arrives meanwhile.
 
     Skips the interpreter's teardown, which restores the default signal handlers: a signal would then end the process as killed
     while libraries clean up.

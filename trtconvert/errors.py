@@ -6,7 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -32,6 +32,10 @@ class TrtconvertError(Exception):
         ]
         super().__init__("\n".join(lines))
 
+    def about(self, what: str) -> Self:
+        """Return the same error with its subject before the problem."""
+        return type(self)(f"{what}: {self.problem}", expected=self.expected, got=self.got, remedy=self.remedy)
+
 
 class UserError(TrtconvertError):
     """A wrong input: recipe, path, shape, bundle or command line. Exit code 2."""
@@ -50,7 +54,7 @@ class BackendUnavailable(TrtconvertError):
 
 
 def warn(text: str) -> None:
-    """Issue a RuntimeWarning at the line outside this package that called the package."""
+    """Issues a RuntimeWarning at the line outside this package that called the package."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
         frame, level = frame.f_back, level + 1
@@ -58,30 +62,48 @@ def warn(text: str) -> None:
 
 
 def did_you_mean(got: str, valid: Iterable[str], otherwise: str) -> str:
-    """Return a remedy for an invalid name: the nearest valid name, or `otherwise` if none is near."""
+    """Returns a remedy for an invalid name: the nearest valid name, or `otherwise` if none is near."""
     near = difflib.get_close_matches(got, list(valid), n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else otherwise
 
 
+def unknown_name(problem: str, got: str, valid: Iterable[str], otherwise: str, none: str = "none") -> UserError:
+    """Return the error for a name that is not among the valid ones.
+
+    Args:
+        otherwise: the remedy if no valid name is near.
+        none: what to expect where no name is valid.
+    """
+    names = list(valid)
+    return UserError(problem, expected=", ".join(names) or none, got=got, remedy=did_you_mean(got, names, otherwise))
+
+
+def unfit_option(
+    option: str, expected: str, got: object, remedy: str = "correct it in the recipe, or leave it out"
+) -> UserError:
+    """Return the error for a value of `model.options`."""
+    return UserError(f"model.options.{option} does not fit", expected=expected, got=repr(got), remedy=remedy)
+
+
 def several(names: Sequence[str], most: int) -> str:
-    """Join the first `most` names and the number of further names."""
+    """Joins the first `most` names and the number of further names."""
     further = len(names) - most
     return ", ".join(names[:most]) + (f" and {further} more" if further > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    """Returns the first line of an error's message, or the name of its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return pydantic's first error with its location."""
+    """Returns pydantic's first error with its location."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def kind_and_first_line(error: BaseException) -> str:
-    """Return an error's class and first line: the first line of `KeyError("x")` alone is `'x'`."""
+    """Returns an error's class and first line: the first line of `KeyError("x")` alone is `'x'`."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"

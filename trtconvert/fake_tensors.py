@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 @contextmanager
 def shapes_alone() -> Iterator[FakeTensorMode]:
-    """Compute with fake tensors inside the block. Existing tensors may take part."""
+    """Computes with fake tensors inside the block. Existing tensors may take part."""
     with without_tracebacks(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
 @contextmanager
 def in_float32_shapes(module: nn.Module) -> Iterator[None]:
-    """Replace a module's 16-bit weights by expanded FP32 zeros, which take no memory, inside a block with fake tensors."""
+    """Replaces a module's 16-bit weights by expanded FP32 zeros, which take no memory, inside a block with fake tensors."""
     own = [
         (tensors, name, x)
         for part in module.modules()
@@ -41,7 +41,7 @@ def in_float32_shapes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Suppress the traceback that torch logs when shapes do not fit, before it raises the error. Callers print the error."""
+    """Suppresses the traceback that torch logs when shapes do not fit, before it raises the error. Callers print the error."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_below_error)
     try:

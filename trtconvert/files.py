@@ -61,7 +61,7 @@ _IMMOVABLE = (
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading, through links. Pipes would block the reader, and devices may have no end.
+    """Opens a regular file for reading, through links. Pipes would block the reader, and devices may have no end.
 
     Raises:
         OSError: the file cannot be opened or is not a regular file; `strerror` says which.
@@ -87,7 +87,7 @@ def _require_regular(found: os.stat_result, path: Path) -> None:
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file.
+    """Returns the content of a regular file.
 
     Raises:
         OSError: the file is larger than `limit` bytes; or see `open_regular`.
@@ -101,7 +101,7 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a regular file.
+    """Returns the hexadecimal SHA-256 of a regular file.
 
     Raises:
         OSError: see `open_regular`.
@@ -125,7 +125,7 @@ class FileDigest:
 
 
 def digests(files: Iterable[tuple[Path, int | None]]) -> Generator[FileDigest]:
-    """Hash regular files, and the parts of large files, on all cores; yields in the order of the files.
+    """Hashes regular files, and the parts of large files, on all cores; yields in the order of the files.
 
     Args:
         files: paths, each with the size of the parts of files larger than one part; None: the file is hashed whole.
@@ -171,13 +171,13 @@ def _sha256_of_part(path: Path, size: int, start: int, length: int) -> bytes:
 
 
 def threads(most: int = _MOST_THREADS) -> int:
-    """Return a number of threads: one for each core that this process may use, at most `most`."""
+    """Returns a number of threads: one for each core that this process may use, at most `most`."""
     return min(most, len(os.sched_getaffinity(0)))
 
 
 @contextmanager
 def whole_folder(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `target` if the block ends well, and is removed otherwise.
+    """Yields a temporary folder that replaces `target` if the block ends well, and is removed otherwise.
 
     The old `target` stays until then. Remains of killed builds are removed first, and a `target` that cannot be replaced is
     refused before the block.
@@ -205,7 +205,7 @@ def whole_folder(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], 
 def whole_file(
     target: Path, instead: str = _INSTEAD, ready: Callable[[Path], None] | None = None, *, through_link: bool = True
 ) -> Iterator[Path]:
-    """Yield a temporary file of the same name that replaces `target`; see `whole_folder`.
+    """Yields a temporary file of the same name that replaces `target`; see `whole_folder`.
 
     Args:
         through_link: replace the file that a link points to; otherwise the link.
@@ -215,7 +215,7 @@ def whole_file(
     with _explained(target, instead):
         try:
             target = target.resolve() if through_link else target.parent.resolve() / target.name
-        except RuntimeError as error:  # Python's word for links that lead in a circle
+        except RuntimeError as error:  # raised for links that lead in a circle
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(target)) from error
         _refuse_no_file(target)
         with _partial_folder(target) as folder:
@@ -227,7 +227,7 @@ def whole_file(
 
 
 def require_writable(target: Path, instead: str = _INSTEAD) -> None:
-    """Check that `whole_file` can write a file.
+    """Checks that `whole_file` can write a file.
 
     Raises:
         UserError: the place cannot be written, or the disk is full.
@@ -239,7 +239,7 @@ def require_writable(target: Path, instead: str = _INSTEAD) -> None:
 
 
 def require_writable_folder(folder: Path, instead: str = _INSTEAD) -> None:
-    """Check that files can be written into a folder, which may not exist yet.
+    """Checks that files can be written into a folder, which may not exist yet.
 
     Raises:
         UserError: the place cannot be written, or the disk is full.
@@ -249,7 +249,7 @@ def require_writable_folder(folder: Path, instead: str = _INSTEAD) -> None:
 
 
 def _refuse_no_file(target: Path) -> None:
-    """Refuse devices and pipes: root could replace /dev/null by a file."""
+    """Refuses devices and pipes: root could replace /dev/null by a file."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     if target.exists() and not target.is_file() and not target.is_symlink():
@@ -262,7 +262,7 @@ def _refuse_no_file(target: Path) -> None:
 
 
 def settled(folder: Path) -> Path:
-    """Return a path of a folder. Unlike ".", the path stays valid when the folder is replaced.
+    """Returns a path of a folder. Unlike ".", the path stays valid when the folder is replaced.
 
     Raises:
         UserError: the path is relative, and the current folder was removed.
@@ -283,7 +283,7 @@ def settled(folder: Path) -> Path:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a folder in the system's temporary folder that only its owner can read, and remove it after the block.
+    """Yields a folder in the system's temporary folder that only its owner can read, and removes it after the block.
 
     Remains of this user's killed processes are removed first, because they may hold a model's weights.
 
@@ -305,7 +305,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a path is in a `temporary_folder`. TMPDIR decides the place of these folders."""
+    """Returns whether a path is in a `temporary_folder`. TMPDIR decides the place of these folders."""
     return any(parent.name.startswith(f".{_temporary_name()}{PARTIAL}") for parent in path.parents)
 
 
@@ -314,7 +314,7 @@ def _temporary_name() -> str:
 
 
 def link_files(names: Iterable[str], source: Path, target: Path) -> None:
-    """Hard-link files of one folder into another, or copy them if the file system has no hard links.
+    """Hard-links files of one folder into another, or copies them if the file system has no hard links.
 
     Args:
         names: paths relative to both folders.
@@ -329,7 +329,7 @@ def link_files(names: Iterable[str], source: Path, target: Path) -> None:
 
 
 def copy_files(sources: Mapping[Path, Path]) -> None:
-    """Copy the contents of files, several at a time.
+    """Copies the contents of files, several at a time.
 
     Args:
         sources: the file to copy by the path of its copy. The folder of the copy exists.
@@ -346,7 +346,7 @@ def copy_files(sources: Mapping[Path, Path]) -> None:
 
 @contextmanager
 def one_at_a_time(work: Path, instead: str = _INSTEAD) -> Iterator[None]:
-    """Run the block in one process at a time per path. Waits for a day at most, and prints the process that it waits for.
+    """Runs the block in one process at a time per path. Waits for a day at most, and prints the process that it waits for.
 
     The lock ends with the process, however the process ends.
 
@@ -368,7 +368,7 @@ def one_at_a_time(work: Path, instead: str = _INSTEAD) -> Iterator[None]:
 
 
 def _lock_file(path: Path) -> int:
-    """Create and lock a lock file, and return its handle."""
+    """Creates and locks a lock file, and returns its handle."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -384,7 +384,7 @@ def _lock_file(path: Path) -> int:
 
 
 def is_open_file(handle: int, path: Path) -> bool:
-    """Return whether a path still names an open file: the file was neither removed nor replaced."""
+    """Returns whether a path still names an open file: the file was neither removed nor replaced."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -393,7 +393,7 @@ def is_open_file(handle: int, path: Path) -> bool:
 
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder beside `target`, readable by its owner alone. Its lock distinguishes running builds from remains."""
+    """Yields a folder beside `target`, readable by its owner alone. Its lock distinguishes running builds from remains."""
     made = not target.parent.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target.parent):
@@ -413,7 +413,7 @@ def _partial_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder: one process at a time changes or replaces the folder.
+    """Holds the lock of a folder: one process at a time changes or replaces the folder.
 
     Raises:
         UserError: another process holds the lock for an hour; usually locks are held for moments.
@@ -427,7 +427,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder and its content, read-only folders too."""
+    """Removes a folder and its content, read-only folders too."""
     with contextlib.suppress(OSError):  # a folder of another user
         folder.chmod(0o700)
         for place, names, _ in os.walk(folder):
@@ -438,7 +438,7 @@ def _remove(folder: Path) -> None:
 
 
 def _try_to_move(target: Path, partial: Path) -> None:
-    """Check that a folder can be moved, by a rename to a non-empty folder, which always fails.
+    """Checks that a folder can be moved, by a rename to a non-empty folder, which always fails.
 
     Raises:
         OSError: the folder cannot be moved.
@@ -457,7 +457,7 @@ def _try_to_move(target: Path, partial: Path) -> None:
 
 
 def _replace_folder(partial: Path, target: Path) -> None:
-    """Move `partial` to `target`. The old folder ends at `partial`, and the caller removes it."""
+    """Moves `partial` to `target`. The old folder ends at `partial`, and the caller removes it."""
     try:
         partial.rename(target)
     except OSError as error:
@@ -472,7 +472,7 @@ def _replace_folder(partial: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders atomically, so that the target exists at every moment.
+    """Swaps two folders atomically, so that the target exists at every moment.
 
     Returns:
         False if the C library or the file system does not support this.
@@ -490,7 +490,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _sweep(target: Path) -> None:
-    """Remove the remains of killed processes, and restore a folder that one of them had moved aside."""
+    """Removes the remains of killed processes, and restores a folder that one of them had moved aside."""
     for left in _remains(target.parent, f".{target.name}{PARTIAL}"):
         if left.name.endswith(_OLD) and not target.exists():
             left.rename(target)
@@ -499,19 +499,19 @@ def _sweep(target: Path) -> None:
 
 
 def is_partial(name: str) -> bool:
-    """Return whether a name has the form of a temporary folder's name."""
+    """Returns whether a name has the form of a temporary folder's name."""
     return _PARTIAL_NAME.fullmatch(name) is not None
 
 
 def sweep_files(folder: Path) -> None:
-    """Remove the temporary folders of killed processes in a folder, for all targets."""
+    """Removes the temporary folders of killed processes in a folder, for all targets."""
     with locked(folder):
         for left in _remains(folder, "."):
             _remove(left)
 
 
 def _remains(folder: Path, prefix: str) -> Iterator[Path]:
-    """Yield temporary folders with a prefix if their processes have ended."""
+    """Yields temporary folders with a prefix if their processes have ended."""
     for left in sorted(p for p in folder.iterdir() if p.name.startswith(prefix) and is_partial(p.name)):
         if not _in_use(left):
             yield left
@@ -562,12 +562,12 @@ def _explained(target: Path, instead: str) -> Iterator[None]:
 
 
 def path_of(error: OSError) -> Path | None:
-    """Return the absolute path of the file that an error names; None if it names no file."""
+    """Returns the absolute path of the file that an error names; None if it names no file."""
     return Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, (str, bytes)) else None
 
 
 def _concerns(error: OSError, target: Path) -> bool:
-    """Return whether an error concerns a target, its siblings or parents, and not another file that the block read."""
+    """Returns whether an error concerns a target, its siblings or parents, and not another file that the block read."""
     place, target = path_of(error), target.absolute()
     if place is None:
         return False
@@ -575,14 +575,14 @@ def _concerns(error: OSError, target: Path) -> bool:
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Return whether an error means a lack of space."""
+    """Returns whether an error means a lack of space."""
     if error.errno is None:  # of numpy's `tofile`
         return str(error).endswith(" written")
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_space(path: Path) -> int:
-    """Return the free bytes on the disk of a path, which may not exist yet."""
+    """Returns the free bytes on the disk of a path, which may not exist yet."""
     return shutil.disk_usage(_existing(path)).free
 
 

@@ -29,12 +29,12 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def images_below(folder: Path) -> list[Path]:
-    """Return the image files in a folder and its subfolders, sorted by path."""
+    """Returns the image files in a folder and its subfolders, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
 
 
 def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, int, int], otherwise: str) -> Tensor:
-    """Read an image as [C, H, W] FP32 in [0, 1], turned upright, with colours converted to C channels.
+    """Reads an image as [C, H, W] FP32 in [0, 1], turned upright, with colours converted to C channels.
 
     Args:
         opened: opens the image.
@@ -58,7 +58,7 @@ def read_image(opened: Callable[[], Image.Image], name: str, shape: tuple[int, i
 
 
 def read_picture(path: Path, otherwise: str) -> Image.Image:
-    """Read an image in RGB, turned upright.
+    """Reads an image in RGB, turned upright.
 
     Args:
         otherwise: the user's alternative to correcting the image, for messages.
@@ -85,7 +85,7 @@ def _readable(name: str, otherwise: str) -> Iterator[None]:
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """Turn an image upright by its EXIF data and convert it to 8 bits.
+    """Turns an image upright by its EXIF data and converts it to 8 bits.
 
     Raises:
         ValueError: the range of the image's values is unknown.

@@ -20,7 +20,7 @@ _ON_DEMAND = "\ndef __getattr__("
 
 
 def code_modules(names: Iterable[str]) -> set[str]:
-    """Return modules, their packages, and all modules of this package that they import, directly and indirectly.
+    """Returns modules, their packages, and all modules of this package that they import, directly and indirectly.
 
     Imports inside functions count, imports under `if TYPE_CHECKING` do not. A string with the name of a module counts, because
     `import_module` takes strings. Imports of a package's `__getattr__` count if the name or the package is imported.
@@ -43,7 +43,7 @@ def code_modules(names: Iterable[str]) -> set[str]:
 
 
 def code_hash(names: Iterable[str]) -> str:
-    """Return the SHA-256 of the code of `code_modules`."""
+    """Returns the SHA-256 of the code of `code_modules`."""
     digest = hashlib.sha256()
     for module in sorted(code_modules(names)):
         digest.update(f"{module} {hashlib.sha256(_sources()[module]).hexdigest()}\n".encode())
@@ -52,7 +52,7 @@ def code_hash(names: Iterable[str]) -> str:
 
 @functools.cache
 def _sources() -> Mapping[str, bytes]:
-    """Read all files of this package at one time, because files may be edited during a build."""
+    """Reads all files of this package at one time, because files may be edited during a build."""
     found = {}
     for path in _PACKAGE.rglob("*.py"):
         inner = path.relative_to(_PACKAGE.parent).with_suffix("").parts
@@ -61,7 +61,7 @@ def _sources() -> Mapping[str, bytes]:
 
 
 def _module_of(name: str) -> str:
-    """Return the module of this package that a name denotes or lies in; empty if there is none."""
+    """Returns the module of this package that a name denotes or lies in; empty if there is none."""
     while name and name not in _sources():
         name = name.rpartition(".")[0]
     return name
@@ -73,7 +73,7 @@ def _imports(module: str) -> set[str]:
 
 
 def imported_names(source: str) -> set[str]:
-    """Return the modules, and names in modules, of this package that a source text imports, in functions too.
+    """Returns the modules, and names in modules, of this package that a source text imports, in functions too.
 
     Regular expressions find the import statements, because Python's parser takes seconds for whole files.
     """
@@ -90,7 +90,7 @@ def imported_names(source: str) -> set[str]:
 
 @functools.cache
 def _on_demand(module: str) -> dict[str, str]:
-    """Return the imports of a module's `__getattr__`: the names of `__all__` that it imports for type checkers."""
+    """Returns the imports of a module's `__getattr__`: the names of `__all__` that it imports for type checkers."""
     source = _sources()[module].decode()
     if _ON_DEMAND not in source:
         return {}
@@ -106,7 +106,7 @@ def _on_demand(module: str) -> dict[str, str]:
 
 
 def _names(trees: Iterable[ast.AST]) -> set[str]:
-    """Return the names of this package that syntax trees import, except under `if TYPE_CHECKING`."""
+    """Returns the names of this package that syntax trees import, except under `if TYPE_CHECKING`."""
     found, left = set[str](), [*trees]
     while left:
         node = left.pop()
@@ -122,7 +122,7 @@ def _is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
 
 
 def names_of(node: ast.AST, package: str = "") -> Iterator[str]:
-    """Yield the full names of modules, and of their content, that a statement imports.
+    """Yields the full names of modules, and of their content, that a statement imports.
 
     Args:
         package: base of relative imports.

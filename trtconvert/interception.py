@@ -1,8 +1,6 @@
-"""Hooks into the functions of torch that a model calls, whatever its classes: a `TorchFunctionMode` around the forward sees every
-call.
+"""Hooks into the functions of torch that a model calls: a `TorchFunctionMode` around the forward sees every call.
 
-A hook decides what happens at the calls of one function (attention, linear layers). The name of a call is the path of the module
-that makes it.
+A hook replaces the calls of one function (attention, linear layers). The name of a call is the path of the calling module.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ REINSTALL = (
 
 
 def library_path() -> Path | None:
-    """Return the path of libtrtconvert.so; None if the package was not built.
+    """Returns the path of libtrtconvert.so; None if the package was not built.
 
     The library lies in the package, or in site-packages for an editable install.
     """
@@ -35,7 +35,7 @@ def library_path() -> Path | None:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Load libtrtconvert.so once.
+    """Loads libtrtconvert.so once.
 
     Raises:
         BackendUnavailable: the library is missing or does not load.
@@ -53,7 +53,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def outdated(missing: AttributeError) -> BackendUnavailable:
-    """Return the error for a library that lacks a function."""
+    """Returns the error for a library that lacks a function."""
     return BackendUnavailable(
         "the kernel library is older than the program that loads it",
         expected="the libtrtconvert.so of this version",
@@ -63,27 +63,27 @@ def outdated(missing: AttributeError) -> BackendUnavailable:
 
 
 def library_version() -> str:
-    """Return the version of the library. Raises BackendUnavailable without a library."""
+    """Returns the version of the library. Raises BackendUnavailable without a library."""
     return _text("trtconvert_version")
 
 
 def compiled_architectures() -> tuple[str, ...]:
-    """Return the architectures of the library's kernels, such as ("80", "86", "90a", "120"). Raises BackendUnavailable."""
+    """Returns the architectures of the library's kernels, such as ("80", "86", "90a", "120"). Raises BackendUnavailable."""
     return tuple(_text("trtconvert_compiled_architectures").split(","))
 
 
 def has_linear_kernel() -> bool:
-    """Return whether the library has a kernel of linear layers for CUDA's current GPU. Raises BackendUnavailable."""
+    """Returns whether the library has a kernel of linear layers for CUDA's current GPU. Raises BackendUnavailable."""
     return bool(_function("trtconvert_linear_is_supported")())
 
 
 def has_group_norm_kernel() -> bool:
-    """Return whether the library has a kernel of group norms for CUDA's current GPU. Raises BackendUnavailable."""
+    """Returns whether the library has a kernel of group norms for CUDA's current GPU. Raises BackendUnavailable."""
     return bool(_function("trtconvert_group_norm_is_supported")())
 
 
 def serves(architecture: str, compiled: Iterable[str]) -> bool:
-    """Return whether kernels compiled for some architectures run on a GPU such as "sm89".
+    """Returns whether kernels compiled for some architectures run on a GPU such as "sm89".
 
     Later GPUs run them too by their PTX, except kernels of architecture-specific targets ("90a").
     """

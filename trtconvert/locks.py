@@ -30,7 +30,7 @@ _NOTE = re.compile(rb"process \d+ on [^\n]{1,200}\n")
 def lock(
     handle: int, path: Path, *, wait: float = HOUR, noted: bool = False, say: Callable[[str], None] | None = None
 ) -> bool:
-    """Lock an open file or folder until the handle is closed or the process ends.
+    """Locks an open file or folder until the handle is closed or the process ends.
 
     Args:
         path: the path that messages print.
@@ -80,7 +80,7 @@ def lock(
 
 
 def holder(handle: int) -> str:
-    """Return the PID, host and start of the process that holds a lock, if the lock file has a note."""
+    """Returns the PID, host and start of the process that holds a lock, if the lock file has a note."""
     with suppress(OSError):  # a folder has no content to read
         if _NOTE.fullmatch(note := os.pread(handle, 300, 0)):
             return note.decode(errors="replace").strip()

@@ -26,7 +26,7 @@ CACHE_DTYPES = ("float16", "float32")
 
 
 def contradiction(manifest: Manifest) -> str:
-    """Return the first contradiction in a manifest; empty if there is none."""
+    """Returns the first contradiction in a manifest; empty if there is none."""
     return next(_contradictions(manifest), "")
 
 
@@ -46,7 +46,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _named_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the fields that name files of the bundle, with the files."""
+    """Yields the fields that name files of the bundle, with the files."""
     yield "calibration", manifest.calibration
     if manifest.pipeline:
         yield "pipeline", f"{manifest.pipeline}/{PIPELINE_INDEX}"
@@ -142,7 +142,7 @@ def _of_guidance(component: ComponentRecord) -> Iterator[str]:
 
 
 def _symbol(dim: str) -> str:
-    """Return the symbolic dimension in a linear function of it: "height" of "8*height-3"."""
+    """Returns the symbolic dimension in a linear function of it: "height" of "8*height-3"."""
     return dim.rpartition("*")[2].partition("+")[0].partition("-")[0]
 
 
@@ -217,13 +217,13 @@ def _of_diffusers(component: ComponentRecord) -> Iterator[str]:
 
 
 def _most_rows(component: ComponentRecord, tensor: TensorRecord) -> int:
-    """Return the largest second size of an input; 0 without a second dimension."""
+    """Returns the largest second size of an input; 0 without a second dimension."""
     size = tensor.shape[1] if len(tensor.shape) > 1 else 0
     return size if isinstance(size, int) else component.dims.get(size, (0, 0, 0))[2]
 
 
 def _of_nodes(place: str, nodes: Mapping[str, Any], tensors: dict[str, int], *, nested: bool = False) -> Iterator[str]:
-    """Yield faults of arguments or results, see `DiffusersRecord`, and collect their tensors with the least number of rows.
+    """Yields faults of arguments or results, see `DiffusersRecord`, and collects their tensors with the least number of rows.
 
     Shares of timesteps are arguments themselves, never nested.
     """
@@ -271,7 +271,7 @@ def _of_attributes(record: DiffusersRecord) -> Iterator[str]:
 
 
 def _is_tensor(numbers: Any) -> bool:
-    """Return whether nested lists form a tensor of numbers."""
+    """Returns whether nested lists form a tensor of numbers."""
     import numpy as np  # imported here for the start-up of fully cached builds
 
     try:

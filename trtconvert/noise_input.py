@@ -50,7 +50,7 @@ class NoiseInput:
         ends = (self.low, self.high, self.timestep_max)
         if not all(map(math.isfinite, ends)) or not self.low < self.high or (self.logarithmic and self.low <= 0):
             raise UserError(
-                "The range of a denoiser's noise input does not fit.",
+                "the range of a denoiser's noise input does not fit",
                 expected="finite numbers, low below high" + (", and above 0 for a logarithm" * self.logarithmic),
                 got=f"low {self.low:g}, high {self.high:g}",
                 remedy="give the least and the most noise of the model's training",
@@ -74,7 +74,7 @@ class NoiseInput:
         return (value.exp() if self.logarithmic else value).to(place.dtype)
 
     def covers(self, given: Tensor) -> Tensor:
-        """Whether each input lies in the range, up to FP32's rounding of its ends."""
+        """Returns whether each input lies in the range, up to FP32's rounding of its ends."""
         room = _ROOM * self.timestep_max
         place = self.place(given)
         return (place >= -room) & (place <= self.timestep_max + room)

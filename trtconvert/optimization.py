@@ -39,7 +39,7 @@ def optimize(
     quiet: bool = False,
     **options: Any,
 ) -> Any:
-    """Convert a diffusers pipeline's denoiser and put its engine in place.
+    """Converts a diffusers pipeline's denoiser and puts its engine in place.
 
     The pipeline is saved to the temporary folder during the conversion, with its fused LoRAs. A later call with the same weights
     and the same arguments finds the bundle again. Progress is shown as on the command line.
@@ -93,7 +93,7 @@ def optimize(
 
 
 def _loaded(bundle: Path, device: str | None, report: Reporter, cache: Cache) -> LoadedBundle:
-    """Load the bundle on the CPU or a GPU, and compile it for the GPU if no engine fits."""
+    """Loads the bundle on the CPU or a GPU, and compiles it for the GPU if no engine fits."""
     from trtconvert import runtime
     from trtconvert.compile import compile_bundle
 
@@ -150,7 +150,7 @@ def _merged(
 
 
 def _key(pipe: Any, name: str, sections: Mapping[str, Any]) -> str:
-    """Hash the weights, the pipeline's class and the recipe."""
+    """Hashes the weights, the pipeline's class and the recipe."""
     from trtconvert.weights.tensor_files import raw_bytes
 
     digest = hashlib.sha256(

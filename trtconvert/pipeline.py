@@ -3,6 +3,9 @@
     recipe ─► components and their engines ─► calibrate ─► search ─► plan ─► steps ─► reference ─► errors
            ─► export ─► engine ─► verify ─► bundle
 
+`search` is skipped if the recipe states the plan, `steps` if all denoising steps are computed, `errors` on a CPU, where `verify`
+measures the errors of sites and layers.
+
 Each stage is a folder in the cache, filed under the hash of everything that the stage reads. A second build runs only the
 changed stages; without changes it loads neither the model nor torch.
 """
@@ -44,9 +47,9 @@ from trtconvert.stages.common import (
     EXAMPLE,
     FRONTIER,
     QUALITY,
+    RECORDED_CALLS,
     REUSE,
     SAMPLES,
-    VERIFY,
     Engines,
     component_of,
     example_of,
@@ -59,7 +62,7 @@ from trtconvert.stages.export import export_stage
 from trtconvert.stages.gates import check_gates
 from trtconvert.stages.plan import plan_stages
 from trtconvert.stages.reference import reference_stage
-from trtconvert.stages.results import Planned, Steps
+from trtconvert.stages.results import ComputedSteps, Planned
 from trtconvert.stages.search import search_stage
 from trtconvert.stages.steps import steps_stage
 from trtconvert.stages.verify import verify_stage
@@ -74,7 +77,7 @@ PIPELINE = "pipeline"
 
 
 def _keep_evidence(verified: Stage, output: Path) -> Path:
-    """Copy the samples and figures of a build that missed a gate into a folder beside the bundle's."""
+    """Copies the samples and figures of a build that missed a gate into the folder `OUTPUT.missed`."""
     folder = output.with_name(f"{output.name}.missed")
     folder.mkdir(parents=True, exist_ok=True)
     for name in (SAMPLES, QUALITY):
@@ -93,7 +96,7 @@ class Outcome:
 def build(
     recipe: Recipe, output: Path, cache: Cache, report: Reporter, *, skip_bad: bool = False, crew: Crew | None = None
 ) -> Outcome:
-    """Run the whole conversion and write a bundle to `output`.
+    """Runs the whole conversion and writes a bundle to `output`.
 
     Args:
         skip_bad: skip bad calibration samples, and list them in the calibration.
@@ -116,7 +119,7 @@ def build(
     recipe = recipe.model_copy(update={"model": with_dtype(recipe.model)})
     backend, reason = choose_backend(recipe.engine.backend)
     place = choose_place(recipe.compute, recipe.model)
-    recipe = _on_place(recipe, place)
+    recipe = _for_place(recipe, place)
     tell_place(place, "calibration, search and verification compute", report)
     weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)
@@ -130,7 +133,7 @@ def build(
         refuse_foreign(output)  # another process may have written there meanwhile
         if (output / bundle.MANIFEST).exists():
             bundle.keep_others(output, new)
-            if lost := _engines(output) - _engines(new):
+            if lost := _engine_files(output) - _engine_files(new):
                 names = ", ".join(sorted(Path(name).stem for name in lost))
                 report.notice(
                     f"the new bundle lacks engines of the old one: {names}; run `trtconvert compile` on their GPUs again",
@@ -142,18 +145,18 @@ def build(
         return with_forecast(recipe, place, report, model, parts, crew.ranks.size)
 
     native = backend.name == "tensorrt_rtx" or not place.on_gpu
-    asked = Build(recipe, weights, place, cache, report, skip_bad, native, timed, crew)
+    inputs = Build(recipe, weights, place, cache, report, skip_bad, native, timed, crew)
     if crew.ranks.size > 1:
-        _begin(asked)
+        _send_build(inputs)
     with whole_folder(output, "give another folder with -o", keep_users_files) as folder, report.live():
-        made = _run_stages(asked, backend, output)
+        results = _run_stages(inputs, backend, output)
         with report.stage("bundle"):
-            manifest = _assemble(folder, asked, made, backend, reason)
+            manifest = _assemble(folder, inputs, results, backend, reason)
     return Outcome(manifest, output)
 
 
 def assist(crew: Crew, report: Reporter) -> None:
-    """Share the work of a build of rank 0: calibrate, draw and measure samples. Writes no stage and no bundle.
+    """Shares the work of a build of rank 0: calibrates, draws and measures samples. Writes no stage and no bundle.
 
     Raises:
         LeaderFailed: rank 0 fails, and prints the message.
@@ -163,24 +166,26 @@ def assist(crew: Crew, report: Reporter) -> None:
     with crew.assisting():
         for task, arguments in crew.tasks():
             if build is None:
-                build = _begun(crew, report, *arguments)
+                build = _receive_build(crew, report, *arguments)  # the first task
                 continue
             task(build, NoBar(), *arguments)
             if build.place.on_gpu:
                 collect_garbage()
 
 
-def _begin(build: Build) -> None:
-    """Send the build to the processes that assist.
+def _send_build(build: Build) -> None:
+    """Sends the build to the processes that assist.
 
     Raises:
-        UserError: one of them does not see the cache, whose files it needs.
+        UserError: a process does not see the cache, whose files it needs.
     """
     folder, ranks = build.cache.folder.resolve(), build.ranks
     seen_by_all = folder / f"shared-{secrets.token_hex(8)}"
     with one_at_a_time(seen_by_all, build.cache.instead):
         lock = next(folder.glob(f"{seen_by_all.name}*"))
-        with build.crew.sharing(_begun, build.recipe, build.weights, build.place, build.skip_bad, lock, sys.path):
+        with build.crew.sharing(
+            _receive_build, build.recipe, build.weights, build.place, build.skip_bad, lock, sys.path
+        ):
             seen = ranks.to_first(True)
     if not all(seen):
         raise UserError(
@@ -191,7 +196,7 @@ def _begin(build: Build) -> None:
         )
 
 
-def _begun(
+def _receive_build(
     crew: Crew,
     report: Reporter,
     recipe: Recipe,
@@ -201,15 +206,20 @@ def _begun(
     lock: Path,
     modules_in: Sequence[str],
 ) -> Build:
-    """Return the build of rank 0 in a process that assists, and tell rank 0 if this process sees a file in the cache."""
-    for folder in modules_in:  # among them the folder of the recipe
+    """Returns the build of rank 0 in a process that assists, and tells rank 0 whether this process sees the cache.
+
+    Args:
+        lock: a file that rank 0 holds in the cache.
+        modules_in: folders of rank 0's module search path, which has the folder of the recipe.
+    """
+    for folder in modules_in:
         look_in(Path(folder))
     crew.ranks.to_first(lock.exists())
     return Build(recipe, weights, place, Cache(lock.parent), report, skip_bad, crew=crew)
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Results:
     """Results of a build's stages.
 
     Attributes:
@@ -218,7 +228,7 @@ class _Made:
     """
 
     planned: Planned
-    steps: Steps
+    steps: ComputedSteps
     reference: Stage
     verified: Stage
     components: Mapping[str, Stage]
@@ -226,12 +236,12 @@ class _Made:
     quality: QualityRecord
 
 
-def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
-    of_engines = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
+def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
+    engine_build = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
     components, engines, component_errors = component_stages(build), dict[str, Engines](), dict[str, float]()
-    for name, of in components.items():
-        built = engine_stages(of_engines, name, component_of(of), of)
-        component_errors[name], engines[name] = verified_component(build, name, of, built)
+    for name, exported in components.items():
+        built = engine_stages(engine_build, name, component_of(exported), exported)
+        component_errors[name], engines[name] = verified_component(build, name, exported, built)
     calibrated = calibrate_stage(build)
     searched = search_stage(build, calibrated)
     steps = steps_stage(build, plan_stages(build, calibrated, searched))
@@ -240,7 +250,7 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
     errors = errors_stage(build, planned) if build.place.on_gpu else None
     build.source.leave_gpu()  # makes room for building and timing engines
     exported = export_stage(build, planned)
-    built = engine_stages(of_engines, COMPONENT, component_of(exported), exported)
+    built = engine_stages(engine_build, COMPONENT, component_of(exported), exported)
     verified = verify_stage(build, planned, steps, exported, reference, errors, built)
     try:
         quality, built = check_gates(build.recipe, planned, verified, built)
@@ -248,19 +258,19 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Made:
         build.report.notice(f"the samples that missed the gate are in {_keep_evidence(verified, output)}")
         raise
     quality = quality.model_copy(update={"component_errors": component_errors})
-    return _Made(
+    return _Results(
         planned, steps, reference, verified, {COMPONENT: exported} | components, {COMPONENT: built} | engines, quality
     )
 
 
-def _engines(folder: Path) -> set[str]:
+def _engine_files(folder: Path) -> set[str]:
     return {
         engine.file for component in bundle.read_manifest(folder).components.values() for engine in component.engines
     }
 
 
 def refuse_foreign(output: Path) -> None:
-    """Check that a bundle can be written to a path.
+    """Checks that a bundle can be written to a path.
 
     Raises:
         UserError: the path holds something other than a bundle or an empty folder.
@@ -281,8 +291,8 @@ def refuse_foreign(output: Path) -> None:
         ) from error
 
 
-def _on_place(recipe: Recipe, place: Place) -> Recipe:
-    """Apply what a recipe leaves to builds on a GPU: `verify.on_gpu`, and FP8 as a candidate on Hopper."""
+def _for_place(recipe: Recipe, place: Place) -> Recipe:
+    """Returns the recipe for a device: on a GPU with `verify.on_gpu`, and on Hopper with FP8 as a candidate."""
     if not place.on_gpu:
         return recipe
     verify, plan = recipe.verify, recipe.plan
@@ -294,7 +304,7 @@ def _on_place(recipe: Recipe, place: Place) -> Recipe:
 
 
 def _fp8_is_priced(plan: PlanSection) -> bool:
-    """Return whether this machine's GPU has a kernel for FP8 with known times."""
+    """Returns whether this machine's GPU has a kernel for FP8 with known times."""
     if device_architecture() != "sm90":
         return False
     from trtconvert.attention.modes import Mode
@@ -304,7 +314,7 @@ def _fp8_is_priced(plan: PlanSection) -> bool:
 
 
 def _refuse_missing_packages(recipe: Recipe) -> None:
-    """Check the packages and files of the plan's and the gates' figures, before the calibration takes its time."""
+    """Checks the packages and files that the plan's budget and the gates need, before the calibration takes hours."""
     plan = recipe.plan
     if (weights := recipe.verify.lpips_weights) is not None and named_file("verify.lpips_weights", weights):
         from trtconvert.evaluate.metrics import load_lpips  # imports torch, which fully cached builds do not need
@@ -322,28 +332,28 @@ def _refuse_missing_packages(recipe: Recipe) -> None:
                 require_installed(module)
 
 
-def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, reason: str) -> Manifest:
-    """Copy the stages' files into the bundle's folder, and write the manifest last."""
-    recipe, planned = build.recipe, made.planned
+def _assemble(folder: Path, build: Build, results: _Results, backend: BackendStatus, reason: str) -> Manifest:
+    """Copies the stages' files into the bundle's folder, and writes the manifest last."""
+    recipe, planned = build.recipe, results.planned
     copies = {folder / CALIBRATION: planned.calibrated.stage.folder / CALIBRATION}
     if (planned.stage.folder / FRONTIER).is_file():
         copies[folder / FRONTIER] = planned.stage.folder / FRONTIER
     records: dict[str, ComponentRecord] = {}
-    for name, exported in made.components.items():
+    for name, exported in results.components.items():
         record = component_of(exported)
         for file in exported.folder.glob(f"{record.onnx}*"):  # with the external weights of large models
             copies[folder / file.name] = file
-        for engine, stage in made.engines[name]:
+        for engine, stage in results.engines[name]:
             (folder / engine.file).parent.mkdir(exist_ok=True)
             copies[folder / engine.file] = stage.folder / ENGINE
         if name != COMPONENT:
             copies[folder / example_of(name)] = exported.folder / EXAMPLE
-        records[name] = record.model_copy(update={"engines": [engine for engine, _ in made.engines[name]]})
-    if made.steps.stage is not None and made.steps.record is not None:
-        copies[folder / REUSE] = made.steps.stage.folder / REUSE
-        records[COMPONENT] = records[COMPONENT].model_copy(update={"reuse": made.steps.record})
-    copies[folder / SAMPLES] = made.verified.folder / SAMPLES
-    copies[folder / VERIFY] = made.reference.folder / VERIFY
+        records[name] = record.model_copy(update={"engines": [engine for engine, _ in results.engines[name]]})
+    if results.steps.stage is not None and results.steps.record is not None:
+        copies[folder / REUSE] = results.steps.stage.folder / REUSE
+        records[COMPONENT] = records[COMPONENT].model_copy(update={"reuse": results.steps.record})
+    copies[folder / SAMPLES] = results.verified.folder / SAMPLES
+    copies[folder / RECORDED_CALLS] = results.reference.folder / RECORDED_CALLS
     copy_files(copies)
     kept = with_paths(recipe, lambda path: Path(path.name))  # without this machine's folders
     images = {name: copied_images(name, paths, folder) for name, paths in recipe.model.images.items()}
@@ -362,7 +372,7 @@ def _assemble(folder: Path, build: Build, made: _Made, backend: BackendStatus, r
         calibration=CALIBRATION,
         components=records,
         pipeline=PIPELINE if (folder / PIPELINE).is_dir() else "",
-        quality=made.quality,
+        quality=results.quality,
     )
     bundle.write_manifest(folder, manifest)
     return bundle.read_manifest(folder)
@@ -374,7 +384,7 @@ def _title(recipe: Recipe) -> str:
 
 
 def copied_images(name: str, paths: Path | list[Path], folder: Path) -> Path | list[Path]:
-    """Copy the images of an argument into a bundle, and return their paths relative to the bundle."""
+    """Copies the images of an argument into a bundle, and returns their paths relative to the bundle."""
     numbered = (
         {path: f"{name}-{number}" for number, path in enumerate(paths)} if isinstance(paths, list) else {paths: name}
     )

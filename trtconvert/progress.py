@@ -38,7 +38,7 @@ _ALMOST = 0.99
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line without wrapping, and without reading brackets as rich's markup."""
+    """Prints a line without wrapping, and without reading brackets as rich's markup."""
     console.print(text, markup=False, emoji=False, soft_wrap=True)
 
 
@@ -99,17 +99,17 @@ Event = Annotated[StageStarted | StageProgress | StageFinished | Notice | Failur
 
 
 def events_schema() -> dict[str, Any]:
-    """Return the JSON schema of a line that `--json` prints to stderr."""
+    """Returns the JSON schema of a line that `--json` prints to stderr."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | TypeAdapter(Event).json_schema()
 
 
 def write_event(event: BaseModel) -> None:
-    """Print an event as a line of JSON to stderr."""
+    """Prints an event as a line of JSON to stderr."""
     print(event.model_dump_json(), file=sys.stderr, flush=True)
 
 
 def failure(error: BaseException, exit_code: int) -> Failure:
-    """Return the event for the error that ended a command."""
+    """Returns the event for the error that ended a command."""
     if isinstance(error, TrtconvertError):
         kind = "user" if error.exit_code == 2 else "failed"
         words = {name: getattr(error, name) for name in ("problem", "expected", "got", "remedy")}
@@ -136,7 +136,7 @@ class Output:
 
     @contextmanager
     def kept_clean(self) -> Iterator[None]:
-        """Redirect stdout to stderr inside the block if stdout is reserved for the JSON result."""
+        """Redirects stdout to stderr inside the block if stdout is reserved for the JSON result."""
         if self.form == "json":
             with redirect_stdout(sys.stderr):
                 yield
@@ -144,15 +144,15 @@ class Output:
             yield
 
     def silence(self) -> None:
-        """Print errors only from now on, in a process that shares the work with others."""
+        """Prints errors only from now on, in a process that shares the work with others."""
         self.form, self.console.quiet = "quiet", True
 
     def reporter(self) -> Reporter:
-        """Make a reporter of the command's stages."""
+        """Makes a reporter of the command's stages."""
         return Reporter(self.console, self._stopped, write_event if self.form == "json" else None)
 
     def result(self, values: Mapping[str, Any], *lines: str, show: Callable[[Console], None] | None = None) -> None:
-        """Print the result of a command.
+        """Prints the result of a command.
 
         Args:
             values: the result for programs, listed in docs/automation.md; paths become text.
@@ -169,7 +169,7 @@ class Output:
 
 
 def write_result(stream: TextIO, values: Mapping[str, Any]) -> None:
-    """Print one line of JSON. Infinities and NaN, which JSON does not have, become null."""
+    """Prints one line of JSON. Infinities and NaN, which JSON does not have, become null."""
     text = json.dumps(values, default=str, ensure_ascii=False)
     if "Infinity" in text or "NaN" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
@@ -218,7 +218,7 @@ class Reporter:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Draw bars inside the block, or print lines about long stages if the output is not a terminal."""
+        """Draws bars inside the block, or prints lines about long stages if the output is not a terminal."""
         self._lines = not self.console.quiet and not self.console.is_interactive
         try:
             with self._bars:
@@ -228,7 +228,7 @@ class Reporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Bar]:
-        """Run the block as one stage with a bar.
+        """Runs the block as one stage with a bar.
 
         Raises:
             KeyboardInterrupt: the user asked to stop.
@@ -261,7 +261,7 @@ class Reporter:
         )
 
     def notice(self, text: str) -> None:
-        """Print a message above the bars."""
+        """Prints a message above the bars."""
         say(self.console, f"notice: {text}")
         self._tell(Notice(text=text))
 
@@ -275,14 +275,14 @@ class Reporter:
 
 
 def _cuda_in_use() -> Any | None:
-    """Return torch.cuda if this process uses a GPU through PyTorch. Does not import torch."""
+    """Returns torch.cuda if this process uses a GPU through PyTorch. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 @contextmanager
 def _lines(bar: Bar) -> Iterator[None]:
-    """Print lines about a stage at intervals, however long its steps take."""
+    """Prints lines about a stage at intervals, however long its steps take."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -304,7 +304,7 @@ class _Remaining(ProgressColumn):
     """Column of the remaining time."""
 
     def render(self, task: Any) -> Text:
-        """Render the remaining time of a task."""
+        """Renders the remaining time of a task."""
         left = task.fields["left"]
         seconds = None if task.finished or left is None else left()
         return Text("" if seconds is None else f"{_clock(seconds)} left", style="progress.remaining")
@@ -332,46 +332,46 @@ class Bar:
         bars.update(task, left=self.left)
 
     def total(self, steps: float) -> None:
-        """Set the number of steps."""
+        """Sets the number of steps."""
         self._total = self._expected = steps
         self._show()
 
     def more(self, steps: float) -> None:
-        """Add to the number of steps."""
+        """Adds to the number of steps."""
         self.total(self._expected + steps)
 
     def step(self, count: float = 1) -> None:
-        """Count a finished step that takes as long as `count` steps."""
+        """Counts a finished step that takes as long as `count` steps."""
         self._done += count
         self._within = 0.0
         self._show()
         self._tell()
 
     def skip(self, count: float = 1) -> None:
-        """Count a step that was skipped, which does not enter the estimate of the remaining time."""
+        """Counts a step that was skipped, which does not enter the estimate of the remaining time."""
         self._skipped += count
         self.step(count)
 
     def within(self, share: float, count: float = 1) -> None:
-        """Set the finished share, 0 to 1, of the running step, which takes as long as `count` steps."""
+        """Sets the finished share, 0 to 1, of the running step, which takes as long as `count` steps."""
         self._within = count * min(share, _ALMOST)
         self._show()
         self._tell()
 
     def share(self, detail: str, done: float) -> None:
-        """Set the finished share of the stage, 0 to 1, and a text about the current work."""
+        """Sets the finished share of the stage, 0 to 1, and a text about the current work."""
         self._total, self._expected, self._done, self._within = 1.0, 1.0, done, 0.0
         self._show(detail=detail)
         self._tell()
 
     def notice(self, text: str) -> None:
-        """Print a message above the bars."""
+        """Prints a message above the bars."""
         say(self._bars.console, f"notice: {text}")
         if self._events is not None:
             self._events(Notice(text=text))
 
     def left(self) -> float | None:
-        """Estimate the remaining seconds from the finished steps; None before the first."""
+        """Estimates the remaining seconds from the finished steps; None before the first."""
         worked = self._done + self._within - self._skipped
         if not self._total or worked <= 0:
             return None
@@ -379,7 +379,7 @@ class Bar:
         return max(0.0, left - (self._elapsed() - self._moved))
 
     def print_line(self) -> None:
-        """Print the progress as a line."""
+        """Prints the progress as a line."""
         task = self._bars.tasks[self._task]
         words = [f"{_clock(self._elapsed())} so far"]
         if self._total is not None:

@@ -45,7 +45,7 @@ class Provenance(BaseModel):
 
 
 def read_provenance(path: Path) -> Provenance:
-    """Read the provenance of a file of `Calibration.save`; only the header is read.
+    """Reads the provenance of a file of `Calibration.save`; only the header is read.
 
     Raises:
         UserError: the file is missing, damaged, or not a calibration.
@@ -57,7 +57,7 @@ def read_provenance(path: Path) -> Provenance:
 
 
 def provenance_in(header: dict[str, Any]) -> Provenance:
-    """Return the provenance in a safetensors header.
+    """Returns the provenance in a safetensors header.
 
     Raises:
         ValueError: the provenance is missing or incomplete.
@@ -79,7 +79,7 @@ def provenance_in(header: dict[str, Any]) -> Provenance:
 
 
 def not_a_calibration(path: Path, error: Exception) -> UserError:
-    """Return the error for a file that is not a calibration."""
+    """Returns the error for a file that is not a calibration."""
     reason = error.strerror if isinstance(error, OSError) else None
     return UserError(
         f"{path} is not a calibration",

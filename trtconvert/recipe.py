@@ -40,7 +40,7 @@ Target = Literal["sm75", "sm80", "sm86", "sm89", "sm120"]
 
 
 def computes(target: str, dtype: str) -> bool:
-    """Return whether TensorRT-RTX supports a type on a target: on Turing it has no matrix products in BF16 and FP32."""
+    """Returns whether TensorRT-RTX supports a type on a target: on Turing it has no matrix products in BF16 and FP32."""
     return target != "sm75" or dtype not in ("float32", "bfloat16")
 
 
@@ -110,7 +110,7 @@ class ModelSection(_Section):
     @model_validator(mode="before")
     @classmethod
     def _of_onnx(cls, section: Any) -> Any:
-        """Move an ONNX file from `source` to `weights`."""
+        """Moves an ONNX file from `source` to `weights`."""
         source = section.get("source") if isinstance(section, dict) else None
         if not isinstance(source, str) or not source.endswith(ONNX_SUFFIX):
             return section
@@ -121,7 +121,7 @@ class ModelSection(_Section):
     @field_validator("images")
     @classmethod
     def _by_argument(cls, images: dict[str, Path | list[Path]]) -> dict[str, Path | list[Path]]:
-        """Check the arguments: files of bundles are named after them."""
+        """Checks the arguments: files of bundles are named after them."""
         if bad := [name for name in images if not name.isidentifier()]:
             raise ValueError(f"arguments of the pipeline's call, not {', '.join(map(repr, bad))}")
         return images
@@ -522,7 +522,7 @@ class EngineSection(_Section):
         return refittable
 
     def ranges(self) -> list[dict[str, Range]]:
-        """Return the stated ranges of each optimisation profile, at least one."""
+        """Returns the stated ranges of each optimisation profile, at least one."""
         return self.profiles or [self.shapes]
 
 
@@ -653,7 +653,7 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _shares_are_chosen_or_stated(self) -> Recipe:
-        """Check that block masks are searched with searched modes, and stated with stated modes."""
+        """Checks that block masks are searched with searched modes, and stated with stated modes."""
         sparse, searched = self.attention.sparse, self.attention.modes == "auto"
         expected = ""
         if sparse == "auto" and not searched:
@@ -685,7 +685,7 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _changes_can_be_seen(self) -> Recipe:
-        """Check that MoDiff gets steps in order, and layers that the engine computes in INT8."""
+        """Checks that MoDiff gets steps in order, and layers that the engine computes in INT8."""
         if self.layers.modiff is False:
             return self
         calibration, engine = self.calibration, self.engine
@@ -714,7 +714,7 @@ class Recipe(_Section):
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read and check a recipe. Relative paths are resolved against the recipe's folder.
+    """Reads and checks a recipe. Relative paths are resolved against the recipe's folder.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or does not fit the schema. Names the line and the nearest name.
@@ -754,12 +754,12 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of recipes, for editors."""
+    """Returns the JSON schema of recipes, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Recipe.model_json_schema()
 
 
 def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
-    """Refuse a search with fewer steps than timestep bins, which measures nothing in some bins."""
+    """Refuses a search with fewer steps than timestep bins, which measures nothing in some bins."""
     steps, bins = recipe.plan.steps, recipe.calibration.bins
     if recipe.attention.modes == "auto" and steps < bins:
         raise UserError(
@@ -771,7 +771,7 @@ def _refuse_unseen_bins(path: Path, document: Any, recipe: Recipe) -> None:
 
 
 def _refuse_unfit_targets(path: Path, document: Any, recipe: Recipe) -> None:
-    """Refuse a stated Turing target unless model.dtype is float16. The default targets skip Turing instead."""
+    """Refuses a stated Turing target unless model.dtype is float16. The default targets skip Turing instead."""
     engine, dtype = recipe.engine, recipe.model.dtype
     asked = "targets" in engine.model_fields_set and engine.backend in ("auto", "tensorrt_rtx")
     if asked and any(not computes(target, dtype) for target in engine.targets):
@@ -784,7 +784,7 @@ def _refuse_unfit_targets(path: Path, document: Any, recipe: Recipe) -> None:
 
 
 def _plain(path: Path, node: Any) -> Any:
-    """Convert ruamel's mappings and lists into dictionaries and lists."""
+    """Converts ruamel's mappings and lists into dictionaries and lists."""
     if isinstance(node, dict):
         for key in node:
             if not isinstance(key, str):
@@ -801,12 +801,12 @@ def _plain(path: Path, node: Any) -> Any:
 
 
 def changed_paths(paths: Path | list[Path], change: Callable[[Path], Path]) -> Path | list[Path]:
-    """Apply `change` to a path, or to each path of a list."""
+    """Applies `change` to a path, or to each path of a list."""
     return [change(path) for path in paths] if isinstance(paths, list) else change(paths)
 
 
 def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
-    """Return the recipe with `change` applied to every path."""
+    """Returns the recipe with `change` applied to every path."""
 
     def changed(section: _Section) -> _Section:
         paths: dict[str, Any] = {name: change(value) for name, value in section if isinstance(value, Path)}
@@ -821,7 +821,7 @@ def with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
 
 
 def _problems(path: Path, document: Any, errors: list[Any]) -> Iterator[str]:
-    """Describe pydantic's errors, each with the line in the file."""
+    """Describes pydantic's errors, each with the line in the file."""
     found: dict[tuple, list[Any]] = {}
     for error in errors[:_ERRORS]:
         found.setdefault(_place(document, error), []).append(error)
@@ -832,7 +832,7 @@ def _problems(path: Path, document: Any, errors: list[Any]) -> Iterator[str]:
 
 
 def _place(document: Any, error: Any) -> tuple:
-    """Return the keys that lead to an error, without the union branches and validators in pydantic's location."""
+    """Returns the keys that lead to an error, without the union branches and validators in pydantic's location."""
     if error["type"] == "missing":
         return error["loc"]
     keys, node = [], document
@@ -844,7 +844,7 @@ def _place(document: Any, error: Any) -> tuple:
 
 
 def _line(document: Any, keys: tuple) -> int:
-    """Return the line of the last key that the file has. ruamel knows the lines of keys and items, except merged ones."""
+    """Returns the line of the last key that the file has. ruamel knows the lines of keys and items, except merged ones."""
     node, line = document, 1
     for key in keys:
         places = getattr(getattr(node, "lc", None), "data", None) or {}
@@ -936,7 +936,7 @@ def _kind(value: Any) -> str:
 
 
 def _fields_at(keys: tuple) -> Iterator[str]:
-    """Yield the names of a section's fields, or of the entries of a mapping with names of the user's."""
+    """Yields the names of a section's fields, or of the entries of a mapping with names of the user's."""
     section: Any = Recipe
     for key in keys:
         field = section.model_fields.get(key)

@@ -10,18 +10,18 @@ _PACKAGE = Path(__file__).parent
 
 
 def shipped_folder() -> Path:
-    """Return the folder of recipes: inside an installed package, or beside the package in a checkout."""
+    """Returns the folder of recipes: inside an installed package, or beside the package in a checkout."""
     installed = _PACKAGE / "recipes"
     return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
 
 
 def shipped_models() -> list[str]:
-    """Return the names of the recipes whose weights come with the program."""
+    """Returns the names of the recipes whose weights come with the program."""
     return [path.stem for path in sorted(shipped_folder().glob("*.yaml")) if _weights(path).is_file()]
 
 
 def shipped_recipe(name: str) -> Path:
-    """Return the recipe of one of `shipped_models`."""
+    """Returns the recipe of one of `shipped_models`."""
     return shipped_folder() / f"{name}.yaml"
 
 

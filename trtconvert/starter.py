@@ -19,7 +19,7 @@ from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
 from trtconvert.models.saved import is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
 from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, parts_of, saved_sizes
-from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection
+from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection, PlanSection
 from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
 
 
@@ -145,7 +145,7 @@ class _Found:
 
 
 def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequence[Path] = ()) -> str:
-    """Write a commented recipe.
+    """Writes a commented recipe.
 
     Args:
         model: a short name of `PUBLISHED` or of a model that comes with the program, a pipeline's folder, a file of weights, or
@@ -195,7 +195,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
 
 
 def _shipped(name: str, prompts: Path | None, loras: Sequence[Path]) -> str:
-    """Return the recipe of a model that comes with the program, with the installed paths of its files.
+    """Returns the recipe of a model that comes with the program, with the installed paths of its files.
 
     Raises:
         UserError: prompts or LoRAs were given, which are for diffusers pipelines.
@@ -284,7 +284,7 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
 
 
 def _has_long_sequences(known: Published) -> bool:
-    """Return whether the model draws videos of so many tokens that block masks may pay."""
+    """Returns whether the model draws videos of so many tokens that block masks may pay."""
     # HunyuanVideo's attention has a mask of its own.
     if "frames" not in known.options or known.pipeline == "HunyuanVideoPipeline":
         return False
@@ -293,13 +293,13 @@ def _has_long_sequences(known: Published) -> bool:
 
 
 def _beside(place: Path, at: Path) -> str:
-    """Return a file's path for a recipe as `_relative` does, without following links: external weights lie beside the link."""
+    """Returns a file's path for a recipe as `_relative` does, without following links: external weights lie beside the link."""
     relative = os.path.relpath(os.path.abspath(place), at.resolve().parent)
     return relative if relative.count("..") <= 2 else os.path.abspath(place)
 
 
 def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Sequence[Path]) -> str:
-    """Write the recipe of an ONNX file.
+    """Writes the recipe of an ONNX file.
 
     Args:
         source: the recipe's `model.source`; at: path of the recipe.
@@ -333,7 +333,7 @@ def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Se
 
 
 def assumptions(recipe: str) -> list[str]:
-    """Return the assumptions in a recipe of `recipe_text`, as "model.options.…: value"."""
+    """Returns the assumptions in a recipe of `recipe_text`, as "model.options.…: value"."""
     from trtconvert.models.onnx.inputs import ASSUMED
 
     stated = (line.partition(f" # {ASSUMED}")[::2] for line in recipe.splitlines())
@@ -341,7 +341,7 @@ def assumptions(recipe: str) -> list[str]:
 
 
 def named_recipe(name: Path) -> Path:
-    """Return the recipe of a model that comes with the program.
+    """Returns the recipe of a model that comes with the program.
 
     Raises:
         UserError: no such model comes with the program.
@@ -364,7 +364,7 @@ def named_recipe(name: Path) -> Path:
 
 @contextmanager
 def recipe_of(place: Path) -> Iterator[Path]:
-    """Yield a temporary file with the default recipe of an ONNX file."""
+    """Yields a temporary file with the default recipe of an ONNX file."""
     with temporary_folder() as folder:
         file = folder / "recipe.yaml"
         file.write_text(_of_onnx(place, os.path.abspath(place), file, None, ()), encoding="utf-8")
@@ -372,14 +372,14 @@ def recipe_of(place: Path) -> Iterator[Path]:
 
 
 def _relative(path: Path, at: Path) -> str:
-    """Return a path relative to the recipe's folder if it is at most two levels up; else absolute."""
+    """Returns a path relative to the recipe's folder if it is at most two levels up; else absolute."""
     path, folder = path.resolve(), at.resolve().parent
     relative = os.path.relpath(path, folder)
     return relative if relative.count("..") <= 2 else str(path)
 
 
 def _quoted(text: str) -> str:
-    """Quote a text with characters that may have a meaning in YAML."""
+    """Quotes a text with characters that may have a meaning in YAML."""
     return text if re.sub(r"[/_.-]", "", text).isalnum() else json.dumps(text)
 
 
@@ -407,7 +407,7 @@ def _components(second_encoder: bool, has_text: bool) -> list[str]:
 
 
 def _prompts(file: Path) -> int:
-    """Return the number of prompts in a file.
+    """Returns the number of prompts in a file.
 
     Raises:
         UserError: the file has none.
@@ -431,7 +431,7 @@ def _quality(
     few: str = "",
     few_count: int = FEW_STEPS,
 ) -> list[str]:
-    """Write the sections of calibration, plan and gates, with samples and steps that a CPU computes in reasonable time.
+    """Writes the sections of calibration, plan and gates, with samples and steps that a CPU computes in reasonable time.
 
     Args:
         few: why the model takes few steps; empty if it does not. few_count: that number of steps.
@@ -439,11 +439,13 @@ def _quality(
     data = "denoise # or a file of prompts, one a line (.txt), or a folder of images"
     if prompts is not None:
         data = _quoted(_relative(prompts, at))
-    modes = ("precision", "static") if large else ("auto", "auto")
+    modes, budget = ("precision", "static") if large else ("auto", "auto"), PlanSection().min_psnr
     why = (
         ["  # Stated modes: a search (auto) takes days on a CPU for this model. Use auto on a machine with a GPU."]
         if large
-        else ["  # auto: a search over sites, layers and timesteps, within a PSNR budget (section plan)."]
+        else [
+            f"  # auto: a search over sites, layers and timesteps, within the budget plan.min_psnr ({budget:g} dB by default)."
+        ]
     )
     samples, steps, drawn, verified = (4, 8, 2, 4) if large else (16, 20, 8, 20)
     if few:
@@ -454,7 +456,7 @@ def _quality(
         "",
         "attention:",
         *why,
-        f"  modes: {modes[0]} # or auto, fp16, precision, aggressive, fp8",
+        f"  modes: {modes[0]} # auto, fp16, precision, aggressive or fp8",
         *(
             ["  # sparse: 0.03 # skips blocks that hold at most 3 % of the attention"]
             if long_sequences and large
@@ -462,14 +464,14 @@ def _quality(
         ),
         "",
         "layers:",
-        f"  modes: {modes[1]} # linear layers; or auto, static, dynamic, weight_only, off",
+        f"  modes: {modes[1]} # of linear layers: auto, static, dynamic, weight_only or off",
         "",
         "calibration:",
         f"  data: {data}",
         f"  samples: {samples} # more samples are better and take longer",
         f"  batch: {min(samples, 4)}",
         f"  steps: {steps}" + (f" # as few as in training: {few}" if few else ""),
-        f"  bins: {min(steps, 10)}",
+        f"  bins: {min(steps, 10)} # equal parts of the schedule, each with its own scales and modes",
     ]
     if few and not large:  # a search draws too
         lines += ["", "plan:", f"  steps: {few_count}"]
@@ -480,6 +482,6 @@ def _quality(
         f"  steps: {verified}",
         f"  on_gpu: {{samples: {4 if long_sequences else 16}, steps: {few_count if few else 20}}} "
         "# in builds that compute on a GPU",
-        "  min_psnr: 20 # dB; a build below this fails",
+        "  min_psnr: 20 # PSNR in dB against full precision; a build below this fails",
     ]
     return lines

@@ -45,7 +45,7 @@ INT8_LAYERS = {
 
 
 def print_build(outcome: Outcome, report: Reporter) -> None:
-    """Print the table at the end of `trtconvert build`."""
+    """Prints the table at the end of `trtconvert build`."""
     table = _table(f"built {outcome.folder}")
     _manifest_rows(table, outcome.manifest, outcome.folder)
     for stage, seconds in report.seconds.items():
@@ -73,12 +73,12 @@ def _by_bin(errors: Sequence[float | None]) -> str:
 
 
 def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
-    """Print the table of `trtconvert inspect`."""
+    """Prints the table of `trtconvert inspect`."""
     console.print(manifest_table(manifest, folder))
 
 
 def manifest_table(manifest: Manifest, folder: Path) -> Table:
-    """Make the table of `trtconvert inspect`.
+    """Makes the table of `trtconvert inspect`.
 
     Raises:
         UserError: the bundle's calibration file is not a calibration.
@@ -196,7 +196,7 @@ def _manifest_rows(table: Table, manifest: Manifest, folder: Path) -> None:
 
 
 def _engine_lines(engine: EngineRecord, dims: Dims) -> Iterator[str]:
-    """Yield the particulars of an engine."""
+    """Yields the particulars of an engine."""
     if engine.gpu:
         yield f"built on {engine.gpu}" + (f", holds the plugin library {engine.plugin}" if engine.plugin else "")
     if engine.profiles not in ([], [dims]):
@@ -260,7 +260,7 @@ def _sites(component: ComponentRecord) -> str:
 
 
 def _masks(component: ComponentRecord) -> Iterator[tuple[str, str]]:
-    """Yield label and text of the rows about block masks."""
+    """Yields label and text of the rows about block masks."""
     masked = sorted((site for site in component.sites if site.sparse), key=lambda site: _mean(site.density))
     if masked:
         of_all = _mean([density for site in masked for density in site.density])
@@ -278,7 +278,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _is_fastest(manifest: Manifest, folder: Path) -> bool:
-    """Return whether a bundle's plan is the fastest of its search that keeps the budget."""
+    """Returns whether a bundle's plan is the fastest of its search that keeps the budget."""
     if _FRONTIER not in manifest.files:
         return False
     try:
@@ -290,7 +290,7 @@ def _is_fastest(manifest: Manifest, folder: Path) -> bool:
 
 
 def _layers(component: ComponentRecord) -> Iterator[tuple[str, str]]:
-    """Yield label and text of the rows about layers."""
+    """Yields label and text of the rows about layers."""
     layers = component.layers
     if not layers:
         return
@@ -323,7 +323,7 @@ def _caches(component: ComponentRecord) -> str:
 
 
 def _plans(rows: Iterable[Sequence[int]]) -> dict[tuple[int, ...], int]:
-    """Count the sites or layers with each row of modes."""
+    """Counts the sites or layers with each row of modes."""
     return Counter(tuple(modes) for modes in rows if modes)
 
 

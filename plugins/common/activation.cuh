@@ -1,4 +1,4 @@
-// What follows a linear layer.
+// Activations behind a linear layer.
 #pragma once
 
 #include "common/arithmetic.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return x * reciprocal(1.f + exp2_approx(fminf(x * fmaf(kOfCube, x * x, kOfX), kMost)));
 }
 
-// Of single layers.
+// The activation of a single layer; GEGLU combines two layers.
 __device__ __forceinline__ float activated(TrtConvertActivation activation, float x) {
   return activation == TRTCONVERT_GELU ? gelu(x) : activation == TRTCONVERT_GELU_TANH ? gelu_tanh(x) : x;
 }

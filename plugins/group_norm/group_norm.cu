@@ -26,11 +26,11 @@ constexpr int kThreads = 256;
 constexpr int kMostThreads = 512;  // if a slab has more vectors than kThreads
 constexpr int kMostBlocks = 8;     // of a cluster: the number that every device with clusters supports
 constexpr int kAtOnce = 4;         // vectors of a thread that are computed together
-constexpr int kAhead = 3;          // times as many are copied to shared memory meanwhile
+constexpr int kAhead = 3;          // multiple of kAtOnce that is copied to shared memory ahead
 constexpr int kWideSlab = 512;     // channels; wider slabs only if the narrowest is wider
 static_assert(kMostThreads * kVector == TRTCONVERT_GROUP_NORM_MOST_CHANNELS);
 
-// Numbers of vectors of each row's threads: the first rows have one more than the others.
+// Numbers of vectors for the threads of each row: the first rows have one more than the others.
 struct Share {
   int least, rows_with_more;
   float pixels;  // for all pixels
@@ -44,7 +44,7 @@ struct Params {
   uint4* normed;        // [B, pixels, vectors]
   int vectors;          // of a pixel, C / kVector
   int slab_vectors;     // of a pixel, in a cluster
-  int of_slab;          // a thread's number times this, over 2^20, is its quotient by slab_vectors
+  int of_slab;          // thread * of_slab / 2^20 is thread / slab_vectors
   int thread_rows;      // pixels that a thread block's threads cover at once, one vector a thread
   int rows;             // pixels that the thread block uses
   int kept;             // of a thread's vectors, the number that stays in shared memory
@@ -54,7 +54,7 @@ struct Params {
   float of_elements;    // weight of one element of a group in the mean
   float epsilon;
   int64_t pixels;       // of an image
-  int block_pixels;     // of a thread block: of the first ones of a cluster. The next one has the rest, others have none
+  int block_pixels;     // of each first thread block of a cluster; the next one has the rest, the others have none
   int whole_blocks;
   Share whole, rest;
 
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) group_norm_kernel(const __gri
     };
     write(quantised, p.payload + (x - p.x));
     // Read behind the loop, which has no free register.
-    bool broken = false;  // a group of this thread's, or what it is scaled by
+    bool broken = false;  // a group of this thread, its weight or its bias is not finite
 #pragma unroll
     for (int c = 0; c < kVector; ++c) broken |= !isfinite(factor[c]) || !isfinite(offset[c]);
     if (broken && block == 0 && row == 0) p.marks[image * TRTCONVERT_IMAGE_MARKS + slab] = 1;

@@ -67,9 +67,9 @@ cudaError_t launch_norm_factors(const Params& p, cudaStream_t stream) {
 
 }  // namespace prepass
 
-// Both kernels are launched without the programmatic attribute and so begin after all work before them: the pre-pass when the
-// factors are there, and the factors' kernel of the next call, in the same workspace, after this call's attention kernel. That one
-// waits for the pre-pass, their last reader, before it ends.
+// Both kernels are launched without the programmatic attribute, so each begins after all earlier work has ended. The pre-pass finds
+// complete factors. The factors' kernel of the next call may overwrite them: this call's attention kernel has ended, and that kernel
+// waited for the pre-pass, the last reader of the factors.
 cudaError_t launch_prepass(const Params& params, cudaStream_t stream) {
   if (params.norm_across_heads) {
     const cudaError_t error = params.bf16 ? prepass::launch_norm_factors<__nv_bfloat16>(params, stream)

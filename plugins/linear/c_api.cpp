@@ -11,7 +11,7 @@ namespace {
 
 constexpr long long kMostRows = 1LL << 24;  // with as many channels tiles are still counted in int32
 constexpr int kMostChannels = 65536;
-constexpr int kVector = 8;  // channels of 16 bytes, which the copy engine wants rows in whole numbers of
+constexpr int kVector = 8;  // channels of 16 bytes: the copy engine takes rows of whole vectors
 
 TrtConvertStatus check(const TrtConvertLinearParams* c, Report& report) {
   if (!c) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");

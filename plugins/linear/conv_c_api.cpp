@@ -71,7 +71,7 @@ int tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / 
 bool is_bf16(const TrtConvertInt8ConvParams& c) { return c.data_type == TRTCONVERT_BFLOAT16; }
 int window(const TrtConvertInt8ConvParams& c) { return c.kernel_h * c.kernel_w; }
 
-// Rows that are taken together, see int8_c_api.cpp.
+// Rows of x whose tiles run together, see int8_c_api.cpp.
 constexpr int kGroupRows = 2048;
 
 // For tiles of this number of rows, columns and channels.

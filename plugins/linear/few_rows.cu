@@ -20,7 +20,7 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kChunk = 64;    // channels
 constexpr int kColumns = 8;   // of one mma: rows of the weight
-constexpr int kBlocks = 2;    // that a multiprocessor has room for
+constexpr int kBlocks = 2;    // thread blocks that a multiprocessor has room for
 template <int kHalves>
 constexpr int kAhead = kHalves == 1 ? 3 : 2;  // chunks of a warp that are loaded together
 
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) few_rows_kernel(const __
 
   struct Chunk {
     uint4 weights[kTiles];  // 16 channels each
-    uint4 x[kHalves][2];    // the same ones, of this lane's rows
+    uint4 x[kHalves][2];    // the same channels of this lane's rows
   };
   const auto load = [&](int set, int chunk, Chunk& loaded) {  // zeros beyond the depth
     const int sixteen = chunk * (kChunk / 16) + quad;

@@ -5,7 +5,7 @@
 
 namespace trtconvert::linear {
 
-// All columns' tiles of some rows, then those of the next rows: concurrent thread blocks then read least.
+// All columns' tiles of some rows, then those of the next rows: concurrent thread blocks share most of their operands.
 struct GroupedTile {
   int row, column;
 

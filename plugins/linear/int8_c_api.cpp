@@ -14,9 +14,9 @@ namespace {
 
 constexpr long long kMostRows = 1LL << 24;  // with as many channels tiles are still counted in int32
 constexpr int kMostChannels = 65536;
-constexpr int kVector = 16;  // INT8 channels of 16 bytes, which the copy engine wants rows in whole numbers of
+constexpr int kVector = 16;  // INT8 channels of 16 bytes: the copy engine takes rows of whole vectors
 
-// Of rows that are changes.
+// Checks of calls with rows that are changes.
 TrtConvertStatus check_changes(const TrtConvertInt8LinearParams& c, Report& report) {
   if (c.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC))
     return report.invalid_int("mode_set", "8 (static) where rows are changes", c.mode_set);
@@ -66,8 +66,8 @@ TrtConvertStatus check_tensors(const TrtConvertInt8LinearParams& c, Report& repo
   return check_table_tensors(c.out_table, report);
 }
 
-// Rows that are taken together: concurrent thread blocks then read least of rows and columns, and the data stays in the L2 cache until
-// the last of them has read it.
+// Rows of x whose tiles run together, for all columns: concurrent thread blocks share operands, which stay in the L2 cache until the
+// last of these thread blocks has read them.
 constexpr int kGroupRows = 2048;
 
 int tiles(int64_t size, int tile) { return static_cast<int>((size + tile - 1) / tile); }

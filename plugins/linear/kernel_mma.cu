@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) mma_kernel(const __grid_constant__ P
   const int first_row = tile.row * kMmaRows, first_column = tile.column * kOut;
 
   constexpr int kXVectors = S::kXRowBytes / kVectorBytes, kWeightVectors = S::kWeightRowBytes / kVectorBytes;
-  constexpr int kThreadRows = kMmaRows * kXVectors / kThreads;  // of x, that a thread copies vectors of
+  constexpr int kThreadRows = kMmaRows * kXVectors / kThreads;  // rows of x whose vectors a thread copies
   const auto row_of = [&](int i) { return first_row + (i * kThreads + static_cast<int>(threadIdx.x)) / kXVectors; };
   WindowSource windows[kConv ? kThreadRows : 1];  // found once: they take divisions
   if constexpr (kConv) {

@@ -6,7 +6,7 @@
 namespace trtconvert::linear {
 
 constexpr int kMmaRows = 128;     // of a tile, of x
-constexpr int kMmaColumns = 128;  // rows of weight, half of them of each product where there are two
+constexpr int kMmaColumns = 128;  // rows of the weight; with two products, half of the rows belong to each
 constexpr int kMmaDepth = 64;     // channels at a time
 
 struct MmaParams : Int8Params {

@@ -35,8 +35,8 @@ class SampleScale {
   float scale_ = 0.f;
 };
 
-// Marks of the images that a lane's rows are of. Four lanes have the same rows, and each reads a quarter of the marks. Nothing but `break_marked`
-// looks at the marks, so that a kernel can multiply while the loads are under way.
+// Marks of the images of a lane's rows. Four lanes have the same rows, and each lane loads a quarter of the marks. Only `break_marked`
+// uses the loaded marks, so that a kernel can multiply during the loads.
 constexpr int kMarkPairs = TRTCONVERT_IMAGE_MARKS / sizeof(uint2);
 static_assert(kMarkPairs == 4);
 __device__ __forceinline__ uint2 marks_of(const ConvShape& conv, int row) {

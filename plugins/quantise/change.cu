@@ -31,7 +31,7 @@ struct Params {
 constexpr int kThreads = 128;
 constexpr int kMostInFlight = 4;  // vectors of x and of a_hat that a thread loads before it needs the first
 
-// Some lanes of a warp have a row, or a thread block has one.
+// A row belongs to some lanes of a warp, or to a thread block.
 template <typename T, int kLanes, int kInFlight>
 __global__ void __launch_bounds__(kThreads) quantise_change_kernel(const __grid_constant__ Params p) {
   let_next_kernel_start();  // a layer's thread blocks find room where these end
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) quantise_change_kernel(const __grid_
   constexpr int kRows = kThreads / kLanes;
   const int lane = threadIdx.x % kLanes;
   const int64_t row = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
-  const bool exists = row < p.rows;  // else it only takes part in the warp's maximum
+  const bool exists = row < p.rows;  // otherwise the lane only takes part in the warp's maximum
   const int64_t first = row * p.vectors;
   const int vectors = exists ? p.vectors : 0;
   const float signed_scale = exists ? p.scales[row / p.sample_rows * p.places] : 1.f;

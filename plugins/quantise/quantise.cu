@@ -25,7 +25,7 @@ struct Params {
   int vectors;  // K / kVector
 };
 
-// Of a thread block: as many as have a row, or some rows.
+// Threads of a thread block: the threads of one row, or of several rows.
 template <int kLanes>
 constexpr int kThreads = kLanes < 128 ? 128 : kLanes;
 

@@ -21,22 +21,22 @@ enum class Element {
   kInt32,
 };
 
-// `Plugin` derives from it with its Attributes_ (attribute_list.h) and the C API's Params, takes its constructor, and has kName, its
-// name in a network. For this class alone it has:
-//   kInputNames, kFewestInputs (the last ones may be left out), kOutputNames; kShapesFrom, for messages;
-//   fill(inputs, num_inputs, params): what the C API wants but pointers. Where shapes or types do not belong together it gives false
-//     and has logged why;
-//   place(inputs, num_inputs, outputs, params): fills in the pointers;
+// `Plugin` derives from LayerPlugin with its Attributes_ (attribute_list.h) and the C API's Params, inherits the constructor, and has
+// kName, its name in a network. LayerPlugin requires of it:
+//   kInputNames, kFewestInputs (the last inputs may be left out), kOutputNames; kShapesFrom, for messages;
+//   fill(inputs, num_inputs, params): sets all fields of `params` but pointers. Returns false, with a logged reason, if shapes or types
+//     do not fit together;
+//   place(inputs, num_inputs, outputs, params): sets the pointers;
 //   kParamsVersion, kCheck and kRun: the C API's version and functions.
-// It has one of its own of these where what stands below does not hold:
+// `Plugin` replaces functions whose defaults below do not hold:
 //   has_input(input), has_output(output): whether its attributes want the tensor;
 //   input_element(input), output_element(output), input_format(input), output_format(output);
 //   type_16bit(first): the type of 16-bit tensors, from that of the first input.
-// TensorRT counts the tensors that are there, all functions here those of kInputNames and kOutputNames.
+// TensorRT numbers the existing tensors; all functions here number the tensors of kInputNames and kOutputNames.
 template <typename Plugin, typename Attributes_, typename Params>
 class LayerPlugin : public PluginBase {
  public:
-  // For its creator.
+  // The interface for Creator in entry_points.cpp.
   using Attributes = Attributes_;
   static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
                     Attributes& attributes) noexcept {
@@ -207,7 +207,7 @@ class LayerPlugin : public PluginBase {
   }
 
  private:
-  // For a class that is complete where these functions are called.
+  // Functions, not constants: Plugin is complete only where they are called.
   static constexpr int32_t kMostInputs() noexcept { return std::size(Plugin::kInputNames); }
   static constexpr int32_t kMostOutputs() noexcept { return std::size(Plugin::kOutputNames); }
 
@@ -254,7 +254,7 @@ class LayerPlugin : public PluginBase {
   };
   ElementText name_of(Element element) const noexcept {
     ElementText name;
-    auto const type = self().type_16bit(nvinfer1::DataType::kINT32);  // that of the first input, or one that is given
+    auto const type = self().type_16bit(nvinfer1::DataType::kINT32);  // kINT32 unless an attribute decides
     if (element != Element::k16Bit) {
       std::snprintf(name.text, sizeof(name.text), "%s", element == Element::kFloat ? "FP32" : "INT32");
     } else if (type == nvinfer1::DataType::kINT32) {

@@ -19,7 +19,7 @@ inline int32_t payload_divisor(int32_t mode_set) noexcept { return has_mode(mode
 // Elements of an image's marks (layer_modes.h).
 constexpr int32_t kMarkWords = TRTCONVERT_IMAGE_MARKS / 4;
 
-// A plugin's attributes derive from it.
+// Base of the attributes of a plugin with quantised rows.
 struct QuantisedRowsAttributes {
   int32_t mode_set = 0;  // has to be given
   float timestep_max = 1000.0f;
@@ -34,7 +34,7 @@ struct QuantisedRowsAttributes {
   }
 };
 
-// Its last inputs, by their place among these five. K channels, B samples, T timestep bins.
+// The last inputs of such a plugin, by their place among these five. K channels, B samples, T timestep bins.
 enum RowsInput : int32_t {
   kRowsFactor,    // [K] FP32, with the attribute
   kRowsOffset,    // [K] FP32, with the attribute

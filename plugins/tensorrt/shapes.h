@@ -11,7 +11,7 @@ namespace trtconvert::plugin {
 
 // A shape as text, "[1, 24, 4096, 128]".
 struct ShapeText {
-  char text[192];  // eight sizes of 20 characters, and what is between them
+  char text[192];  // eight sizes of 20 characters, and separators
 
   explicit ShapeText(nvinfer1::Dims const& dims) noexcept {
     int used = std::snprintf(text, sizeof(text), "[");

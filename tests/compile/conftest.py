@@ -13,7 +13,7 @@ from pretend_engines import pretend_engines
 from trtconvert.bundle import EngineRecord, NativeSite
 from trtconvert.engine import BuiltEngine, tensorrt, tensorrt_rtx
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_native
+from trtconvert.export.lowering.native import lower_to_native
 
 
 @pytest.fixture

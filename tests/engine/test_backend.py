@@ -20,7 +20,7 @@ from trtconvert.bundle import TRANSPOSED, LayerRecord, NativeSite, TensorRecord,
 from trtconvert.engine import engine_timer, lowered_model, tensorrt
 from trtconvert.engine.attention_choice import CaseTimes, Choice, SitePlan, choose, one_node_model
 from trtconvert.errors import BackendUnavailable, TrtconvertError
-from trtconvert.export import lowering
+from trtconvert.export.lowering import delta_plugins, group_norms, int8_layers
 from trtconvert.export.matching import producer_of
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
@@ -155,7 +155,7 @@ def test_a_gpu_that_the_library_has_no_kernels_for_keeps_tensorrts_own_attention
 def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, attention, kernel, norms, fields, said):
     """The record of an engine with native attention names the plugin library if it has plugins."""
     monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: kernel)
-    monkeypatch.setattr(lowering, "has_group_norms", lambda model: norms)
+    monkeypatch.setattr(group_norms, "has_group_norms", lambda model: norms)
 
     def fuse_group_norms(model):
         if norms:
@@ -163,7 +163,7 @@ def test_group_norms_that_stay_tensorrts_own_are_told(builds, monkeypatch, atten
             model.graph.append(node)
             model.graph.outputs[0] = node.outputs[0]
 
-    monkeypatch.setattr(lowering, "fuse_group_norms", fuse_group_norms)
+    monkeypatch.setattr(group_norms, "fuse_group_norms", fuse_group_norms)
     record = builds.build(attention, **fields).record
     taken = kernel and norms and not fields
     assert record.plugin == (library_version() if attention == "plugin" or taken else "")
@@ -190,7 +190,7 @@ CACHE = TensorRecord(name="modiff.timestep", dtype="float32", shape=["batch"])
 
 @pytest.mark.parametrize(("native_us", "kept"), [(70.0, "native"), (90.0, "plugin")])
 def test_deltas_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(builds, monkeypatch, native_us, kept):
-    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
+    monkeypatch.setattr(delta_plugins, "can_fuse_deltas", lambda model: True)
     times = iter([80.0, 85.0, 80.0, native_us])
     monkeypatch.setattr(engine_timer, "denoiser_microseconds", lambda *_: next(times))
     record = builds.build(int8_layers=True, caches=[CACHE], layers="auto").record
@@ -205,8 +205,8 @@ def test_deltas_are_quantised_by_plugins_where_the_whole_engine_is_faster_so(bui
 
 
 def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkeypatch):
-    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
-    monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
+    monkeypatch.setattr(delta_plugins, "can_fuse_deltas", lambda model: True)
+    monkeypatch.setattr(group_norms, "has_group_norms", lambda model: True)
     monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     built = []
 
@@ -226,8 +226,8 @@ def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkey
 @pytest.mark.parametrize("changes", [True, False])
 def test_engines_go_on_without_layers_by_plugins_that_cannot_be_built(builds, monkeypatch, attention, changes):
     """Deltas fall back to Q/DQ, other layers to 16 bits; the attention stays."""
-    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: True)
-    monkeypatch.setattr(lowering, "has_group_norms", lambda model: not changes)
+    monkeypatch.setattr(delta_plugins, "can_fuse_deltas", lambda model: True)
+    monkeypatch.setattr(group_norms, "has_group_norms", lambda model: not changes)
     for module in (tensorrt, lowered_model):
         monkeypatch.setattr(module, "has_linear_kernel", lambda: True)
     build_lowered = tensorrt.build_lowered
@@ -278,7 +278,7 @@ def test_products_in_16_bits_are_told_where_plugins_were_asked_for(builds, monke
 
 @pytest.mark.parametrize("lacking", ["", "kernels for sm_80"])
 def test_plugins_that_do_not_quantise_deltas_are_told(builds, monkeypatch, lacking):
-    monkeypatch.setattr(lowering, "can_fuse_deltas", lambda model: bool(lacking))
+    monkeypatch.setattr(delta_plugins, "can_fuse_deltas", lambda model: bool(lacking))
     monkeypatch.setattr(lowered_model, "against_plugins", lambda options: lacking)
     builds.build("native", int8_layers=True, caches=[CACHE], layers="plugin")
     (told,) = [notice for notice in builds.watch.notices if "deltas are quantised by Q/DQ" in notice]
@@ -309,7 +309,7 @@ def test_refittable_engines_have_int8_layers_where_these_can_be_quantised_anew(
     if lacking != "file":
         kept.touch()
     monkeypatch.setattr(tensorrt, "unquantised_file", lambda onnx: kept)
-    monkeypatch.setattr(lowering, "refittable_layers", lambda model, sizes: set() if lacking == "sizes" else {"a"})
+    monkeypatch.setattr(int8_layers, "refittable_layers", lambda model, sizes: set() if lacking == "sizes" else {"a"})
     if lacking == "kernels":
         monkeypatch.setattr(lowered_model, "against_plugins", lambda options: "kernels for sm_80")
     times = iter([80.0, 85.0, 80.0, 90.0])
@@ -329,7 +329,7 @@ def test_models_that_cannot_be_refitted_are_refused_before_calibration():
 @pytest.mark.parametrize("plain_us", [79.9, 80.0])
 def test_auto_keeps_no_plugin_where_the_whole_engine_is_faster_without_any(builds, monkeypatch, plain_us):
     monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
-    monkeypatch.setattr(lowering, "has_group_norms", lambda model: True)
+    monkeypatch.setattr(group_norms, "has_group_norms", lambda model: True)
     builds.times = {ALL: 80.0, b"": 85.0, b"plain": plain_us}
     plan, record = (built := builds.build()).plan, built.record
     faster = plain_us < 80

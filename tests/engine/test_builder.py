@@ -21,8 +21,9 @@ from trtconvert.engine.builder import build_plan
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.group_norms import GROUP_NORM
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.recipe import EngineSection
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from trtconvert.bundle import TensorRecord
 from trtconvert.engine.builder import build_plan
-from trtconvert.export.lowering import expand_layers, quantise_products
+from trtconvert.export.lowering.layers import expand_layers, quantise_products
 from trtconvert.linear.modes import LayerMode
 
 TENSOR = re.compile(r'tensor=\{.*? name="([^"]+)".*? type=(\w+)')

@@ -211,7 +211,7 @@ def test_heat_maps_mark_the_worst_and_leave_gaps():
 
 
 def test_modes_are_named():
-    assert [cell.text for cell in charts.mode_map({"a": [*Mode]}, "01234").rows[0][1]] == [
+    assert [cell.text for cell in charts.mode_map({"a": [*Mode]}, "01234", charts.MODE_FILLS).rows[0][1]] == [
         "fp16", "precision", "balanced", "aggressive", "fp8",
     ]  # fmt: skip
 

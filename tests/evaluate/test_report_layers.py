@@ -226,7 +226,7 @@ def test_layers_that_are_alike_in_all_plans_are_not_told():
 
 
 def test_modes_of_layers_are_named():
-    cells = charts.layer_mode_map({"a": [1, 2, 3]}, "012").rows[0][1]
+    cells = charts.mode_map({"a": [1, 2, 3]}, "012", charts.LAYER_FILLS).rows[0][1]
     assert [cell.text for cell in cells] == ["weight-only", "dynamic", "static"]
 
 

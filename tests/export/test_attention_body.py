@@ -16,7 +16,10 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error as error
-from trtconvert.export.lowering import fold_transposes, lower_to_function, lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.function import lower_to_function
+from trtconvert.export.lowering.layout import fold_transposes
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, KEY_INDEX, MASK, OP, Variant, function_body
 from trtconvert.export.nodes.common import DOMAIN

@@ -14,7 +14,8 @@ from trtconvert.bundle import NEXT
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.delta_caches import LAST, caches_of, require_fixed_sizes
-from trtconvert.export.lowering import expand_layers, lower_deltas, quantise_products
+from trtconvert.export.lowering.delta_qdq import lower_deltas
+from trtconvert.export.lowering.layers import expand_layers, quantise_products
 from trtconvert.export.nodes.deltas import LINEAR, QUANTISE, delta_nodes, modulated_layers
 from trtconvert.export.nodes.layers import layer_nodes
 

@@ -13,13 +13,12 @@ from layer_graphs import LEVELS, layer_model, run, run_proto
 from tiny_layers import random
 
 from trtconvert.evaluate.recorded_calls import relative_error as error
-from trtconvert.export.lowering import lower_to_function
+from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.nodes.common import DOMAIN, OPSET
 from trtconvert.export.nodes.layers import (
     CONV,
     LINEAR,
     LayerVariant,
-    check_modes,
     inputs_of,
     is_layer,
     layer_body,
@@ -256,9 +255,3 @@ def test_other_nodes_of_our_domain_are_no_layers():
     assert not is_layer(None)
     assert not is_layer(ir.node(LINEAR, [], domain=DOMAIN))
     assert not is_layer(ir.node(LINEAR, [], metadata_props={"trtconvert.layer": "x"}))
-
-
-@pytest.mark.parametrize(("mode", "fits"), [(0, False), (1, True), (2, True), (3, True), (4, False)])
-def test_modes_that_are_no_int8_mode_are_told(mode, fits):
-    x = random(2, 7, 32)
-    assert (check_modes(tables_of(x, modes=[LayerMode.STATIC, mode])) == "") == fits

@@ -19,7 +19,7 @@ from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.evaluate.recorded_calls import relative_error as error
-from trtconvert.export.lowering import lower_to_function
+from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, MASK, Variant
 from trtconvert.export.nodes.common import DOMAIN, OPSET
 from trtconvert.export.nodes.deltas import CONV, PRODUCT_INPUTS, QUANTISE, QUANTISE_INPUTS, delta_body

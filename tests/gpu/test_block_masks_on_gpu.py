@@ -27,7 +27,8 @@ from trtconvert.cache import Cache
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes, block_mask_of
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted

@@ -33,7 +33,8 @@ from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_group_norm_kernel, has_linear_kernel
 from trtconvert.progress import Reporter

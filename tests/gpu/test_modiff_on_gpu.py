@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
 from modiff_kernels import CASES, Case, compare
-from support import WEIGHTS
+from support import REPOSITORY, WEIGHTS
 from tolerances import SAME_FLOAT
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -16,10 +17,14 @@ from trtconvert.evaluate.metrics import decibels
 from trtconvert.models.ddpm_unet import build
 from trtconvert.models.digits import digits_model
 from trtconvert.modiff import Settings, modulate
-from trtconvert.modiff.graphed import Graphed
 from trtconvert.modiff.reference import Geometry
 from trtconvert.modiff.rounding import AdaRound
 from trtconvert.modiff.workspace import Variant, Workspace
+
+sys.path.append(str(REPOSITORY / "bench"))
+
+from graphed import Graphed
+from modiff_study import drawing_compiled
 
 pytestmark = pytest.mark.gpu
 
@@ -134,9 +139,7 @@ def test_samples_drawn_compiled_are_those_drawn_eager(tmp_path):
     )
     for method in ("full", "lcq-modiff"):
         model = workspace.prepared(Variant(method) if method != "full" else workspace.full)
-        eager, fast = (
-            dataclasses.replace(workspace, compiled=compiled).drawing(model)(range(6)) for compiled in (False, True)
-        )
+        eager, fast = workspace.drawing(model)(range(6)), drawing_compiled(workspace, model)(range(6))
         assert eager.device.type == "cpu" and float(decibels((eager - fast).square().mean())) > 40
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,7 +33,17 @@ def delta_model(
     Args:
         unchanged: layers that compute every step by itself.
     """
-    made = int8_model(model, **options)
+    if model is None:
+        return _of_tiny_layers(tuple(unchanged), divisor, **options)
+    return _of_model(int8_model(model, **options), unchanged, divisor)
+
+
+@functools.cache
+def _of_tiny_layers(unchanged: tuple[str, ...], divisor: float, **options) -> Int8Model:
+    return _of_model(int8_model(**options), unchanged, divisor)
+
+
+def _of_model(made: Int8Model, unchanged: Sequence[str], divisor: float) -> Int8Model:
     layers = {
         name: layer if name in unchanged else replace(layer, delta_scale=layer.tables.x_scale / divisor)
         for name, layer in made.layers.items()

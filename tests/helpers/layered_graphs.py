@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -77,7 +79,26 @@ def int8_model(
             by more than pays.
         attention: whether it is INT8 too.
     """
-    model = model or tiny_layers.build()
+    if model is None:
+        return _of_tiny_layers(tuple(modes), tuple(include), tuple(exclude), equalised, moved, attention)
+    return _of_model(model, modes, include, exclude, equalised, moved, attention)
+
+
+@functools.cache
+def _of_tiny_layers(*asked: Any) -> Int8Model:
+    """Tests that ask for the same model share one, with its graphs."""
+    return _of_model(tiny_layers.build(), *asked)
+
+
+def _of_model(
+    model: DiffusionModel,
+    modes: Sequence[LayerMode],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    equalised: bool,
+    moved: bool,
+    attention: bool,
+) -> Int8Model:
     inputs = model.example(0, {name: opt for name, (_, opt, _) in model.dims.items()})
     finder = LayerFinder(model.denoiser)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +145,12 @@ def rotated(x: Tensor, angles: Tensor | None = None) -> Tensor:
 
 
 def traced_projections(kind: str, dtype: torch.dtype = torch.float32) -> ir.Model:
-    """Traces `Projected`."""
+    """Returns a copy of `Projected`, which is traced once."""
+    return _traced_projections(kind, dtype).clone()
+
+
+@functools.cache
+def _traced_projections(kind: str, dtype: torch.dtype) -> ir.Model:
     return traced(replace(build(), denoiser=Projected(kind).eval().requires_grad_(False)), dtype)
 
 

@@ -6,6 +6,7 @@ names of code that its key holds, and the modules that ran. The stage that measu
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -25,6 +26,9 @@ from trtconvert.recipe import load_recipe
 from trtconvert.stages.errors import errors_stage
 
 PACKAGE = Path(trtconvert.__file__).parent
+IMPORTED = ("torch", "torch.onnx", "torch.export", "torch._dynamo", "onnx", "onnxruntime", "onnx_ir", "onnxscript")
+IMPORTED += ("scipy.optimize", "PIL.Image", "matplotlib.pyplot")
+"""Libraries that the stages import: importing them once, before the processes of the stages and without the trace, saves time."""
 
 
 def ran(work: Callable[[], None]) -> set[str]:
@@ -42,7 +46,8 @@ def ran(work: Callable[[], None]) -> set[str]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    files = [Path(code.co_filename) for code in called]
+    # Other threads that began under the profile may still add to the set.
+    files = [Path(code.co_filename) for code in tuple(called)]
     inner = [file.relative_to(PACKAGE.parent).with_suffix("").parts for file in files if file.is_relative_to(PACKAGE)]
     return {".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in inner}
 
@@ -67,6 +72,9 @@ class Traced(Cache):
 
 
 def main(recipe: Path, folder: Path) -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+
     def verify_stage(build: Any, planned: Any, *others: Any) -> Stage:
         errors_stage(build, planned)
         return verified(build, planned, *others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from typing import Any
 
@@ -10,18 +11,13 @@ import pytest
 import tiny_pipelines
 import torch
 from comfy_stand_in import BaseModel, ModelType, comfy_ui, in_memory
-from rich.console import Console
 from tiny_pipelines import PIPELINES, WIDTH
 from tolerances import INT8_CALL
 
 from trtconvert.bundle import GuidanceRecord
-from trtconvert.cache import Cache
 from trtconvert.errors import UserError
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.diffusers import diffusers_model
-from trtconvert.pipeline import build
-from trtconvert.progress import Reporter
-from trtconvert.recipe import load_recipe
 
 SIZES: dict[str, Any] = {"height": 32, "width": 32, "batch": [1, 1, 2]}
 
@@ -190,25 +186,8 @@ def test_guidance_inside_is_refused(node, tmp_path):
         sys.modules[f"{node.__name__}.denoiser"].family_of(bundle)
 
 
-def test_a_bundle_is_found_loaded_and_loaded_again_when_it_changes(node, tmp_path):
-    tiny_pipelines.stable_diffusion().save_pretrained(tmp_path / "pipeline")
-    recipe = {
-        "model": {
-            "source": "diffusers",
-            "weights": "pipeline",
-            "options": SIZES | {"tokens": 8},
-            "dtype": "float32",
-        },
-        "attention": {"modes": "precision"},
-        "layers": {"modes": "off"},
-        "calibration": {"samples": 2, "batch": 2, "steps": 4, "bins": 2},
-        "engine": {"backend": "onnxruntime"},
-        "verify": {"samples": 2, "steps": 4, "min_psnr": 15},
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    at = tmp_path / "models" / "trtconvert" / "mine" / "sd"
-    at.parent.mkdir(parents=True)
-    build(load_recipe(tmp_path / "recipe.yaml"), at, Cache(tmp_path / "cache"), Reporter(Console(quiet=True)))
+def test_a_bundle_is_found_loaded_and_loaded_again_when_it_changes(node, tmp_path, unet_build):
+    at = shutil.copytree(unet_build.bundle, tmp_path / "models" / "trtconvert" / "mine" / "sd")
     ((name, loader),) = node.NODE_CLASS_MAPPINGS.items()
     assert name in node.NODE_DISPLAY_NAME_MAPPINGS and loader.RETURN_TYPES == ("MODEL",)
     assert loader.INPUT_TYPES()["required"]["bundle"] == (["mine/sd"],)

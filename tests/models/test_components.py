@@ -33,7 +33,7 @@ from trtconvert.evaluate.verify import psnr
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.loading import load_pipeline
 from trtconvert.recipe import EngineSection, load_recipe
-from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersTextEncoder
+from trtconvert.runtime.diffusers import DiffusersComponent
 from trtconvert.runtime.pipeline import make_pipeline
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.signature import shape_of
@@ -64,12 +64,10 @@ class Converted:
     halves: dict[str, tuple[OnnxRuntimeComponent, ComponentRecord]]
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def converted(request, tmp_path_factory) -> Converted:
-    folder = tmp_path_factory.mktemp(request.param)
-    save(folder / "pipeline", request.param)
-    recipe = recipe_of(folder, request.param, {"all": {}, "vae_encoder": {}})
-    made = Converted(request.param, folder / "pipeline", {}, {}, {}, {})
+def convert_components(folder: Path, pipeline: str, components: dict[str, Any]) -> Converted:
+    save(folder / "pipeline", pipeline)
+    recipe = recipe_of(folder, pipeline, components)
+    made = Converted(pipeline, folder / "pipeline", {}, {}, {}, {})
     for name, (stage, record) in component_records(folder, recipe).items():
         made.onnx[name] = stage.folder / record.onnx
         made.errors[name] = component_error(stage, record)
@@ -78,14 +76,19 @@ def converted(request, tmp_path_factory) -> Converted:
     return made
 
 
+@pytest.fixture(scope="module", params=NAMES)
+def converted(request, tmp_path_factory) -> Converted:
+    return convert_components(tmp_path_factory.mktemp(request.param), request.param, {"all": {}, "vae_encoder": {}})
+
+
 def test_components_do_what_the_models_do(converted):
     """With the pipeline's denoiser between them, text encoders and VAE give the pipeline's images."""
     pipe = load_pipeline(converted.pipeline)
     expected = draw(pipe, converted.name)
     assert set(converted.halves) == {"decode", "encode"} and len(converted.text) == len(converted.errors) - 2
     for name, (component, record) in converted.text.items():
-        setattr(pipe, name, DiffusersTextEncoder(component, record, **FP32_ON_CPU))
-    pipe.vae = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+        setattr(pipe, name, DiffusersComponent({"forward": (component, record)}, **FP32_ON_CPU))
+    pipe.vae = DiffusersComponent(converted.halves, **FP32_ON_CPU)
     assert psnr(draw(pipe, converted.name), expected).min() >= SAME_IMAGES_PSNR
     assert max(converted.errors.values()) <= SAME_ARITHMETIC
     assert expected.std() > 0.05  # images with something on them
@@ -96,14 +99,14 @@ def text_in_place(converted: Converted) -> Any:
     pipe = load_pipeline(converted.pipeline)
     pipe.set_progress_bar_config(disable=True)
     for name, (component, record) in converted.text.items():
-        setattr(pipe, name, DiffusersTextEncoder(component, record, **FP32_ON_CPU))
+        setattr(pipe, name, DiffusersComponent({"forward": (component, record)}, **FP32_ON_CPU))
     return pipe
 
 
 def test_a_pipeline_that_offloads_its_models_leaves_converted_ones_where_they_are(converted):
     """accelerate reads the device off a model's first parameter; `to`, and functions that save weights, find no parameter."""
     pipe = text_in_place(converted)
-    pipe.vae = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+    pipe.vae = DiffusersComponent(converted.halves, **FP32_ON_CPU)
     expected = draw(pipe, converted.name)
     pipe.enable_model_cpu_offload(device="cpu")
     # Not to the bit: offloading copies weights to other addresses, and the rounding of a product depends on their alignment.
@@ -115,9 +118,9 @@ def test_a_pipeline_that_offloads_its_models_leaves_converted_ones_where_they_ar
         assert part.to("meta", torch.float16).device.type == "cpu" and part.dtype == torch.float32
 
 
-@pytest.mark.parametrize("converted", ["stable_diffusion_xl"], indirect=True, scope="module")
-def test_reading_an_unconverted_output_of_a_text_encoder_is_refused(converted):
+def test_reading_an_unconverted_output_of_a_text_encoder_is_refused(tmp_path):
     """With clip_skip SDXL reads another layer of its text encoder; the layer is converted if the recipe's call has clip_skip."""
+    converted = convert_components(tmp_path, "stable_diffusion_xl", {"text_encoder": {}, "text_encoder_2": {}})
     pipe = text_in_place(converted)
     with pytest.raises(UserError) as error:
         pipe(**arguments(converted.name) | {"clip_skip": 1})
@@ -142,7 +145,7 @@ def test_a_result_with_nothing_in_it_has_a_shape():
 
 
 def test_the_encoder_gives_the_models_latents(converted):
-    ours = DiffusersAutoencoder(converted.halves, **FP32_ON_CPU)
+    ours = DiffusersComponent(converted.halves, **FP32_ON_CPU)
     (spec,) = converted.halves["encode"][1].inputs
     images = torch.rand(shape_of(spec.shape, {"batch": 2}), generator=torch.Generator().manual_seed(5)) * 2 - 1
     with torch.no_grad():
@@ -183,7 +186,9 @@ def test_a_text_encoder_may_be_given_truth_values(tmp_path, monkeypatch):
     made = component_records(tmp_path, load_recipe(tmp_path / "recipe.yaml"))
     ((stage, record),) = made.values()
     assert {i.name: i.dtype for i in record.inputs} == {"input_ids": "int64", "attention_mask": "int64"}
-    encoder = DiffusersTextEncoder(OnnxRuntimeComponent(stage.folder / record.onnx, record), record, **FP32_ON_CPU)
+    encoder = DiffusersComponent(
+        {"forward": (OnnxRuntimeComponent(stage.folder / record.onnx, record), record)}, **FP32_ON_CPU
+    )
     tokens = tokenize_with_truth_values(
         pipe.tokenizer, "a cat", padding="max_length", max_length=tiny_pipelines.TOKENS, return_tensors="pt"
     )
@@ -248,7 +253,7 @@ def test_statistics_that_a_pipeline_reads_off_its_vae_are_there(tmp_path):
         return pipe(prompt_embeds=text, **sizes, num_inference_steps=2, output_type="pt", generator=generator)[0]
 
     expected = drawn()
-    pipe.vae = DiffusersAutoencoder(halves_of(tmp_path, **sizes, tokens=8, batch=1), **FP32_ON_CPU)
+    pipe.vae = DiffusersComponent(halves_of(tmp_path, **sizes, tokens=8, batch=1), **FP32_ON_CPU)
     assert torch.equal(pipe.vae.bn.running_mean, vae.bn.running_mean)
     assert psnr(drawn(), expected).min() >= SAME_IMAGES_PSNR and expected.std() > 0.05
 
@@ -273,7 +278,7 @@ def test_the_last_piece_of_a_video_is_decoded_too(tmp_path):
         return pipe("a bird", **sizes, **call, generator=torch.Generator().manual_seed(3))[0]
 
     expected = drawn()
-    pipe.vae = DiffusersAutoencoder(halves_of(tmp_path, **sizes, frames=20, batch=1), **FP32_ON_CPU)
+    pipe.vae = DiffusersComponent(halves_of(tmp_path, **sizes, frames=20, batch=1), **FP32_ON_CPU)
     assert psnr(drawn(), expected).min() >= SAME_IMAGES_PSNR and expected.std() > 0.05
 
 
@@ -283,7 +288,7 @@ def test_the_vae_of_a_denoiser_for_one_image_is_converted(tmp_path):
     tiny_pipelines.qwen_image().save_pretrained(tmp_path)
     halves = halves_of(tmp_path, height=32, width=32, tokens=8, batch=1)
     assert all(record.dims == {"batch": (1, 1, 1)} for _, record in halves.values())
-    vae, ours = load_pipeline(tmp_path).vae, DiffusersAutoencoder(halves, **FP32_ON_CPU)
+    vae, ours = load_pipeline(tmp_path).vae, DiffusersComponent(halves, **FP32_ON_CPU)
     latents = torch.randn(1, 4, 1, 4, 4, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = vae.decode(latents).sample

@@ -174,8 +174,8 @@ def not_finite(state: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (missing, "without mid.block_1.conv1.weight"),
-        (further, "class_embedding.weight as well"),
+        (missing, "1 missing, mid.block_1.conv1.weight"),
+        (further, "1 more, class_embedding.weight"),
         (of_another_shape, r"\[6, 32, 3, 3\]"),
         (not_finite, "32 of 32 are NaN or Inf"),
     ],

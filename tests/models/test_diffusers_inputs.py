@@ -338,8 +338,8 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
     [
         ("ltx", {"height": [32, 32, 64]}, ["'height' as a number", "expected: one height", "a bundle for each"]),
         ("flux", {"frames": 9}, ["FluxPipeline takes no frames", "remove model.options.frames"]),
-        ("flux", {"height": [64, 32, 32]}, ["model.options.height is not a size", "got: [64, 32, 32]"]),
-        ("flux", {"height": 32.0}, ["model.options.height is not a size", "got: 32.0"]),
+        ("flux", {"height": [64, 32, 32]}, ["model.options.height does not fit", "got: [64, 32, 32]"]),
+        ("flux", {"height": 32.0}, ["model.options.height does not fit", "got: 32.0"]),
         ("flux", {"call": {"no_such": 1}}, ["options.call has no_such", "guidance_scale", "remove it"]),
         (
             "flux",
@@ -347,8 +347,8 @@ def test_integers_of_an_example_are_what_the_pipeline_passes():
             ["options.call has guidence_scale", "did you mean 'guidance_scale'?"],
         ),
         ("flux", {"call": {"num_inference_steps": 4}}, ["options.call sets num_inference_steps", "verify.steps"]),
-        ("flux", {"prompts": "a cat"}, ["options.prompts is not a list of prompts", "got: 'a cat'"]),
-        ("flux", {"prompts": []}, ["options.prompts is not a list of prompts", "got: []"]),
+        ("flux", {"prompts": "a cat"}, ["options.prompts does not fit", "got: 'a cat'"]),
+        ("flux", {"prompts": []}, ["options.prompts does not fit", "got: []"]),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, name, options, expected):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import REPOSITORY
 
 from trtconvert.errors import UserError
-from trtconvert.evaluate.emoji import category_accuracy, emoji_data, held_out_emoji, load_emoji_classifier
+from trtconvert.evaluate.emoji import held_out_emoji, load_emoji_classifier
 from trtconvert.evaluate.features import load_extractor
 from trtconvert.evaluate.reference_set import load_reference
-from trtconvert.models.emoji import emoji_labels, emoji_model, label_of_seed
+from trtconvert.models.emoji import draw_emoji, emoji_model, label_of_seed
 from trtconvert.models.emoji_dit import CATEGORIES, CLASSES, NULL_LABEL, EmojiDiT
 from trtconvert.shipped import shipped_folder
+
+sys.path.append(str(REPOSITORY / "recipes"))
+
+from emoji_data import category_accuracy, emoji_data
 
 WEIGHTS = shipped_folder() / "emoji-dit.safetensors"
 
@@ -56,9 +62,9 @@ def test_seeds_draw_the_categories_by_turns():
 
 
 def test_captions_are_subgroups():
-    assert emoji_labels(["animal-bird", ""])["label"].tolist() == [CLASSES.index("animal-bird"), NULL_LABEL]
+    assert draw_emoji.labels(["animal-bird", ""])["label"].tolist() == [CLASSES.index("animal-bird"), NULL_LABEL]
     with pytest.raises(ValueError, match="animal-mammal"):
-        emoji_labels(["a bird"])
+        draw_emoji.labels(["a bird"])
 
 
 def test_the_emoji_model_runs_at_other_sizes(model):

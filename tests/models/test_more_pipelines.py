@@ -356,8 +356,8 @@ def test_kandinsky_in_int8_becomes_an_engine_with_the_same_integers(tmp_path, na
     assert taken >= 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.soak), "bfloat16"])
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_denoiser_behind_a_controlnet_takes_16_bits(tmp_path, dtype):
     """The ControlNet's additions arrive in the pipeline's type, and the engine takes this type."""
     name = next(name for name in CONVERTIBLE if "control" in name)

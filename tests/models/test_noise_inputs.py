@@ -263,7 +263,7 @@ def test_names_contradict_what_is_not_said(folder, tmp_path):
         ({"noise_input": "sigma", "sigma_min": 90}, "range of σ is not valid"),
         ({"noise_input": "sigma", "timesteps": 100}, "none, with the schedule edm"),
         ({"noise_input": "timestep", "prediction": "sample", "sigma_max": 10}, "none, with the schedule scaled_linear"),
-        ({"noise_input": "sigma", "sampling": "multistep"}, "one of ode, consistency"),
+        ({"noise_input": "sigma", "sampling": "multistep"}, "expected: ode, consistency"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(folder, options, told):

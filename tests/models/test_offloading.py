@@ -17,6 +17,7 @@ from rich.console import Console
 from support import REPOSITORY
 from torch import nn
 
+from trtconvert import pipeline
 from trtconvert.cache import Cache
 from trtconvert.calib import probes
 from trtconvert.calib.calibrate import parts_to_convert
@@ -28,11 +29,11 @@ from trtconvert.models.denoiser import DenoiserInType, intercepted
 from trtconvert.models.digits import digits_model
 from trtconvert.models.offloading import move, offload, offload_large_parts, pins, resident_bytes
 from trtconvert.models.placed import offloaded
-from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.quant.decision import Choice, Unit
 from trtconvert.recipe import AttentionSection, LayersSection, load_recipe
 from trtconvert.stages import build as stage_builds
+from trtconvert.stages.common import CALIBRATION
 
 pytest.importorskip("diffusers", reason="needs diffusers")
 import tiny_pipelines
@@ -271,18 +272,25 @@ def test_a_pipeline_with_text_encoders_is_built_as_without(moves, tmp_path, monk
         "compute": {"device": "cpu"},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    calibrations, plans = [], []
-    for name in ("whole", "offloaded"):
-        if name == "offloaded":
-            monkeypatch.setattr(stage_builds, "placed", lambda model, _, notice: in_host_memory(model))
-        made = build(
-            load_recipe(tmp_path / "recipe.yaml"),
-            tmp_path / name,
-            Cache(tmp_path / f"cache-{name}"),
-            Reporter(Console(quiet=True)),
+    found, plan_stages = [], pipeline.plan_stages
+
+    def noted(started, calibrated, searched):
+        (planned,) = plans = plan_stages(started, calibrated, searched)
+        found.append(
+            ((calibrated.stage.folder / CALIBRATION).read_bytes(), planned.plan.attention, planned.plan.layers)
         )
-        calibrations.append((made.folder / "calibration.safetensors").read_bytes())
-        assert bool(moves.count) == (name == "offloaded")
-        denoiser = made.manifest.components["denoiser"]
-        plans.append([(part.name, part.modes) for part in (*denoiser.sites, *denoiser.layers)])
-    assert calibrations[0] == calibrations[1] and plans[0] == plans[1]
+        if not moves.count:
+            raise InterruptedError  # the calibration and the plan without offloading are all that is compared
+        return plans
+
+    def built(name):
+        recipe, cache = load_recipe(tmp_path / "recipe.yaml"), Cache(tmp_path / f"cache-{name}")
+        return pipeline.build(recipe, tmp_path / name, cache, Reporter(Console(quiet=True)))
+
+    monkeypatch.setattr(pipeline, "plan_stages", noted)
+    with pytest.raises(InterruptedError):
+        built("whole")
+    assert not moves.count
+    monkeypatch.setattr(stage_builds, "placed", lambda model, _, notice: in_host_memory(model))
+    built("offloaded")
+    assert moves.count and found[0] == found[1]

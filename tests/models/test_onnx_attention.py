@@ -257,7 +257,7 @@ def test_unmatched_attention_is_refused_with_the_nearest_pattern(reason, tmp_pat
     with pytest.raises(Exception, match="no attention was found") as refused:
         onnx_model(path)
     told = str(refused.value)
-    assert "Softmax at" in told and reason in told
+    assert "Softmax: " in told and reason in told
 
 
 def test_an_unmatched_softmax_beside_attention_is_listed(tmp_path):

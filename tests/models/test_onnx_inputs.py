@@ -131,7 +131,7 @@ def test_sizes_are_asked_for_with_what_may_be_meant(tmp_path):
     path = graph(tmp_path, CROSS, inputs=TEXT)
     refused(path, "sizes of", "for length in model.options.sizes", "add `sizes: {length: 77}`", conditions="random")
     refused(path, "no dimension 'lenght'", "did you mean 'length'", sizes={"lenght": 7}, conditions="random")
-    refused(path, "sizes.length is not a size", sizes={"length": [8, 4, 2]}, conditions="random")
+    refused(path, "sizes.length does not fit", sizes={"length": [8, 4, 2]}, conditions="random")
     model = onnx_model(path, sizes={"length": [3, 5, 7], "batch": 2}, conditions="random")
     assert model.dims == {"batch": (2, 2, 2), "length": (3, 5, 7)}
     # A graph of a fixed batch draws as many samples at a time.
@@ -158,7 +158,7 @@ def test_conditions_are_noise_values_or_the_rows_of_a_file(tmp_path):
     sizes = {"length": 5}
     refused(path, "the values of text of", "are not given", "conditions: random", sizes=sizes)
     refused(path, "no further input 'txt'", "did you mean 'text'", sizes=sizes, values={"txt": 1})
-    refused(path, "values.text is not a number", sizes=sizes, values={"text": "one"})
+    refused(path, "values.text does not fit", sizes=sizes, values={"text": "one"})
     rows = np.random.default_rng(0).normal(size=(3, 5, 64)).astype(np.float32)
     np.savez(tmp_path / "rows.npz", text=rows)
     seen = {}

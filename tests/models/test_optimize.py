@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import tiny_pipelines
 import torch
+from safetensors.torch import load_file
 from tiny_pipelines import PIPELINES, images
 
 import trtconvert
@@ -39,7 +41,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_converted_once_for_its_weights(tmp_path):
+def test_a_pipeline_is_converted_once_for_its_weights(tmp_path, monkeypatch):
     pipe = tiny_pipelines.with_text("stable_diffusion")
     other = copy.deepcopy(pipe.unet)
     expected = images(pipe, "stable_diffusion")
@@ -56,12 +58,22 @@ def test_a_pipeline_is_converted_once_for_its_weights(tmp_path):
     assert torch.equal(images(pipe, "stable_diffusion"), drawn)
     assert list(tmp_path.iterdir()) == [bundle] and (bundle / "manifest.json").stat().st_mtime_ns == made
 
+    # Other weights are built into another folder.
+    builds = []
+
+    def noted(recipe, output, *_):
+        (weights,) = (recipe.model.weights / "unet").glob("*.safetensors")
+        builds.append((output, load_file(weights)["conv_out.weight"]))
+        shutil.copytree(bundle, output)
+
+    monkeypatch.setattr("trtconvert.pipeline.build", noted)
     with torch.no_grad():
         other.conv_out.weight.mul_(1.5)
     pipe.unet = other
     optimize(pipe, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert not torch.equal(images(pipe, "stable_diffusion"), drawn)
+    ((output, weight),) = builds
+    assert {*tmp_path.iterdir()} == {bundle, output} and len({bundle, output}) == 2
+    assert torch.equal(weight, other.conv_out.weight)
 
 
 @pytest.mark.skipif(tensorrt.status().available, reason="looks at a machine without TensorRT")

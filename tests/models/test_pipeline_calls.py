@@ -50,7 +50,7 @@ def test_a_part_of_the_schedule_has_a_step(tmp_path):
 def test_a_strength_of_nothing_is_refused(tmp_path):
     components = tiny_pipelines.stable_diffusion().components
     diffusers.StableDiffusionImg2ImgPipeline(**components).save_pretrained(tmp_path / "pipeline")
-    with pytest.raises(UserError, match=r"(?s)leaves every image as it is.*remedy: .*0.6"):
+    with pytest.raises(UserError, match=r"(?s)call.strength does not fit.*leaves every image as it is.*0.6"):
         image = {"image": picture(tmp_path / "image.png", 0)}
         diffusers_model(tmp_path / "pipeline", tokens=8, images=image, call={"strength": 0})
 
@@ -82,7 +82,7 @@ def test_prompts_of_further_text_encoders_are_those_of_every_sample(tmp_path):
 
 @pytest.mark.parametrize("value", [3, [], ["blurry", 3]])
 def test_values_other_than_prompts_are_refused(saved, value):
-    with pytest.raises(UserError, match=r"(?s)call.negative_prompt is not a prompt.*expected: a text for all samples"):
+    with pytest.raises(UserError, match=r"(?s)call.negative_prompt does not fit.*expected: a text for all samples"):
         diffusers_model(saved, **TWO, call={"negative_prompt": value})
 
 

@@ -28,19 +28,10 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 SIZES: dict[str, Any] = {"height": 32, "width": 32, "batch": 1}
 
 
-@pytest.fixture(scope="module")
-def unet(tmp_path_factory) -> Path:
-    """A bundle of Stable Diffusion for embeddings of 8 to 32 tokens; its text encoder returns 8 tokens."""
-    folder = tmp_path_factory.mktemp("unet")
-    given = options("stable_diffusion", tokens=[8, 16, 32])
-    convert(folder, "stable_diffusion", {"text_encoder": {}}, model={"options": given})
-    return folder
-
-
-def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet):
-    pipe = diffusers.StableDiffusionPipeline.from_pretrained(unet / "pipeline", safety_checker=None)
+def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet_build):
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(unet_build.pipeline, safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
-    with runtime.load(unet / "bundle") as bundle:
+    with runtime.load(unet_build.bundle) as bundle:
         denoiser, original = bundle.as_diffusers(), pipe.unet
         prompts = ["a bird", "in a tree", "near a lake", "at night"]
         parts, nothing = (x.flatten(0, 1)[None] for x in pipe.encode_prompt(prompts, "cpu", 1, True))
@@ -58,15 +49,15 @@ def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet):
                 pipe(prompt_embeds=given, negative_prompt_embeds=given, height=32, width=32, num_inference_steps=1)
 
 
-def test_lengths_that_prompts_do_not_come_to_are_refused_and_the_remedy_works(unet):
+def test_lengths_that_prompts_do_not_come_to_are_refused_and_the_remedy_works(unet_build):
     """Every prompt has 8 tokens."""
     for tokens, held in (([12, 16, 32], [8, 16, 32]), (6, [6, 6, 8]), ([4, 4, 6], [4, 4, 8])):
         with pytest.raises(UserError, match=r"(?s)have lengths outside.*got: 8 for 'a cat'") as error:
-            diffusers_model(unet / "pipeline", **SIZES, tokens=tokens, prompts=["a cat"])
+            diffusers_model(unet_build.pipeline, **SIZES, tokens=tokens, prompts=["a cat"])
         assert f"remedy: give model.options.tokens as {held}" in str(error.value)
-        model = diffusers_model(unet / "pipeline", **SIZES, tokens=held, prompts=["a cat"])
+        model = diffusers_model(unet_build.pipeline, **SIZES, tokens=held, prompts=["a cat"])
         assert model.dims["tokens"] == tuple(held)
-    fixed = diffusers_model(unet / "pipeline", **SIZES, tokens=8, prompts=["a cat"])
+    fixed = diffusers_model(unet_build.pipeline, **SIZES, tokens=8, prompts=["a cat"])
     assert {spec.name: spec.shape for spec in fixed.inputs}["encoder_hidden_states"] == ("batch", 8, WIDTH)
 
 

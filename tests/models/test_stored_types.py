@@ -23,9 +23,8 @@ def stored(request, tmp_path_factory) -> ModelSection:
     """A pipeline in BF16."""
     folder = tmp_path_factory.mktemp(request.param)
     getattr(tiny_pipelines, request.param)().to(torch.bfloat16).save_pretrained(folder)
-    return ModelSection(
-        source="diffusers", weights=folder, dtype="bfloat16", options={"height": 64, "width": 64, "batch": [1, 1, 2]}
-    )
+    options = {"batch": [1, 1, 2]} | tiny_pipelines.PIPELINES[request.param][1]
+    return ModelSection(source="diffusers", weights=folder, dtype="bfloat16", options=options)
 
 
 def types(model: DiffusionModel) -> set[torch.dtype]:

@@ -137,7 +137,7 @@ def test_a_gpu_that_is_not_there_is_told_before_references_are_read(tmp_path):
 
 def test_weights_of_features_that_are_not_there(tmp_path):
     arguments = ("--work", tmp_path, "-o", tmp_path / "a.md", "--features-weights", tmp_path / "none")
-    refusal(script(modiff_study, "digits-dit", *FEW, *arguments), "There are no weights at")
+    refusal(script(modiff_study, "digits-dit", *FEW, *arguments), "there are no weights at")
 
 
 def test_seeds_that_no_integer_holds(tmp_path):

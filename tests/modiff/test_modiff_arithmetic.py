@@ -111,14 +111,14 @@ def test_operators_hold_what_they_promise_to_compilers():
     assert a_hat is not None and o_hat is not None
     a_hat.nan_to_num_(0)
     o_hat.nan_to_num_(0)
-    torch.library.opcheck(torch.ops.trtconvert.modiff_delta, (x, a_hat, rows, [200]))
-    torch.library.opcheck(torch.ops.trtconvert.modiff_quantise, (x, rows, [200]))
+    for cache in (a_hat, None):
+        torch.library.opcheck(torch.ops.trtconvert.modiff_delta, (x, cache, rows, [200]))
     codes = torch.ones(70, 1, 1, 200, dtype=torch.int8)
     points = [1, 1, 0, 0, 1, 1]
-    torch.library.opcheck(
-        torch.ops.trtconvert.modiff_cached_product, (codes, rows, [200], *weight, o_hat, points, False)
-    )
-    torch.library.opcheck(torch.ops.trtconvert.modiff_product, (codes, rows, [200], *weight, o_hat, points, False))
+    for results in ((o_hat, None), (None, o_hat), (o_hat, o_hat.half())):
+        torch.library.opcheck(
+            torch.ops.trtconvert.modiff_product, (codes, rows, [200], *weight, *results, points, False)
+        )
 
 
 def test_large_sums_are_exact():

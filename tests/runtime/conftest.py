@@ -20,7 +20,7 @@ from host_runtime import (
 from trtconvert.bundle import ComponentRecord, EngineRecord, TensorRecord
 from trtconvert.engine import loading, lowered_model, tensorrt
 from trtconvert.export import storage
-from trtconvert.export.lowering import refitted_constants
+from trtconvert.export.lowering.int8_layers import refitted_constants
 from trtconvert.runtime import graph as graphs
 from trtconvert.runtime.lane import Lane, LoadedEngine
 from trtconvert.runtime.scratch import Scratch

@@ -11,7 +11,7 @@ from cuda.bindings import runtime as cudart
 
 from trtconvert.engine import tensorrt
 from trtconvert.engine.logs import make_log
-from trtconvert.export.lowering import expand_layers
+from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.recipe import EngineSection
 from trtconvert.runtime import graph as graphs

@@ -270,7 +270,7 @@ def test_tensors_without_numbers_in_memory_are_refused(tiny_build, x, said):
 
 @pytest.mark.parametrize("backend", ["TensorRT", "cuda", "", None])
 def test_a_backend_that_does_not_exist_is_refused(tiny_build, backend):
-    with pytest.raises(UserError, match=rf"(?s)no backend '{backend}'.*expected: auto, tensorrt or onnxruntime"):
+    with pytest.raises(UserError, match=rf"(?s)no backend '{backend}'.*expected: auto, tensorrt, onnxruntime"):
         runtime.load(tiny_build.bundle, backend=backend)
 
 

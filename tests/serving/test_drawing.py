@@ -14,7 +14,7 @@ from support import tiny_recipe
 from trtconvert import runtime
 from trtconvert.cache import Cache
 from trtconvert.errors import UserError
-from trtconvert.models.digits import digit_labels, draw_digits
+from trtconvert.models.digits import draw_digits
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
@@ -37,7 +37,9 @@ def test_digits_are_drawn_by_caption_or_by_seed(digits):
     assert (drawer.offer.shows, drawer.offer.height) == ("caption", None) and "ONNX Runtime" in drawer.offer.backend
     with runtime.load(digits, device="cpu") as bundle:
         denoiser = AnyBatch(bundle["denoiser"])
-        expected = draw_digits(denoiser, [5, 6, 7], steps=4, solver="ddim", conditions=digit_labels(["3", "", "9"]))
+        expected = draw_digits(
+            denoiser, [5, 6, 7], steps=4, solver="ddim", conditions=draw_digits.labels(["3", "", "9"])
+        )
         by_seed = draw_digits(denoiser, [5], steps=4, solver="ddim")
     shown = [Order(5, "3", "png"), Order(6, "", "webp"), Order(7, "9", "png")]
     answers = drawer(Batch(Shape(None, None, 4, True), tuple(shown)))
@@ -59,7 +61,7 @@ def test_one_caption_that_is_none_is_refused_alone(digits):
     answers = drawer(Batch(Shape(None, None, 2, True), tuple(orders)))
     assert [isinstance(answer, Drawn) for answer in answers] == [True, False, False, True]
     assert isinstance(answers[1], Refusal) and answers[1].whose == "client"
-    assert (answers[1].expected, answers[1].got) == ("a digit from 0 to 9", "'a cat'")
+    assert (answers[1].expected, answers[1].got) == ("one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, or nothing", "'a cat'")
     drawer.close()
 
 

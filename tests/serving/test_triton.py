@@ -252,7 +252,7 @@ def test_requests_of_one_execution_are_drawn_as_they_were_alone(model, digits):
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (inputs(PROMPT=["a cat"]), "a digit from 0 to 9"),
+        (inputs(PROMPT=["a cat"]), "one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, or nothing"),
         (inputs(PROMPT=[b"\xff"]), "UTF-8"),
         (inputs(SEED=[-1]), "from 0"),
         (inputs(SEED=[1], STEPS=[21]), "at most 20"),

@@ -21,7 +21,7 @@ def device_microseconds(calls: Sequence[Callable[[], object]]) -> float:
     The calls run in turn in one CUDA graph, so that the host's launches do not count.
 
     Args:
-        calls: functions that enqueue work on torch's current stream. Each needs inputs of its own, lest caches serve it.
+        calls: functions that enqueue work on torch's current stream. Each needs inputs of its own, so that no cache holds them.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

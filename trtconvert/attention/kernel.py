@@ -304,7 +304,7 @@ def _unquantised_gradients(
 
 
 def _and_mask(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """Returns a mask that also hides what is not visible."""
+    """Returns a mask that hides the masked and the invisible keys."""
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))

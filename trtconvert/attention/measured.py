@@ -20,8 +20,8 @@ def measured_tables(q: Tensor, k: Tensor, v: Tensor, modes: Tensor, present: Col
 
     A non-finite key makes its head's mean key non-finite, and so the whole head, even if a block mask excludes the key.
 
-    Only what the modes need is measured: the mean key takes one pass over the keys, INT8 and FP8 values two over the values, and
-    `Mode.AGGRESSIVE`, which takes all scales from tables, one more over queries and keys each.
+    Only tables that the modes need are measured. The mean key takes one pass over the keys, INT8 and FP8 values take two passes
+    over the values. `Mode.AGGRESSIVE`, which takes all scales from tables, takes one more pass over queries and over keys.
 
     Args:
         q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D] twice.

@@ -1,4 +1,4 @@
-"""Replaced attention: the classes that a denoiser and its modules have meanwhile, see `trtconvert.attention.replace`."""
+"""The classes of a denoiser and its modules while their attention is replaced, see `trtconvert.attention.replace`."""
 
 from __future__ import annotations
 

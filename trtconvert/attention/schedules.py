@@ -1,7 +1,7 @@
 """Noise schedules, and the rule that turns a timestep's noise level into a precision mode.
 
 σ is the noise-to-signal ratio throughout: a network at timestep t sees a multiple of x₀ + σ(t)·n with n ~ N(0, I).
-Tables are indexed by timestep from low noise (0) up, as in diffusers. (The commissioning documents count from high noise down.)
+Tables are indexed by timestep from low noise (0) up, as in diffusers.
 Tables are float64 on the CPU.
 """
 
@@ -26,7 +26,7 @@ SIGMA_DATA = 0.5
 """EDM's standard deviation of images in [-1, 1] (Karras et al. 2022, table 1)."""
 
 AGGRESSIVE_ABOVE, PRECISION_BELOW = 5.0, 0.1
-"""Thresholds of σ/σ_mid: steps outside of the thresholds are not balanced (commissioning report, 9.2)."""
+"""Thresholds of σ/σ_mid, see `sigma_rule_modes`. Their origin is the project's first report, part 9.2 (docs/design/seeds.md)."""
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "cosine")
 SIGMA_SCHEDULES = ("karras", *BETA_SCHEDULES, "flow")
@@ -42,7 +42,7 @@ def karras_sigmas(steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = S
     _check_count("steps", steps)
     if not 0 < sigma_min < sigma_max < math.inf or not 0 < rho < math.inf:
         raise UserError(
-            "The range of the Karras schedule is not valid.",
+            "the range of the Karras schedule is not valid",
             expected="0 < sigma_min < sigma_max and rho > 0, all finite",
             got=f"sigma_min {sigma_min}, sigma_max {sigma_max}, rho {rho}",
             remedy=f"use EDM's {SIGMA_MIN}, {SIGMA_MAX} and {RHO}",
@@ -100,7 +100,7 @@ def flow_noise_fractions(steps: int, shift: float = 1.0) -> Tensor:
     _check_count("steps", steps)
     if not 0 < shift < math.inf:
         raise UserError(
-            "The shift of flow matching is not valid.",
+            "the shift of flow matching is not valid",
             expected="a positive finite number",
             got=str(shift),
             remedy="use 1 for even steps, or 3 as Stable Diffusion 3 does",
@@ -131,8 +131,8 @@ def compute_sigma_schedule(timesteps: int = 1000, kind: str = "karras") -> Tenso
 def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> Tensor:
     """Returns the factor of each timestep's scale relative to the middle timestep, for use without a calibration.
 
-    The magnitude of x₀ + σ·n is its standard deviation √(σ² + σ_data²). The commissioning report (7.2) takes σ alone, which would
-    clip the image 250-fold at σ = 0.002. The factors hold for networks that see x₀ + σ·n unnormalised; networks that normalise
+    The magnitude of x₀ + σ·n is its standard deviation √(σ² + σ_data²): σ alone would clip the image 250-fold at σ = 0.002. The
+    factors hold for networks that see x₀ + σ·n unnormalised; networks that normalise
     their input need a calibration.
 
     Args:
@@ -146,7 +146,7 @@ def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> T
     check_sigmas(sigmas)
     if not 0 <= sigma_data < math.inf:
         raise UserError(
-            "The standard deviation of the images is not valid.",
+            "the standard deviation of the images is not valid",
             expected="a finite sigma_data of 0 or more",
             got=str(sigma_data),
             remedy=f"use EDM's {SIGMA_DATA}",
@@ -158,8 +158,8 @@ def compute_adaptive_scales(sigmas: Tensor, sigma_data: float = SIGMA_DATA) -> T
 def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
     """Returns the mode of every timestep bin by its noise relative to the middle of the schedule.
 
-    σ/σ_mid above 5 is aggressive, below 0.1 precision, otherwise balanced (commissioning report, 9.2). A bin that spans a
-    threshold takes the more careful mode.
+    σ/σ_mid above 5 is aggressive, below 0.1 precision, otherwise balanced. A bin that spans a threshold takes the more careful
+    mode.
 
     Args:
         sigmas: [T], rising or falling; entry t belongs to timestep t.
@@ -172,7 +172,7 @@ def sigma_rule_modes(sigmas: Tensor, bins: int) -> Tensor:
     check_sigmas(sigmas)
     if not 1 <= bins <= len(sigmas):
         raise UserError(
-            "The number of timestep bins does not fit the schedule.",
+            "the number of timestep bins does not fit the schedule",
             expected=f"1 to {len(sigmas)} bins, so that every bin holds a timestep",
             got=str(bins),
             remedy="8 to 16 bins are usual",
@@ -191,7 +191,7 @@ def check_sigmas(sigmas: Tensor) -> None:
     wrong = sigmas[~(sigmas.isfinite() & (sigmas >= 0))]
     if len(wrong):
         raise UserError(
-            "A noise schedule has an invalid σ.",
+            "a noise schedule has an invalid σ",
             expected="finite sigmas of 0 or more",
             got=f"{wrong[0].item():g}; {len(wrong)} of {sigmas.numel()} are invalid",
             remedy="use compute_sigma_schedule; a last step of pure noise needs a large, finite σ",
@@ -281,7 +281,7 @@ class NoiseSchedule:
     def __init__(self, betas: Tensor) -> None:
         if len(betas) < 2:
             raise UserError(
-                "A noise schedule cannot be interpolated.",
+                "a noise schedule cannot be interpolated",
                 expected="at least 2 timesteps",
                 got=str(len(betas)),
                 remedy="pass the betas of the schedule that the model was trained with",
@@ -356,7 +356,7 @@ class SigmaRange:
         of_float32 = torch.finfo(torch.float32)
         if not of_float32.smallest_normal <= self.low < self.high <= of_float32.max:
             raise UserError(
-                "The range of σ is not valid.",
+                "the range of σ is not valid",
                 expected="0 < the least σ < the largest, both normal numbers of FP32",
                 got=f"{self.low:g} and {self.high:g}",
                 remedy=f"use the range that the model was trained with; EDM's is {SIGMA_MIN} to {SIGMA_MAX}",
@@ -381,13 +381,13 @@ class SigmaRange:
 def _check_count(name: str, count: int) -> None:
     if count < 1:
         raise UserError(
-            f"A schedule cannot have {count} {name}.", expected="at least 1", got=str(count), remedy=f"raise {name}"
+            f"a schedule cannot have {count} {name}", expected="at least 1", got=str(count), remedy=f"raise {name}"
         )
 
 
 def _unknown_kind(kind: str, known: tuple[str, ...]) -> UserError:
     return UserError(
-        "The kind of noise schedule is unknown.",
+        "the kind of noise schedule is unknown",
         expected=f"one of {', '.join(known)}",
         got=repr(kind),
         remedy="use the kind that the model was trained with; its scheduler's configuration names it",

@@ -55,7 +55,7 @@ COVERAGE_SHARE = 16
 
 @dataclass(frozen=True)
 class Parts:
-    """Attention sites and layers that a conversion quantises, and those that it leaves, with the reason in `obstacle`."""
+    """Attention sites and layers that a conversion quantises, and the others, with the reason in `obstacle`."""
 
     sites: list[Site]
     left_sites: list[Site]

@@ -208,7 +208,7 @@ class KernelCost:
         return cost
 
     def prices(self, mode: Mode) -> bool:
-        """Whether a plan may choose the mode: its times are known at every head size."""
+        """Returns whether a plan may choose the mode: its times are known at every head size."""
         return not self._lacking([mode])
 
     def _lacking(self, modes: Collection[Mode] = ALWAYS_MEASURED) -> str:

@@ -38,7 +38,7 @@ _SAME_ERROR = 2.0
 
 
 class RankLost(TrtconvertError):
-    """Another process of the run has ended. Exit code 1; finished batches are kept."""
+    """Another process of the run has ended. The exit code is 1; finished batches are kept."""
 
 
 class LeaderFailed(Exception):
@@ -174,13 +174,13 @@ Task = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Failed:
-    """The message of rank 0 that the command fails."""
+    """Rank 0's message to the other processes that the command fails."""
 
     exit_code: int
 
 
 class Crew:
-    """The processes of a build. Rank 0 builds; in between it shares tasks with the others, which assist.
+    """The processes of a build. Rank 0 builds, and shares tasks with the other processes.
 
     Rank 0 alone decides what is done: it reads the cache, checks the recipe, and prints messages.
 
@@ -194,7 +194,7 @@ class Crew:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Ends the assistance of the other processes after the block. They exit with the code of the block's error."""
+        """Ends the tasks of the other processes after the block. If the block fails, they exit with its exit code."""
         try:
             yield
         except RankLost:
@@ -204,7 +204,9 @@ class Crew:
             if self.ranks.store is not None:
                 with suppress(RuntimeError):
                     self.ranks.store.set(_FAILED, str(code))
-            if not self._sharing:  # otherwise the others do not wait for a task; they find this process lost
+            if (
+                not self._sharing
+            ):  # inside a shared task the others wait for no message: their next exchange raises RankLost
                 with suppress(RankLost):
                     self.ranks.broadcast(_Failed(code))
             raise
@@ -212,10 +214,10 @@ class Crew:
 
     @contextmanager
     def assisting(self) -> Iterator[None]:
-        """Runs tasks of rank 0 on another rank. An error of the block is another one if rank 0 fails too.
+        """Runs tasks of rank 0 on another rank.
 
         Raises:
-            LeaderFailed: rank 0 fails, and prints the message.
+            LeaderFailed: rank 0 fails, too, and prints the message.
         """
         try:
             yield
@@ -238,13 +240,13 @@ class Crew:
             return None
 
     def announce(self, task: Task, *arguments: Any) -> None:
-        """Gives the other processes a task in which they do not exchange anything."""
+        """Gives the other processes a task without exchanges between processes."""
         if self.ranks.size > 1:
             self.ranks.broadcast((task, arguments))
 
     @contextmanager
     def sharing(self, task: Task, *arguments: Any) -> Iterator[None]:
-        """Gives the other processes a task; the block is rank 0's part of it."""
+        """Gives the other processes a task; the block is rank 0's part of the task."""
         self.announce(task, *arguments)
         self._sharing = True
         yield

@@ -40,10 +40,9 @@ def fixed_plans(
 ) -> dict[str, dict[Unit, list[Choice]]]:
     """Returns the choices of each unit by timestep bin, by the name of the plan.
 
-    Attention has one mode everywhere, the modes of the σ rule, or INT8 with FP16 in the last steps (commissioning report, table
-    4.4). Each plan comes with all layers in 16 bits, in the last `LayerMode` that all layers may have, and with deltas. For each
-    share of attention that may be lost, a further plan has masks at all sites that gain time, in the fastest mode that a search
-    may take.
+    Attention has one mode everywhere, the modes of the σ rule, or INT8 with FP16 in the last steps. Each plan has three forms:
+    all layers in 16 bits, in the last `LayerMode` that all layers may have, and with deltas. For each share of attention that may
+    be lost, a further plan has masks at all sites that gain time, in the fastest mode that a search may take.
 
     Args:
         seconds: [T, choices] time of the choices of each unit, infinite if unknown.

@@ -173,7 +173,7 @@ class HistogramObserver:
 
 
 class _Forward:
-    """Results that the sites of one forward on one device share, as they receive the same timestep tensor [B]."""
+    """Results that the sites of one forward on one device share, because all sites receive the same timestep tensor [B]."""
 
     def __init__(self, timestep: Tensor, index: Tensor) -> None:
         self.timestep, self.index = timestep, index

@@ -16,7 +16,8 @@ from trtconvert.engine import SerializedEngine
 from trtconvert.engine.attention_choice import AttentionCase, CaseTimes, one_node_model, timestep_of
 from trtconvert.engine.engine_timer import ROTATION, EngineRunner, timing_failures
 from trtconvert.errors import TrtconvertError
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention_body import MASK
 
 T = TypeVar("T")

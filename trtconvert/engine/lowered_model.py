@@ -34,7 +34,7 @@ def against_channels_last(options: EngineSection) -> str:
 
 def convs_in_16_bits(model: ir.Model, options: EngineSection, profiles: Sequence[Dims]) -> dict[str, str]:
     """Returns the INT8 convolutions that an engine with plugin layers computes in 16 bits, with the reasons."""
-    from trtconvert.export.lowering import left_convs
+    from trtconvert.export.lowering.int8_convs import left_convs
     from trtconvert.export.nodes.attention import attention_nodes
     from trtconvert.export.nodes.layers import CONV, layer_nodes
 
@@ -69,7 +69,7 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
     Raises:
         UserError: the model lacks a named site.
     """
-    from trtconvert.export.lowering import timesteps_kept
+    from trtconvert.export.lowering.layers import timesteps_kept
 
     model = model.clone()
     with timesteps_kept(model):
@@ -80,24 +80,22 @@ def lowered(model: ir.Model, native: Collection[str], options: EngineSection, pr
 
 
 def _lower(model: ir.Model, native: Collection[str], options: EngineSection, profiles: Sequence[Dims]) -> None:
-    from trtconvert.export.lowering import (
-        expand_layers,
-        fuse_deltas,
+    from trtconvert.export.lowering.delta_plugins import fuse_deltas
+    from trtconvert.export.lowering.delta_qdq import has_deltas, lower_deltas
+    from trtconvert.export.lowering.group_norms import fuse_group_norms
+    from trtconvert.export.lowering.int8_convs import fuse_int8_convs
+    from trtconvert.export.lowering.int8_layers import (
         fuse_few_row_layers,
-        fuse_group_norms,
-        fuse_int8_convs,
         fuse_mixed_layers,
         fuse_refittable_layers,
-        has_deltas,
-        lower_deltas,
-        lower_to_native,
-        lower_to_plugin,
-        multiply_patches,
-        quantise_products,
         refittable_layers,
-        split_modulations,
-        split_products,
     )
+    from trtconvert.export.lowering.layers import expand_layers, quantise_products
+    from trtconvert.export.lowering.modulations import split_modulations
+    from trtconvert.export.lowering.native import lower_to_native
+    from trtconvert.export.lowering.patches import multiply_patches
+    from trtconvert.export.lowering.plugin import lower_to_plugin
+    from trtconvert.export.lowering.products import split_products
     from trtconvert.export.nodes.attention import attention_nodes
     from trtconvert.export.nodes.layers import layer_nodes
 

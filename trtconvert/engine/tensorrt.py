@@ -182,7 +182,8 @@ def build_engine(
     )
     from trtconvert.engine.engine_timer import denoiser_microseconds
     from trtconvert.export import storage
-    from trtconvert.export.lowering import has_group_norms, refitted_constants
+    from trtconvert.export.lowering.group_norms import has_group_norms
+    from trtconvert.export.lowering.int8_layers import refitted_constants
     from trtconvert.export.nodes.attention import require_attention_nodes
     from trtconvert.export.nodes.common import has_own_nodes
 
@@ -290,7 +291,8 @@ def _layer_kinds(
     In U-Nets nearly all layers are next to plugins, and plugin layers are faster; elsewhere TensorRT's layers fuse more.
     Refittable engines use plugin layers if the bundle keeps the unquantised weights.
     """
-    from trtconvert.export.lowering import can_fuse_deltas, has_group_norms
+    from trtconvert.export.lowering.delta_plugins import can_fuse_deltas
+    from trtconvert.export.lowering.group_norms import has_group_norms
 
     if component.caches:
         lacking = lowered_model.against_plugins(options)
@@ -322,7 +324,7 @@ def _layer_kinds(
 
 def _against_new_weights(component: ComponentRecord, model: ir.Model, onnx: Path, options: EngineSection) -> str:
     """Returns why no INT8 layer of a refittable engine can be requantised, "" if one can."""
-    from trtconvert.export.lowering import refittable_layers
+    from trtconvert.export.lowering.int8_layers import refittable_layers
 
     if not unquantised_file(onnx).is_file():
         return "the bundle does not keep their unquantised weights, which new weights need; build it with engine.refittable: true"
@@ -335,7 +337,7 @@ def _against_new_weights(component: ComponentRecord, model: ir.Model, onnx: Path
 
 def _shapes_by_name(model: ir.Model) -> dict[str, list[int]]:
     """Returns the shapes of weights of two or more dimensions, by their names in refittable engines."""
-    from trtconvert.export.lowering import expand_layers
+    from trtconvert.export.lowering.layers import expand_layers
 
     model = model.clone()
     expand_layers(model, exact=True)

@@ -95,25 +95,13 @@ def heat_map(
     return HeatMap(columns, rows, [(blend(ramp, share(value)), form(value)) for value in (low, high)])
 
 
-def mode_map(modes: Mapping[str, Sequence[int]], columns: Sequence[str]) -> HeatMap:
-    """Returns the mode of each site by timestep bin."""
-    return _named_map(modes, columns, {int(mode): (mode.name.lower(), fill) for mode, fill in MODE_FILLS.items()})
-
-
-def layer_mode_map(modes: Mapping[str, Sequence[int]], columns: Sequence[str]) -> HeatMap:
-    """Returns the mode of each layer by timestep bin."""
-    return _named_map(modes, columns, {int(mode): (mode_name(mode), fill) for mode, fill in LAYER_FILLS.items()})
-
-
-def _named_map(
-    modes: Mapping[str, Sequence[int]], columns: Sequence[str], named: Mapping[int, tuple[str, str]]
+def mode_map(
+    modes: Mapping[str, Sequence[int]], columns: Sequence[str], fills: Mapping[Mode, str] | Mapping[LayerMode, str]
 ) -> HeatMap:
-    def cell(mode: int) -> Cell:
-        name, fill = named[mode]
-        return Cell(name, fill, ink_on(fill))
-
-    legend = [(fill, name) for name, fill in named.values()]
-    return HeatMap(columns, [(name, [cell(mode) for mode in row]) for name, row in modes.items()], legend)
+    """Returns the mode of each site or layer by timestep bin, in the colours of `MODE_FILLS` or `LAYER_FILLS`."""
+    cells = {int(mode): Cell(mode_name(mode), fill, ink_on(fill)) for mode, fill in fills.items()}
+    legend = [(cell.fill, cell.text) for cell in cells.values()]
+    return HeatMap(columns, [(name, [cells[mode] for mode in row]) for name, row in modes.items()], legend)
 
 
 def blend(ramp: Sequence[str], share: float) -> str:

@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtconvert.calib.identity import EXTRACTOR, SHIPPED_CLASSIFIERS, classifier_weights
-from trtconvert.documents import safetensors_header
 from trtconvert.entry_point import function_identity, import_function
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 from trtconvert.evaluate.optional import require
-from trtconvert.files import open_regular, sha256
+from trtconvert.files import sha256
 from trtconvert.models.denoiser import require_device
+from trtconvert.weights.weight_files import read_tensors
 
 SPATIAL_CHANNELS = 7
 """Channels of the feature map of sFID, as its authors chose."""
@@ -126,33 +125,20 @@ def _on(device: str, identity: str) -> str:
 
 
 def load_state(path: Path, what: str) -> Mapping[str, Tensor]:
-    """Reads the tensors of a .safetensors file or a torch checkpoint, without executing code of the file.
+    """Reads the tensors of a file of weights, without executing code of the file.
 
     Args:
         what: description of the expected file.
     Raises:
         UserError: the file is missing or damaged, or holds something else.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
-        open_regular(path).close()
-        if path.suffix == ".safetensors":
-            safetensors_header(path)
-            state: Any = load_file(path)
-        else:
-            state = torch.load(path, "cpu", weights_only=True)
-        if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
-            raise ValueError(f"a {type(state).__name__}")
-        return state
-    # The unpickler may raise anything on a damaged checkpoint.
-    except Exception as error:
-        got = f"a damaged file, {error}" if isinstance(error, SafetensorError) else kind_and_first_line(error)
+        return read_tensors([path])
+    except UserError as error:
         raise UserError(
             f"cannot read the weights {path}",
             expected=what,
-            got=got if path.exists() else "no such file",
+            got=error.got,
             remedy="download the file and give its path; nothing is downloaded silently",
         ) from error
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trtconvert.attention.modes import Mode
 from trtconvert.bundle import LayerRecord, SiteRecord
 from trtconvert.linear.modes import LayerMode
 
@@ -86,7 +87,7 @@ def layer_counts(layers: Iterable[LayerRecord]) -> dict[str, int]:
     return counts
 
 
-def mode_name(mode: LayerMode) -> str:
+def mode_name(mode: Mode | LayerMode) -> str:
     return mode.name.lower().replace("_", "-")
 
 

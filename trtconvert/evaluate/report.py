@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.modes import INT8_VALUES, Mode
-from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest, QualityRecord, check_files, read_unchanged
+from trtconvert.bundle import ComponentRecord, LayerRecord, Manifest, check_files, read_unchanged
 from trtconvert.calib.calibration import Calibration, load_of_bundle
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.histogram import OCTAVES
@@ -128,53 +128,34 @@ def picture_of(folder: Path, manifest: Manifest) -> str:
 def gates(manifest: Manifest) -> list[Gate]:
     """Returns the gates that the build passed, as in `gates.check_gates`."""
     quality, section = manifest.quality, manifest.recipe.verify
-    db, site, index = quality.worst_site()
+    site_db, site, index = quality.worst_site()
     max_error = error_limit(
         section, (site.modes for site in manifest.sites), (layer.modes for layer in _denoiser_layers(manifest))
     )
-    of_layer = quality.worst_layer()
-    return [
-        Gate(
-            "Images against full precision, PSNR",
-            f"at least {section.min_psnr:g} dB",
-            f"{quality.psnr:.1f} dB",
-            quality.psnr >= section.min_psnr,
-        ),
-        *(
-            [Gate("Images against full precision, LPIPS", f"at most {limit:g}", f"{distance:.4f}", distance <= limit)]
-            if (distance := quality.lpips) is not None and (limit := section.max_lpips) is not None
-            else []
-        ),
-        Gate(
-            f"Worst attention site, {site} in bin {index}",
-            f"at least {section.min_site_sqnr:g} dB",
-            f"{db:.1f} dB",
-            db >= section.min_site_sqnr,
-        ),
-        *(
-            Gate(
-                f"Worst layer, {layer} in bin {layer_bin}",
-                f"at least {section.min_site_sqnr:g} dB",
-                f"{layer_db:.1f} dB",
-                layer_db >= section.min_site_sqnr,
-            )
-            for layer_db, layer, layer_bin in ([] if of_layer is None else [of_layer])
-        ),
-        *_of_export(quality, max_error),
-        *_of_predictions(manifest),
-        *_of_components(manifest),
+    found = [
+        _at_least("Images against full precision, PSNR", section.min_psnr, quality.psnr),
+        _at_most("Images against full precision, LPIPS", section.max_lpips, quality.lpips, ".4f"),
+        _at_least(f"Worst attention site, {site} in bin {index}", section.min_site_sqnr, site_db),
     ]
+    if (of_layer := quality.worst_layer()) is not None:
+        db, layer, index = of_layer
+        found.append(_at_least(f"Worst layer, {layer} in bin {index}", section.min_site_sqnr, db))
+    title = "Exported arithmetic against the torch reference, relative error"
+    found.append(_at_most(title, max_error, quality.error, ".1e"))
+    title, difference = "Native against INT8 lowering, mean difference", quality.lowering_difference
+    found.append(_at_most(title, quality.lowering_limit, difference, ".2e", ".2e"))
+    return [*(gate for gate in found if gate is not None), *_of_predictions(manifest), *_of_components(manifest)]
 
 
-def _of_export(quality: QualityRecord, max_error: float) -> Iterator[Gate]:
-    """Yields the gates of the exported model, if it ran."""
-    if quality.error is not None:
-        title = "Exported arithmetic against the torch reference, relative error"
-        yield Gate(title, f"at most {max_error:g}", f"{quality.error:.1e}", quality.error <= max_error)
-    difference, limit = quality.lowering_difference, quality.lowering_limit
-    if difference is not None and limit is not None:
-        title = "Native against INT8 lowering, mean difference"
-        yield Gate(title, f"at most {limit:.2e}", f"{difference:.2e}", difference <= limit)
+def _at_least(name: str, limit: float, db: float) -> Gate:
+    return Gate(name, f"at least {limit:g} dB", f"{db:.1f} dB", db >= limit)
+
+
+def _at_most(name: str, limit: float | None, got: float | None, form: str, of_limit: str = "g") -> Gate | None:
+    """Returns a gate, None if there is no limit or nothing was measured."""
+    if limit is None or got is None:
+        return None
+    return Gate(name, f"at most {limit:{of_limit}}", f"{got:{form}}", got <= limit)
 
 
 def _of_predictions(manifest: Manifest) -> Iterator[Gate]:
@@ -281,7 +262,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         (
             "Precision of each site",
             "The mode of each timestep bin; darker modes compute more in INT8.",
-            charts.mode_map(converted, starts),
+            charts.mode_map(converted, starts, charts.MODE_FILLS),
         ),
         *(
             (
@@ -373,7 +354,7 @@ def _layer_maps(
                 (
                     "Mode of each layer",
                     "The mode of each timestep bin: INT8 weights alone, a scale per token, or the bin's static scale.",
-                    charts.layer_mode_map(converted, starts),
+                    charts.mode_map(converted, starts, charts.LAYER_FILLS),
                 )
             ]
             if len({mode for row in converted.values() for mode in row}) > 1

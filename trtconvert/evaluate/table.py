@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from trtconvert.evaluate.records import Evaluation, SetQuality
+from trtconvert.evaluate.records import Evaluation
 
 FIGURES = (
     ("fid", "FID ↓", ".3f"),
@@ -42,37 +42,18 @@ class Row:
 
 def rows(evaluation: Evaluation) -> list[Row]:
     """Returns the figures that the evaluation has."""
-    return [
-        row
-        for field, name, form in FIGURES
-        if (row := _row(field, name, form, evaluation.int8, evaluation.full, evaluation.other))
-    ]
-
-
-def _row(
-    field: str,
-    name: str,
-    form: str,
-    int8: SetQuality,
-    full: SetQuality | None,
-    other: SetQuality | None,
-) -> Row | None:
-    got = getattr(int8, field)
-    if got is None:
-        return None
-    if full is None or other is None:
-        return Row(name, format(got, form))
-    same, apart = getattr(full, field), getattr(other, field)
-    signed = "+z" + form  # z: no minus before zero
-    return Row(
-        name,
-        format(got, form),
-        format(same, form),
-        format(apart, form),
-        format(got - same, signed),
-        format(abs(same - apart), form),
-        abs(got - same) <= abs(same - apart),
-    )
+    found: list[Row] = []
+    for field, name, form in FIGURES:
+        sets = evaluation.int8, evaluation.full, evaluation.other
+        figures: list[float] = [x for quality in sets if (x := getattr(quality, field, None)) is not None]
+        shown = [format(figure, form) for figure in figures]
+        if len(figures) == len(sets):
+            got, same, apart = figures
+            shown += [format(got - same, f"+z{form}"), format(abs(same - apart), form)]  # z: no minus before zero
+            found.append(Row(name, *shown, within=abs(got - same) <= abs(same - apart)))
+        elif figures:
+            found.append(Row(name, shown[0]))
+    return found
 
 
 def paired_rows(evaluation: Evaluation) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 
 import onnx_ir as ir
@@ -15,17 +15,18 @@ from trtconvert.bundle import NEXT
 from trtconvert.diffusion_model import DiffusionModel, ModelComponent, copied_with, resized
 from trtconvert.errors import UserError
 from trtconvert.export.delta_caches import caches_of
-from trtconvert.export.lowering import fold_transposes, lower_to_function
+from trtconvert.export.lowering.function import lower_to_function
+from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.deltas import modulated_layers
-from trtconvert.export.nodes.layers import (
-    check_modes,
-    layer_nodes,
-)
+from trtconvert.export.nodes.layers import layer_nodes
 from trtconvert.export.torch_export import exported_to_onnx
 from trtconvert.export.traced_modules import OF_COMPONENTS, SiteOptions, TracedComponent, TracedDenoiser
+from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer
+
+_LAYER_MODES = {*LayerMode} - {LayerMode.EXACT}
 
 
 def trace(
@@ -52,10 +53,10 @@ def trace(
         UserError: the model cannot be exported, a site or layer was lost, or a table is invalid.
     """
     for site, site_tables in tables.items():
-        _check_tables(site, site_tables)
+        _require_usable(f"the site {site}", site_tables, Mode)
     layers = layers or {}
     for name, layer in layers.items():
-        _check_layer(name, layer.tables, layer.delta_scale)
+        _require_usable(f"the layer {name}", layer.tables, _LAYER_MODES, layer.delta_scale)
     caches = caches_of(model, layers, dims, dtype)
     traced = TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches, masks or {}).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
@@ -132,7 +133,7 @@ def trace_component(
     module = in_type(component.module, dtype)
     if layers:
         for name, layer in layers.items():
-            _check_layer(name, layer.tables)
+            _require_usable(f"the layer {name}", layer.tables, _LAYER_MODES)
         module = TracedComponent(module, layers)
     exported = exported_to_onnx(
         module,
@@ -166,39 +167,30 @@ def _trace_size(size: tuple[int, int, int]) -> int:
     return opt if low == high or opt > 1 else max(2, low)
 
 
-def _check_tables(site: str, tables: AttentionTables) -> None:
-    for field in fields(tables):
-        table = getattr(tables, field.name)
+def _require_usable(
+    owner: str, tables: AttentionTables | LayerTables, modes: Collection[int], delta_scale: Tensor | None = None
+) -> None:
+    """
+    Args:
+        owner: of the tables, in words. modes: that the tables may have.
+    Raises:
+        UserError: a table holds NaN, Inf, a scale or factor that is not positive, or another mode.
+    """
+    named: dict[str, Tensor | None] = {field.name: getattr(tables, field.name) for field in fields(tables)}
+    for name, table in (named | {"delta_scale": delta_scale}).items():
         problem = ""
-        if field.name == "modes":
-            problem = "" if set(table.tolist()) <= set(Mode) else f"a mode outside 0 to {max(Mode)}"
+        if name == "modes" and table is not None and not set(table.tolist()) <= {int(mode) for mode in modes}:
+            problem = f"a mode that is not one of {sorted(map(int, modes))}"
+        elif table is None or not table.is_floating_point():
+            continue
         elif not torch.isfinite(table).all():
-            problem = "NaN or Inf"
-        elif field.name.endswith("scale") and not (table > 0).all():
-            problem = "a scale that is not positive"
+            problem = f"NaN or Inf in {name}"
+        elif name.endswith(("scale", "factor")) and not (table > 0).all():
+            problem = f"a {name} that is not positive"
         if problem:
             raise UserError(
-                f"the table {field.name} of {site} cannot be used",
-                expected=f"finite numbers, positive scales, modes 0 to {max(Mode)}",
+                f"the tables of {owner} cannot be used",
+                expected="finite numbers, positive scales and factors, modes that the node has",
                 got=problem,
-                remedy="calibrate again",
+                remedy="check the model's weights, and calibrate again",
             )
-
-
-def _check_layer(name: str, tables: LayerTables, delta_scale: Tensor | None = None) -> None:
-    problem = check_modes(tables)
-    for field in ("weight_scale", "bias", "x_factor", "x_offset", "x_scale"):
-        table = getattr(tables, field)
-        if not problem and not torch.isfinite(table).all():
-            problem = f"NaN or Inf in {field}"
-        elif not problem and field not in ("bias", "x_offset") and not (table > 0).all():
-            problem = f"a {field} that is not positive"
-    if delta_scale is not None and not (delta_scale.isfinite() & (delta_scale > 0)).all():
-        problem = problem or "a delta_scale that is not finite and positive"
-    if problem:
-        raise UserError(
-            f"the tables of the layer {name} cannot be used",
-            expected="finite numbers, positive scales and factors, INT8 modes",
-            got=problem,
-            remedy="check the layer's weights, and calibrate again",
-        )

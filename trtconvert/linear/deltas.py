@@ -125,5 +125,5 @@ def cache_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def can_be_modulated(modes: Sequence[int]) -> bool:
-    """Return whether a layer with these modes by bin can have caches: every step must add to them."""
+    """Returns whether a layer with these modes by bin can have caches: every step must add to them."""
     return bool(modes) and all(mode == LayerMode.STATIC for mode in modes)

@@ -30,7 +30,7 @@ from trtconvert.linear.sites import IN_STEP, OUT_STEP
 from trtconvert.weights import blocks
 
 MOST_FEW_ROWS = 16
-"""At most so many rows are not quantised."""
+"""Largest number of rows that are not quantised."""
 
 
 def int8_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,7 +60,7 @@ def dequantised(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_traced() -> bool:
-    """Return whether an exporter or TorchScript traces the computation."""
+    """Returns whether an exporter or TorchScript traces the computation."""
     return torch.compiler.is_exporting() or is_tracing()
 
 

@@ -92,7 +92,7 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_quantised(weight: Tensor) -> bool:
-    """Return whether `quantise_weight` represents a weight [N, …] exactly, and it is not all zeros."""
+    """Returns whether `quantise_weight` represents a weight [N, …] exactly, and it is not all zeros."""
 
     def is_so(rows: Tensor) -> bool:
         stored, scale = quantise_weight(rows)

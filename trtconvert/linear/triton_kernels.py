@@ -160,7 +160,7 @@ def _weight_dequant(
 
 
 def _untyped(of_triton: Any) -> Any:
-    """What Triton's types say too little of: launches take more than a kernel's function, such as numbers of warps."""
+    """Returns a Triton kernel without its type, which lacks options of launches such as the number of warps."""
     return of_triton
 
 
@@ -206,7 +206,8 @@ def int8_gemm(
     """`groups.int8_gemm` on a GPU.
 
     Args:
-        tiles: by default the fastest ones, measured at the first call of a size. While a CUDA graph is recorded nothing is.
+        tiles: by default the fastest ones, measured at the first call of a size. While a CUDA graph is recorded nothing is
+            measured.
     """
     rows, outputs, channels = len(q), *weight.shape
     y = torch.empty(rows, outputs, dtype=dtype, device=q.device)

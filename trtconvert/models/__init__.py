@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trtconvert.attention.schedules import FlowSchedule, NoiseSchedule, SigmaRange, ddpm_betas
     from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec, Sampler
     from trtconvert.models.parametrisation import Parametrisation
+    from trtconvert.models.pixels import PixelSampler
     from trtconvert.models.samplers import initial_noise, sample
     from trtconvert.noise_input import NoiseInput
     from trtconvert.recipe import LoraSection, ModelSection
@@ -35,6 +36,12 @@ __all__ = [
 ]  # fmt: skip
 
 DIGITS, EMOJI = "digits-dit", "emoji-dit"
+_SHIPPED = {
+    DIGITS: ("trtconvert.models.digits", "digits_model", "draw_digits"),
+    EMOJI: ("trtconvert.models.emoji", "emoji_model", "draw_emoji"),
+}
+"""Modules of the shipped models, with the function that loads each and its sampler."""
+
 DIFFUSERS = "diffusers"
 _FUNCTIONS = {DIFFUSERS: "trtconvert.models.diffusers:diffusers_model", ONNX: "trtconvert.models.onnx.model:onnx_model"}
 """The functions behind the sources `diffusers` and `onnx`."""
@@ -95,7 +102,7 @@ def _has_type_or_float32(model: DiffusionModel, dtype: str) -> bool:
 
 
 def _load(section: ModelSection) -> DiffusionModel:
-    if section.source in (DIGITS, EMOJI):
+    if section.source in _SHIPPED:
         if section.weights is None:
             raise UserError(
                 "model.weights is missing",
@@ -111,16 +118,17 @@ def _load(section: ModelSection) -> DiffusionModel:
                     got=str(given) if isinstance(given, Path) else ", ".join(given),
                     remedy=f"remove model.{field} from the recipe",
                 )
-        if section.source == EMOJI:
-            from trtconvert.models.emoji import emoji_model
-
-            return emoji_model(section.weights)
-        from trtconvert.models.digits import digits_model
-
-        return digits_model(section.weights)
+        return _shipped(section.source)[0](section.weights)
     if section.source in _FUNCTIONS:
         section = section.model_copy(update={"source": _FUNCTIONS[section.source]})
     return _from_function(section)
+
+
+def _shipped(source: str) -> tuple[Callable[[Path], DiffusionModel], PixelSampler]:
+    """Returns the function that loads a shipped model, and the model's sampler."""
+    name, *parts = _SHIPPED[source]
+    function, sampler = (getattr(importlib.import_module(name), part) for part in parts)
+    return function, sampler
 
 
 def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
@@ -161,14 +169,9 @@ def load_conditional_sampler(
     """
     manifest = bundle.manifest
     section = model_section(bundle.folder, manifest)
-    if section.source == DIGITS:
-        from trtconvert.models.digits import digit_labels, draw_digits
-
-        return draw_digits, digit_labels
-    if section.source == EMOJI:
-        from trtconvert.models.emoji import draw_emoji, emoji_labels
-
-        return draw_emoji, emoji_labels
+    if section.source in _SHIPPED:
+        _, sampler = _shipped(section.source)
+        return sampler, sampler.labels
     if section.weights is not None and not section.weights.exists():
         raise UserError(
             f"{section.source} samples with its original weights, which this bundle does not hold",
@@ -193,7 +196,7 @@ def _no_prompts(bundle: LoadedBundle, got: str) -> UserError:
 
 def _from_function(section: ModelSection) -> DiffusionModel:
     from trtconvert.diffusion_model import DiffusionModel
-    from trtconvert.weights.finite import is_finite
+    from trtconvert.weights.finite import require_finite
 
     if not section.source.partition(":")[2]:
         raise UserError(
@@ -230,13 +233,9 @@ def _from_function(section: ModelSection) -> DiffusionModel:
             remedy="return one; trtconvert/models/digits.py is an example",
         )
     for name, tensor in model.denoiser.state_dict().items():
-        if tensor.is_floating_point() and not is_finite(tensor):
-            raise UserError(
-                f"the weight {name} of {model.name} is damaged",
-                expected="finite numbers",
-                got=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} are NaN or Inf",
-                remedy="get the weights again, or load them in a type that holds their range",
-            )
+        if tensor.is_floating_point():
+            remedy = "get the weights again, or load them in a type that holds their range"
+            require_finite(f"the weight {name} of {model.name} is damaged", tensor, remedy)
     if section.source in _FUNCTIONS.values():
         return model
     from trtconvert.models.own_sampler import OwnSampler

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, unfit_option
 
 BATCH = [1, 2, 8]
 """Images per call of a pipeline, (min, opt, max), unless the recipe says otherwise."""
@@ -63,12 +63,7 @@ def size_range(name: str, size: int | Sequence[int]) -> tuple[int, int, int]:
     """
     values: list[Any] = list(size) if isinstance(size, (list, tuple)) else [size] * 3
     if len(values) != 3 or not all(type(n) is int and n > 0 for n in values) or values != sorted(values):
-        raise UserError(
-            f"model.options.{name} is not a size",
-            expected="a whole number, or [min, opt, max]",
-            got=str(size),
-            remedy="correct it in the recipe",
-        )
+        raise unfit_option(name, "a whole number, or [min, opt, max]", size)
     low, opt, high = values
     return low, opt, high
 
@@ -79,12 +74,7 @@ def refuse_unfit(prompts: Sequence[str], call: Mapping[str, Any]) -> None:
         UserError: prompts are not a list of texts, or the call sets arguments that other fields of the recipe decide.
     """
     if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise UserError(
-            "model.options.prompts is not a list of prompts",
-            expected="a list of one text or more",
-            got=repr(prompts),
-            remedy="correct it in the recipe, or leave it out",
-        )
+        raise unfit_option("prompts", "a list of one text or more", prompts)
     if taken := [name for name in SET_ELSEWHERE if name in call]:
         raise UserError(
             f"model.options.call sets {taken[0]}",
@@ -107,12 +97,7 @@ def refuse_unfit_texts(kind: str, arguments: Mapping[str, Any], has_text_encoder
             continue
         listed = [value] if isinstance(value, str) else value
         if not isinstance(listed, (list, tuple)) or not listed or not all(isinstance(x, str) for x in listed):
-            raise UserError(
-                f"model.options.call.{name} is not a prompt",
-                expected="a text for all samples, or a list of texts that samples take by turns",
-                got=repr(value),
-                remedy="correct it in the recipe, or leave it out",
-            )
+            raise unfit_option(f"call.{name}", "a text for all samples, or a list of texts by turns", value)
         if not has_text_encoder:
             raise UserError(
                 f"no text encoder reads model.options.call.{name}",

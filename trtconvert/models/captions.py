@@ -21,8 +21,11 @@ from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_inputs
 from trtconvert.wrapped import WrappedDenoiser
 
-_ONE, _OTHER = PROMPTS[0], PROMPTS[5]
-"""Captions that differ in every word."""
+STAND_IN = PROMPTS[0]
+"""The prompt of samples whose conditions are given."""
+
+_OTHER = PROMPTS[5]
+"""A caption that differs from `STAND_IN` in every word."""
 
 _SAME = 1e-3
 """Largest relative difference between rows of one caption: the same text encoders computed both."""
@@ -53,16 +56,11 @@ class Captions:
         return {name: x[rows] for name, x in tensors.items() if name in self._place.of_samples}
 
     def given_to(self, denoiser: Denoiser, conditions: Mapping[str, Tensor]) -> _Conditioned:
-        """Returns a denoiser that gets these conditions in the place of those of `stand_in`."""
+        """Returns a denoiser that gets these conditions in the place of those of `STAND_IN`."""
         count = len(next(iter(conditions.values())))
-        own = self([self.stand_in] * count)
+        own = self([STAND_IN] * count)
         fixed = {name: x for name, x in conditions.items() if name not in self._place.follow_noise}
         return _Conditioned(denoiser, fixed, {name: own[name] for name in self._place.heed if name in own})
-
-    @property
-    def stand_in(self) -> str:
-        """The prompt of samples whose conditions are given."""
-        return _ONE
 
     def _inputs(self, captions: Sequence[str], seed: int = 0) -> dict[str, Tensor]:
         tensors = first_inputs(self.caller, self.record, self.timestep, [seed] * len(captions), self.sizes, captions)
@@ -70,7 +68,7 @@ class Captions:
 
     @cached_property
     def _place(self) -> _Place:
-        one, other, moved = self._inputs([_ONE]), self._inputs([_OTHER]), self._inputs([_ONE], seed=1)
+        one, other, moved = self._inputs([STAND_IN]), self._inputs([_OTHER]), self._inputs([STAND_IN], seed=1)
         first, *others = one
         batch = len(one[first])
         of_samples = [name for name in others if one[name].dim() and len(one[name]) == batch]
@@ -114,7 +112,7 @@ class _Conditioned(WrappedDenoiser):
 
     Args:
         conditions: the given inputs, by name, [samples, …].
-        own: the inputs of `Captions.stand_in`, likewise; they tell the blocks of a prompt.
+        own: the inputs of `STAND_IN`, likewise; they tell the blocks of a prompt.
     """
 
     def __init__(self, denoiser: Denoiser, conditions: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

@@ -16,17 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import InputSpec, ModelComponent
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, unknown_name
 from trtconvert.models.call_options import BINNING, LENGTH, SIZE_ARGUMENTS, TOKENS
 from trtconvert.models.observation import Arguments, Observe, Observed, observe_sizes, refuse_numbers, shapes_of
-from trtconvert.models.pipelines import (
-    PipelineCaller,
-    replaced,
-)
-from trtconvert.models.probes import no_noise
+from trtconvert.models.pipelines import PipelineCaller, replaced
+from trtconvert.models.probes import no_noise, stand_in
 from trtconvert.models.prompt_lengths import PromptLengths
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
-from trtconvert.runtime.diffusers import PACKING, DiffusersDenoiser
+from trtconvert.runtime.diffusers import PACKING
 from trtconvert.runtime.unused import looks_into
 
 DECODER, ENCODER = "vae_decoder", "vae_encoder"
@@ -83,11 +80,12 @@ class PipelineComponents:
             UserError: there is no such component, or an engine cannot take it.
         """
         if name not in self.names:
-            raise UserError(
+            raise unknown_name(
                 f"{self.caller.kind} has no component '{name}'",
-                expected=", ".join(self.names) or "none: the pipeline was saved with its denoiser alone",
-                got=name,
-                remedy="correct components in the recipe, or save the pipeline with this component",
+                name,
+                self.names,
+                "correct components in the recipe, or save the pipeline with this component",
+                none="none: the pipeline was saved with its denoiser alone",
             )
         with self.caller.encoding_once():
             return self._observed(name)
@@ -150,7 +148,9 @@ class PipelineComponents:
     def _decoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
         vae, asked = self.caller.pipe.vae, tuple(sizes.values())
         if asked not in self._decoding:  # both halves of the VAE need it, and computing it runs the text encoders
-            with self._denoising_with_nothing():
+            nothing = no_noise(self.timestep_input, self.prediction)
+            # The decoded latents have the right shapes, and not the right magnitude.
+            with self.caller.denoising_with(stand_in(nothing, self.record, self.timestep_input)):
                 self._decoding[asked] = self.caller.first_call(range(sizes["batch"]), sizes, vae, "decode")
         structure, tensors = take_apart(_without_packing(self._decoding[asked]))
         first = next(iter(tensors))
@@ -173,8 +173,11 @@ class PipelineComponents:
         if DECODER not in self.names or not asked:
             return ()
         notices: dict[str, None] = {}
-        for index in (1, 0, 2):
-            wanted = {name: size[index] for name, size in self.ranges.items()} | {"batch": self.ranges["batch"][1]}
+        opt, low, high = (
+            {name: size[index] for name, size in self.ranges.items()} | {"batch": self.ranges["batch"][1]}
+            for index in (1, 0, 2)
+        )
+        for wanted in [opt] if opt == low == high else [opt, low, high]:
             image = next(iter(self._decoded_shapes(wanted).values()))
             sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
             if image.dim() == 5:
@@ -210,15 +213,6 @@ class PipelineComponents:
 
     def _opt_but(self, sizes: Mapping[str, int]) -> dict[str, int]:
         return {name: opt for name, (_, opt, _) in self.ranges.items() if name not in sizes}
-
-    @contextmanager
-    def _denoising_with_nothing(self) -> Iterator[None]:
-        """Inside the block the pipeline has a denoiser that returns zeros. The decoded latents have the right shapes, and not the
-        right magnitude."""
-        nothing, cpu = no_noise(self.timestep_input, self.prediction), torch.device("cpu")
-        denoiser = DiffusersDenoiser(nothing, self.record, self.timestep_input, dtype=torch.float32, device=cpu)
-        with self.caller.denoising_with(denoiser):
-            yield
 
     def _read_results(self, model: nn.Module) -> set[str]:
         """Returns the names of the tensors in a text encoder's results that the pipeline reads on its way to the denoiser."""

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
-from trtconvert.diffusion_model import Denoiser, DiffusionModel, ImageEncoder, InputSpec
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.models.ddpm_unet import BETA_SCHEDULE, IMAGE_SHAPE, PREDICTION, TIMESTEPS, load
-from trtconvert.models.samplers import initial_noise, sample
-
-SCHEDULE = NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE))
-
-
-def draw(
-    denoiser: Denoiser,
-    seeds: Sequence[int],
-    *,
-    steps: int,
-    solver: str,
-    conditions: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """Draws samples without conditions, see `Sampler`."""
-    return sample(
-        denoiser,
-        initial_noise(seeds, IMAGE_SHAPE),
-        SCHEDULE,
-        prediction=PREDICTION,
-        solver=solver,
-        steps=steps,
-        conditions=conditions,
-    )
+from trtconvert.models.pixels import PixelSampler
 
 
 def ddpm_model(weights: Path) -> DiffusionModel:
@@ -41,16 +16,5 @@ def ddpm_model(weights: Path) -> DiffusionModel:
     Raises:
         UserError: see `trtconvert.models.ddpm_unet.load`.
     """
-    image = ("batch", *IMAGE_SHAPE)
-    return DiffusionModel(
-        name="ddpm-unet",
-        denoiser=load(weights),
-        inputs=(InputSpec("x", "float32", image), InputSpec("timestep", "float32", ("batch",))),
-        output=InputSpec("prediction", "float32", image),
-        timestep_input="timestep",
-        timestep_max=float(TIMESTEPS),
-        sigmas=SCHEDULE.sigmas,
-        dims={"batch": (1, 64, 512)},
-        sample=draw,
-        encoder=ImageEncoder(IMAGE_SHAPE, lambda images: images * 2 - 1),
-    )
+    sampler = PixelSampler(NoiseSchedule(ddpm_betas(TIMESTEPS, BETA_SCHEDULE)), PREDICTION, IMAGE_SHAPE)
+    return sampler.model("ddpm-unet", load(weights), {"batch": (1, 64, 512)})

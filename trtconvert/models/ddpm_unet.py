@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trtconvert.errors import UserError, several
-from trtconvert.weights.finite import is_finite
+from trtconvert.models.checkpoint import require_fitting
 from trtconvert.weights.weight_files import TORCH, load_torch, read_tensors
 
 TIMESTEPS, BETA_SCHEDULE, PREDICTION = 1000, "linear", "epsilon"
@@ -252,32 +252,21 @@ def load(path: Path) -> DDPMUNet:
         with torch.device("meta"):
             model = build(**_sizes(weights), dropout=0.0)
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise _unfit(path, "all weights of a U-Net whose widths are multiples of 32", f"{error}") from error
-    wanted = model.state_dict()
-    if missing := sorted(wanted.keys() - weights.keys()):
-        raise _unfit(path, f"{len(wanted)} weights", f"without {several(missing, 3)}")
-    if unknown := sorted(weights.keys() - wanted.keys()):
-        raise _unfit(path, f"only the {len(wanted)} weights of the U-Net", f"{several(unknown, 3)} as well")
-    for name, x in weights.items():
-        if x.shape != wanted[name].shape or not x.is_floating_point():
-            raise _unfit(path, f"{name} of shape {list(wanted[name].shape)}", f"{list(x.shape)} in {x.dtype}")
-        if not is_finite(x):
-            raise UserError(
-                f"the weight {name} in {path} is damaged",
-                expected="finite numbers",
-                got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
-                remedy="get the file again, or take an earlier checkpoint of the training",
-            )
+        raise UserError(
+            f"the weights in {path} are not those of a whole U-Net",
+            expected="all weights of a U-Net whose widths are multiples of 32",
+            got=str(error),
+            remedy="get the file again, or give a checkpoint of a model that `ddpm_unet.build` or the DDIM code made",
+        ) from error
+    require_fitting(model, weights, path)
     model.load_state_dict({name: x.float().clone() for name, x in weights.items()}, assign=True)
     return model.eval().requires_grad_(False)
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
     """Returns the weights in a checkpoint, preferably the averaged ones, by the names of this module's weights."""
-    if path.suffix.lower() not in TORCH or not path.is_file():
-        found: Any = read_tensors([path])
-    else:
-        found = load_torch(path)
+    of_torch = path.suffix.lower() in TORCH and path.is_file()
+    found: Any = load_torch(path) if of_torch else read_tensors([path])
     if isinstance(found, Sequence) and not isinstance(found, str):
         # The DDIM code saves [model, optimizer, epoch, step], and the averages as the last entry where it averages.
         states = [entry for entry in found if isinstance(entry, Mapping) and _tensors(entry)]
@@ -333,12 +322,3 @@ def _sizes(weights: Mapping[str, Tensor]) -> dict[str, Any]:
         "attention": [level for level in range(levels) if f"down.{level}.attn.0.q.weight" in weights],
         "image_channels": image,
     }
-
-
-def _unfit(path: Path, expected: str, got: str) -> UserError:
-    return UserError(
-        f"the weights in {path} are not those of a whole U-Net",
-        expected=expected,
-        got=got,
-        remedy="get the file again, or give a checkpoint of a model that `ddpm_unet.build` or the DDIM code made",
-    )

@@ -18,15 +18,11 @@ from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser, Interception
 from trtconvert.linear.sites import LayerHandler, layer_hooks
 from trtconvert.models import offloading
-from trtconvert.models.drawings import WatchedSampler
+from trtconvert.models.drawings import Stopped, WatchedSampler
 from trtconvert.models.offloading import offload_large_parts
 from trtconvert.models.own_sampler import SamplerError
 from trtconvert.reuse.schedule import Schedule, all_computed
 from trtconvert.wrapped import WrappedDenoiser
-
-
-class _Reached(BaseException):
-    """Ends a sampler at its first call of the denoiser. No `Exception`, as samplers handle those."""
 
 
 def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> None:
@@ -39,18 +35,16 @@ def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> 
     """
 
     def denoiser(*_: Tensor, **__: Tensor) -> Tensor:
-        raise _Reached
+        raise Stopped
 
     try:
         model.sample(denoiser, [0], steps=steps, solver=solver)
-    except _Reached:
+    except Stopped:
         pass
     except SamplerError:
         raise
     except UserError as error:
-        raise UserError(
-            f"{field}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
-        ) from error
+        raise error.about(field) from error
 
 
 class _Asked:
@@ -67,7 +61,7 @@ class _Asked:
         return all_computed(len(timesteps))
 
     def __call__(self, *_: Tensor, **__: Tensor) -> Tensor:
-        raise _Reached
+        raise Stopped
 
 
 def refuse_unfollowed(model: DiffusionModel, steps: int) -> None:
@@ -77,7 +71,7 @@ def refuse_unfollowed(model: DiffusionModel, steps: int) -> None:
         UserError: it does not, so that no step can be left out.
     """
     denoiser = _Asked(model)
-    with contextlib.suppress(_Reached):
+    with contextlib.suppress(Stopped):
         model.sample(denoiser, [0], steps=steps, solver="ddim")
     if not denoiser.told:
         raise not_followed(model)

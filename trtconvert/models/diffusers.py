@@ -26,7 +26,7 @@ from trtconvert.models.pipeline_sampler import PipelineSampler, notices_of_sound
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_inputs, first_step
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
-from trtconvert.models.saved import DENOISERS
+from trtconvert.models.saved import denoiser_among
 from trtconvert.models.size_steps import OperationLog, Range, refuse_between_steps, steps_of
 from trtconvert.noise_input import NoiseInput
 from trtconvert.runtime.arguments import parameters_of, put_together, with_least_rows
@@ -76,7 +76,8 @@ def diffusers_model(
     """
     refuse_unfit(prompts, call or {})
     pipe = load_pipeline(weights, config=config, denoiser=denoiser, variant=variant, ignore=ignore)
-    component = _first_model(pipe, DENOISERS if denoiser is None else (denoiser,))
+    models = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
+    component = denoiser_among(models, denoiser, type(pipe).__name__)
     length = None if tokens is None else size_range(TOKENS, tokens)
     caller = PipelineCaller(
         pipe, component, length and length[1], tuple(prompts), dict(call or {}), read_pictures(images or {})
@@ -190,19 +191,6 @@ class FlatDenoiser(nn.Module):
         timestep = named[self.timestep_input] * self.record.timestep_factor
         arguments = put_together(self.record.arguments, {**named, self.timestep_input: timestep})
         return getattr(self, self.record.component)(**arguments, return_dict=return_dict)
-
-
-def _first_model(pipe: Any, names: Sequence[str]) -> str:
-    models = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
-    found = next((name for name in names if name in models), None)
-    if found is None:
-        raise UserError(
-            f"{type(pipe).__name__} has no denoiser" + (f" '{names[0]}'" if len(names) == 1 else ""),
-            expected=" or ".join(names) + " among its models",
-            got=", ".join(models) or "no models",
-            remedy="convert a pipeline that denoises with one model, or name it in model.options.denoiser",
-        )
-    return found
 
 
 def _timestep_name(inputs: Observed) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,18 +46,7 @@ class DigitsDiT(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Linear(width, 2 * width)
         self.project_out = nn.Linear(width, 1)
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        nn.init.normal_(self.embed_label.weight, std=0.02)
-        # adaLN-Zero: every block starts as the identity, and the whole model as zero.
-        for name, parameter in self.named_parameters():
-            if name.endswith(("modulation.weight", "project_out.weight")):
-                nn.init.zeros_(parameter)
+        init_weights(self)
 
     def forward(self, x: Tensor, timestep: Tensor, label: Tensor) -> Tensor:
         """
@@ -77,6 +67,18 @@ class DigitsDiT(nn.Module):
         shift, scale = self.modulation(condition).chunk(2, -1)
         out = self.project_out(self.norm(tokens) * (1 + scale) + shift)
         return out.transpose(1, 2).unflatten(2, (height, width))
+
+
+def init_weights(model: Any) -> None:
+    """Initialises a DiT by adaLN-Zero: every block starts as the identity, and the whole model as zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    nn.init.normal_(model.embed_label.weight, std=0.02)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("modulation.weight", "modulation_out.weight", "project_out.weight")):
+            nn.init.zeros_(parameter)
 
 
 class Block(nn.Module):

@@ -71,6 +71,10 @@ class _ProgressSampler(WatchedSampler):
         return drawn
 
 
+class Stopped(BaseException):
+    """Ends a sampler whose calls have told enough. No `Exception`, as samplers handle those."""
+
+
 class CountedDenoiser(WrappedDenoiser):
     """A denoiser that reports its calls.
 

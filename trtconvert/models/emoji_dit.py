@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trtconvert.models.checkpoint import load_weights
-from trtconvert.models.digits_dit import SelfAttention, grid_positions, sinusoids
+from trtconvert.models.digits_dit import SelfAttention, grid_positions, init_weights, sinusoids
 
 CATEGORIES = {
     "Activities": ("arts & crafts", "award-medal", "event", "game", "sport"),
@@ -88,17 +88,7 @@ class EmojiDiT(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.modulation_out = nn.Linear(width, 2 * width)
         self.project_out = nn.Linear(width, pixels)
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        nn.init.normal_(self.embed_label.weight, std=0.02)
-        # adaLN-Zero: every block starts as the identity, and the whole model as zero.
-        for zeroed in (self.modulation, self.modulation_out, self.project_out):
-            nn.init.zeros_(zeroed.weight)
+        init_weights(self)
 
     def forward(self, x: Tensor, timestep: Tensor, label: Tensor) -> Tensor:
         """

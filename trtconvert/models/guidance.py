@@ -17,6 +17,7 @@ from trtconvert.bundle import GuidanceRecord
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler, with_guidance
 from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.guidance import NEGATIVE, SCALE, FusedGuidance
+from trtconvert.models.drawings import Stopped
 from trtconvert.models.own_sampler import SamplerError
 from trtconvert.models.pipelines import ALL_NOISES, PipelineCaller
 from trtconvert.runtime.signature import shape_like
@@ -48,10 +49,6 @@ def fused_form(model: DiffusionModel) -> DiffusionModel:
         found = _FOUND[model.denoiser] = ref(model.sample), record, _dims_of_samples(model, rows)
     _, record, dims = found
     return with_guidance(model, record, dims)
-
-
-class _Seen(BaseException):
-    """Ends a sampler whose calls have told enough. No `Exception`, as samplers handle those."""
 
 
 def _record(model: DiffusionModel) -> GuidanceRecord:
@@ -95,9 +92,9 @@ def _rows_per_sample(model: DiffusionModel) -> int:
 
     def denoiser(*inputs: Tensor, **named: Tensor) -> Tensor:
         seen.append(model.named(inputs, named)[model.inputs[0].name].shape[0])
-        raise _Seen
+        raise Stopped
 
-    with suppress(_Seen):
+    with suppress(Stopped):
         _sample(model, denoiser, _SEEDS[:1])
     rows = seen[0] if seen else 0
     if rows not in (1, 2):
@@ -146,13 +143,13 @@ class _StandIn:
         given = self.model.named(inputs, named)
         if not self.guidance.record.added <= given.keys():
             self.foreign += 1
-            raise _Seen
+            raise Stopped
         if all(given[twin] is given[name] for name, twin in self.guidance.record.negative.items()):
             self.alone += 1
-            raise _Seen
+            raise Stopped
         self._timesteps |= {float(given[self.model.timestep_input].flatten()[0])}
         if len(self._timesteps) == _STEPS:
-            raise _Seen
+            raise Stopped
         self.guided += 1
         first = given[self.model.inputs[0].name]
         drawn = torch.Generator().manual_seed(self.guided)
@@ -163,7 +160,7 @@ def _refuse_other_guidance(model: DiffusionModel, record: GuidanceRecord) -> Non
     stand_in = _StandIn(model, FusedGuidance(record, model.output.shape))
     try:
         _sample(model, stand_in, _SEEDS)
-    except _Seen:
+    except Stopped:
         pass
     except SamplerError:
         raise

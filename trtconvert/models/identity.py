@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,9 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: 
     """
     parts: dict[str, Any] = {"source": section.source, "options": section.options}
     if section.weights is not None:
-        try:
-            parts["weights"] = _hash_of_file_or_folder(section.weights)
-        except OSError as error:
-            raise UserError(
-                f"cannot read the weights {section.weights}",
-                expected="a file of weights or a folder; the path is relative to the recipe",
-                got=error.strerror or type(error).__name__,
-                remedy="correct model.weights in the recipe",
-            ) from error
+        expected = "a file of weights or a folder; the path is relative to the recipe"
+        hashed = _hashes if section.weights.is_dir() else sha256
+        parts["weights"] = _hash_of_named(section.weights, "weights", "weights", expected, hashed)
         if section.source == ONNX:
             parts["beside"] = {path.name: sha256(path) for path in _beside(section)}
         elif not section.weights.is_dir() and (folder := pipeline_folder(section.weights, section.config)):
@@ -46,9 +40,9 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: 
     if section.images:
         expected = "an image; the path is relative to the recipe"
         parts["images"] = {
-            argument: [_hash_of_named_file(path, "image", "images", expected) for path in of]
+            argument: [_hash_of_named(path, "image", "images", expected) for path in of]
             if isinstance(of, list)
-            else _hash_of_named_file(of, "image", "images", expected)
+            else _hash_of_named(of, "image", "images", expected)
             for argument, of in section.images.items()
         }
     if code := source_identity(section.source) if code is None else code:
@@ -56,7 +50,7 @@ def identity(section: ModelSection, loras: Sequence[LoraSection] = (), *, code: 
         names = [name for name in _nested_texts(section.options) if _is_file(name)]
         if names:
             expected = "a file that this user may read"
-            parts["files"] = {name: _hash_of_named_file(Path(name), "file", "options", expected) for name in names}
+            parts["files"] = {name: _hash_of_named(Path(name), "file", "options", expected) for name in names}
     if loras:
         parts["loras"] = [_lora(lora) for lora in loras]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -105,10 +99,12 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _hash_of_named_file(path: Path, what: str, field: str, expected: str) -> str:
-    """Returns the SHA-256 of a file that a field of the model section names."""
+def _hash_of_named(
+    path: Path, what: str, field: str, expected: str, hashed: Callable[[Path], Any] = sha256
+) -> str | dict[str, str]:
+    """Returns the hash of a file or folder that a field of the model section names."""
     try:
-        return sha256(path)
+        return hashed(path)
     except OSError as error:
         raise UserError(
             f"cannot read the {what} {path}",
@@ -116,10 +112,6 @@ def _hash_of_named_file(path: Path, what: str, field: str, expected: str) -> str
             got=error.strerror or type(error).__name__,
             remedy=f"correct model.{field} in the recipe",
         ) from error
-
-
-def _hash_of_file_or_folder(path: Path) -> str | dict[str, str]:
-    return _hashes(path) if path.is_dir() else sha256(path)
 
 
 def _hashes(path: Path) -> dict[str, str]:

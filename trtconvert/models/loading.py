@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from trtconvert.documents import PIPELINE_INDEX
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, first_line
+from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, first_line, unfit_option, unknown_name
 from trtconvert.models.model_weights import FAILURES, Weights, load_model, model_of, not_loaded
 from trtconvert.models.saved import DENOISERS, contents_of, pipeline_folder, refuse_unfit_config
-from trtconvert.runtime.libraries import current_name
+from trtconvert.runtime.libraries import current_name, no_diffusers
 from trtconvert.runtime.pipeline import component_entries, component_names
 from trtconvert.weights.weight_files import (
     READABLE,
@@ -63,12 +63,7 @@ def load_pipeline(
     try:
         import diffusers
     except ImportError as error:
-        raise BackendUnavailable(
-            "diffusers is not installed",
-            expected="the library that reads model.weights",
-            got=str(error),
-            remedy="pip install 'trtconvert[diffusers]'",
-        ) from error
+        raise no_diffusers(error) from error
     folder = _index_folder(asked)
     with _without_progress():
         try:
@@ -126,12 +121,7 @@ def _refuse_unfit_names(variant: Any, ignore: Any) -> None:
         ("ignore", texts, "a list of patterns of names", ignore),
     ):
         if not fits:
-            raise UserError(
-                f"model.options.{option} does not fit",
-                expected=expected,
-                got=repr(got),
-                remedy="correct it in the recipe, or leave it out",
-            )
+            raise unfit_option(option, expected, got)
 
 
 def _index_folder(asked: Weights) -> Path:
@@ -234,11 +224,12 @@ def _denoiser_name(parts: Collection[str], asked: Weights) -> str | None:
 def _refuse_unknown_variant(folder: Path, variant: str | None, places: Iterable[Path]) -> None:
     names = sorted(set[str]().union(*map(variants_of, places)))
     if variant is not None and variant not in names:
-        raise UserError(
+        raise unknown_name(
             f"the pipeline in {folder} has no variant {variant}",
-            expected="one of " + ", ".join(names) if names else "none: the names of its files have no variant",
-            got=variant,
-            remedy=did_you_mean(variant, names, "correct model.options.variant in the recipe, or remove it"),
+            variant,
+            names,
+            "correct model.options.variant in the recipe, or remove it",
+            none="none: the names of its files have no variant",
         )
 
 

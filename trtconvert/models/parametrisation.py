@@ -17,7 +17,7 @@ from trtconvert.attention.schedules import (
     flow_noise_fractions,
     karras_sigmas,
 )
-from trtconvert.errors import UserError, did_you_mean
+from trtconvert.errors import UserError, unknown_name
 from trtconvert.noise_input import NoiseInput
 
 Schedule = NoiseSchedule | FlowSchedule | SigmaRange
@@ -66,12 +66,7 @@ class Parametrisation:
             ("A denoiser's timestep input cannot hold this.", self.told, NOISE_INPUTS),
         ):
             if got not in known:
-                raise UserError(
-                    problem,
-                    expected=f"one of {', '.join(known)}",
-                    got=repr(got),
-                    remedy=did_you_mean(str(got), known, "give the value that the model was trained with"),
-                )
+                raise unknown_name(problem, str(got), known, "give the value that the model was trained with")
         flows, of_sigma = isinstance(self.schedule, FlowSchedule), self.told not in (TIMESTEP, "fraction")
         if flows != (self.prediction == FLOW):
             raise UserError(
@@ -223,9 +218,7 @@ def solver_sigmas(schedule: Schedule, solver: str, steps: int) -> Tensor:
         UserError: there is no such solver, or too many steps.
     """
     if solver not in SOLVERS:
-        raise UserError(
-            "There is no such solver.", expected=f"one of {', '.join(SOLVERS)}", got=repr(solver), remedy="take ddim"
-        )
+        raise unknown_name("There is no such solver.", str(solver), SOLVERS, "take ddim")
     if not 1 <= steps <= schedule.timesteps:
         raise UserError(
             "The sampler cannot take so many steps.",

@@ -18,7 +18,7 @@ from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
 from trtconvert.images import read_picture
 from trtconvert.models.call_options import BATCH, PROMPTS, SIZE_ARGUMENTS, TOKENS, size_range
-from trtconvert.models.captions import Captions
+from trtconvert.models.captions import STAND_IN, Captions
 from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.runtime.diffusers import DiffusersDenoiser, follow_scheduler
@@ -129,7 +129,7 @@ class PipelineSampler:
             chunk = seeds[start : start + self.batch]
             given = {name: x[start : start + self.batch] for name, x in (conditions or {}).items()}
             captioned = self.captions.given_to(counted, given) if given else counted
-            captions = [self.captions.stand_in] * len(chunk) if given else None
+            captions = [STAND_IN] * len(chunk) if given else None
             begin(denoiser)
             images.append(self.draw(captioned, device, chunk, steps, captions))
         if not calls:

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from trtconvert.diffusion_model import OF_NOISE
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, did_you_mean, kind_and_first_line
+from trtconvert.errors import (
+    BackendUnavailable,
+    TrtconvertError,
+    UserError,
+    kind_and_first_line,
+    unfit_option,
+    unknown_name,
+)
 from trtconvert.models.call_options import (
     BINNING,
     LENGTH,
@@ -31,6 +38,7 @@ from trtconvert.models.call_options import (
     TOKENS,
     refuse_unfit_texts,
 )
+from trtconvert.models.drawings import Stopped
 from trtconvert.models.observation import Arguments
 from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
@@ -102,12 +110,8 @@ class PipelineCaller:
         self._image_each = bool(self.images) and not self.parameters & {"prompt", *EMBEDDINGS}
         refuse_unfit_texts(self.kind, self.arguments, self.has_text_encoder)
         if self.arguments.get("strength") == 0:
-            raise UserError(
-                "model.options.call.strength leaves every image as it is",
-                expected="a share of the schedule above 0 and up to 1",
-                got=str(self.arguments["strength"]),
-                remedy="correct it in the recipe; 0.6 is usual",
-            )
+            expected = "a share of the schedule above 0, which leaves every image as it is, and up to 1; 0.6 is usual"
+            raise unfit_option("call.strength", expected, 0)
         self.pipe.set_progress_bar_config(disable=True)
         for filtering in ("safety_checker", "watermark"):  # they would change the images that are compared
             part = getattr(self.pipe, filtering, None)
@@ -192,12 +196,8 @@ class PipelineCaller:
 
     def _refuse_unknown(self, given: Mapping[str, Any], where: str, remedy: str) -> None:
         if unknown := sorted(given.keys() - self.parameters):
-            raise UserError(
-                f"{where} has {unknown[0]}, which {self.kind} does not take",
-                expected="arguments among " + ", ".join(sorted(self.parameters)),
-                got=", ".join(unknown),
-                remedy=did_you_mean(unknown[0], self.parameters, remedy),
-            )
+            problem = f"{where} has {unknown[0]}, which {self.kind} does not take"
+            raise unknown_name(problem, unknown[0], sorted(self.parameters), remedy)
 
     def _refuse_lacking(self) -> None:
         given = {"prompt", "class_labels", "batch_size", *EMBEDDINGS, *(f"negative_{name}" for name in EMBEDDINGS)}
@@ -463,8 +463,8 @@ def _restored(pipe: Any) -> Iterator[None]:
         vars(pipe).update(before)
 
 
-class Called(BaseException):
-    """Ends a pipeline at its call of a model. No `Exception`, as pipelines handle those.
+class Called(Stopped):
+    """Ends a pipeline at its call of a model.
 
     Args:
         arguments: of the call, by parameter.

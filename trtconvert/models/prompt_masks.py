@@ -71,9 +71,9 @@ def _z_image(
         return type(self).forward(self, x, t, cap_feats, patch_size=patch_size, f_patch_size=f_patch_size, **own)
     _refuse_further(self, further)
     prompts, of_prompt = cap_feats
-    batch, channels, *sizes = x.shape
+    batch, channels = x.shape[:2]
     patch = (f_patch_size, patch_size, patch_size)
-    grid = [size // step for size, step in zip(sizes, patch, strict=True)]
+    grid = _grid(x, patch)
     kind = f"{patch_size}-{f_patch_size}"
 
     steps = self.t_embedder(t * self.t_scale).type_as(x)
@@ -132,7 +132,7 @@ def _lumina_2(
     """
     _refuse_further(self, {"attention_kwargs": attention_kwargs})
     patch = (self.config.patch_size,) * 2
-    grid = [size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True)]
+    grid = _grid(hidden_states, patch)
 
     steps, text = self.time_caption_embed(hidden_states, timestep, encoder_hidden_states)
     image = self.x_embedder(_patches(hidden_states, grid, patch))
@@ -182,7 +182,7 @@ def _hunyuan_image(
     _refuse_further(self, {"attention_kwargs": attention_kwargs})
     of_prompt = encoder_attention_mask.bool()
     patch = tuple(self.config.patch_size)
-    grid = [size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True)]
+    grid = _grid(hidden_states, patch)
 
     rotations = self.rope(hidden_states)
     steps = self.time_guidance_embed(timestep, guidance=guidance, timestep_r=timestep_r)
@@ -195,11 +195,7 @@ def _hunyuan_image(
     kept = torch.cat([torch.ones_like(image[..., 0], dtype=torch.bool), of_prompt], dim=1)[:, None, None]
     for block in (*self.transformer_blocks, *self.single_transformer_blocks):
         image, text = block(image, text, steps, attention_mask=kept, image_rotary_emb=rotations)
-    predicted = self.proj_out(self.norm_out(image, steps))
-    channels = self.config.out_channels
-    # The patches of this model are channels-first.
-    predicted = predicted.unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
-    return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
+    return _returned(_image_of_hunyuan(self, self.norm_out(image, steps), grid, patch), return_dict)
 
 
 def _hunyuan_video_15(
@@ -231,7 +227,7 @@ def _hunyuan_video_15(
     assert encoder_hidden_states_2 is not None and encoder_attention_mask_2 is not None and image_embeds is not None
     of_prompt = encoder_attention_mask.bool()
     patch = (self.config.patch_size_t, self.config.patch_size, self.config.patch_size)
-    grid = [size // step for size, step in zip(hidden_states.shape[2:], patch, strict=True)]
+    grid = _grid(hidden_states, patch)
 
     rotations = self.rope(hidden_states)
     steps = self.time_embed(timestep, timestep_r=timestep_r)
@@ -248,11 +244,7 @@ def _hunyuan_video_15(
     video = self.x_embedder(hidden_states)
     for block in self.transformer_blocks:
         video, text = block(video, text, steps, kept, rotations)
-    predicted = self.proj_out(self.norm_out(video, steps))
-    channels = self.config.out_channels
-    # The patches of this model are channels-first, as in HunyuanImage.
-    predicted = predicted.unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
-    return _returned(_unpatched(predicted, grid, patch, channels), return_dict)
+    return _returned(_image_of_hunyuan(self, self.norm_out(video, steps), grid, patch), return_dict)
 
 
 _OF_LISTS: Mapping[str, Callable[..., Any]] = {"ZImageTransformer2DModel": _z_image}
@@ -283,6 +275,17 @@ def _unpatched(tokens: Tensor, grid: Sequence[int], patch: Sequence[int], channe
     order = (axis for pair in zip(range(1, 1 + axes), range(1 + axes, 1 + 2 * axes), strict=True) for axis in pair)
     sizes = (count * step for count, step in zip(grid, patch, strict=True))
     return split.permute(0, 1 + 2 * axes, *order).reshape(tokens.shape[0], channels, *sizes)
+
+
+def _grid(x: Tensor, patch: Sequence[int]) -> list[Any]:
+    return [size // step for size, step in zip(x.shape[2:], patch, strict=True)]
+
+
+def _image_of_hunyuan(model: Any, tokens: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:
+    """Projects tokens to patches and unpatchifies them. The patches of these models are channels-first."""
+    channels = model.config.out_channels
+    patches = model.proj_out(tokens).unflatten(2, (channels, -1)).transpose(2, 3).flatten(2)
+    return _unpatched(patches, grid, patch, channels)
 
 
 def _up_to_multiple(count: Any) -> Any:

@@ -58,20 +58,6 @@ def initial_noise(indices: Sequence[int], shape: Sequence[int], seed: int = 0) -
     return torch.stack([one(index) for index in indices])
 
 
-def class_labels(captions: Sequence[str], classes: Sequence[str], expected: str) -> dict[str, Tensor]:
-    """Turns captions that name classes into a model's condition; an empty caption gets the label after the last class.
-
-    Args:
-        expected: the valid captions, in words.
-    Raises:
-        ValueError: another caption.
-    """
-    known = {name: label for label, name in enumerate((*classes, ""))}
-    if any(caption not in known for caption in captions):
-        raise ValueError(expected)
-    return {"label": torch.tensor([known[caption] for caption in captions])}
-
-
 def solve_ode(denoised: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, second_order: bool) -> Tensor:
     """Integrates the probability flow from the first noise level to the last.
 

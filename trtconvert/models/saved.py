@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from trtconvert.documents import PIPELINE_INDEX, parse_json, safetensors_header
@@ -20,6 +21,26 @@ DENOISERS = ("transformer", "unet")
 """Names of the component that denoises, unless the recipe names another."""
 
 _STORED_TYPES = {"BF16": "bfloat16", "F16": "float16"} | {name: name for name in ("bfloat16", "float16")}
+
+
+def denoiser_among(models: Collection[str], asked: str | None, pipeline: str) -> str:
+    """Returns the name of the model that denoises.
+
+    Args:
+        models: names of the pipeline's models; asked: the name in the recipe, or None.
+    Raises:
+        UserError: the pipeline has no such model.
+    """
+    wanted = (asked,) if asked else DENOISERS
+    for name in wanted:
+        if name in models:
+            return name
+    raise UserError(
+        f"{pipeline} has no denoiser" + (f" '{asked}'" if asked else ""),
+        expected=" or ".join(wanted) + " among its models",
+        got=", ".join(models) or "no models",
+        remedy="name the model that denoises in model.options.denoiser, or convert a pipeline that denoises with one model",
+    )
 
 
 def is_saved_pipeline(folder: Path) -> bool:

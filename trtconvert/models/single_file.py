@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.errors import UserError, first_line
-from trtconvert.models.saved import DENOISERS, download_of_configurations, is_saved_pipeline
+from trtconvert.models.saved import denoiser_among, download_of_configurations, is_saved_pipeline
 from trtconvert.weights.weight_files import how_without, is_spare, read_tensors
 
 _DENOISER = ("model.diffusion_model.", "diffusion_model.")
@@ -77,14 +77,7 @@ def states_of(
     from diffusers.loaders.single_file_utils import SD_2_TEXT_ENCODER_KEYS_TO_IGNORE
 
     tensors = read_tensors([file])
-    name = denoiser or next((name for name in DENOISERS if name in kinds), "")
-    if name not in kinds:
-        raise UserError(
-            f"the pipeline in {folder} has no denoiser" + (f" '{denoiser}'" if denoiser else ""),
-            expected=" or ".join(DENOISERS) + " among its models",
-            got=", ".join(kinds) or "no models",
-            remedy="name the model that the file holds in model.options.denoiser, or give another model.config",
-        )
+    name = denoiser_among(kinds, denoiser, f"the pipeline in {folder}")
     _refuse_other_prediction(file, folder, tensors)
     parts = _taken_apart(tensors, name, kinds)
     states: dict[str, dict[str, Tensor]] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, unfit_option
 
 if TYPE_CHECKING:
     from trtconvert.models.pipelines import PipelineCaller
@@ -61,12 +61,9 @@ def _labels(caller: PipelineCaller, seeds: Sequence[int]) -> list[int]:
         return [int(torch.randint(classes, (), generator=_generator(seed))) for seed in seeds] if classes else []
     named = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
     if not named or not all(type(n) is int and 0 <= n < (classes or n + 1) for n in named):
-        raise UserError(
-            "model.options.call.class_labels are no classes of the model",
-            expected="a list of whole numbers from 0" + (f" to {classes - 1}" if classes else ""),
-            got=str(chosen),
-            remedy="correct it in the recipe, or leave it out: the seed of each sample then draws its class",
-        )
+        expected = "a list of whole numbers from 0" + (f" to {classes - 1}" if classes else "")
+        remedy = "correct it in the recipe, or leave it out: the seed of each sample then draws its class"
+        raise unfit_option("call.class_labels", expected, chosen, remedy)
     return [named[seed % len(named)] for seed in seeds]
 
 

@@ -28,6 +28,9 @@ FORMAT = "trtconvert-modiff-1"
 AT_RUN_TIME = ("modulation", "scales", "granularity", "cache_dtype", "min_rows", "shared_outputs", "check_timesteps")
 """Settings that may differ from the calibration."""
 
+KINDS = ("codes", "scale", "changes", "activations")
+"""Tensors of a layer in the file."""
+
 Kind = TypeVar("Kind", bound=ModulatedLayer)
 
 
@@ -86,7 +89,7 @@ class Calibration:
         tensors = {
             f"{name}:{kind}": getattr(layer, kind).cpu().contiguous()
             for name, layer in self.layers.items()
-            for kind in ("codes", "scale", "changes", "activations")
+            for kind in KINDS
         }
         said = {
             "format": FORMAT,
@@ -173,7 +176,7 @@ def _from_file(said: Any, tensors: Mapping[str, Tensor]) -> Calibration:
     settings = Settings(**chosen)
     layers: dict[str, LayerCalibration] = {}
     for name, widths in said["widths"].items():
-        kinds = {kind: tensors[f"{name}:{kind}"] for kind in ("codes", "scale", "changes", "activations")}
+        kinds = {kind: tensors[f"{name}:{kind}"] for kind in KINDS}
         layer = LayerCalibration(tuple(map(int, widths)), **kinds)
         parts, outputs, channels = len(layer.widths), *layer.codes.shape[:2]
         table = (parts, settings.bins + 1, COLUMNS)
@@ -183,8 +186,7 @@ def _from_file(said: Any, tensors: Mapping[str, Tensor]) -> Calibration:
             x = kinds[kind]
             if tuple(x.shape) != shape or x.dtype != torch.float32 or not is_finite(x):
                 raise ValueError(f"{kind} of {name}: expected finite FP32 {list(shape)}, got {list(x.shape)} {x.dtype}")
-        for kind in ("scale", "changes", "activations"):
-            if not bool((kinds[kind][..., 0] if kind != "scale" else kinds[kind]).gt(0).all()):
+            if not bool((x if kind == "scale" else x[..., 0]).gt(0).all()):
                 raise ValueError(f"{kind} of {name} that is not above zero")
         layers[name] = layer
     return Calibration(

@@ -200,20 +200,12 @@ def open_workspace(
     calibration_samples: int,
     rounding_iterations: int,
     work: Path | None,
-    compiled: bool = False,
 ) -> Workspace:
     """Loads a model for the options of `drawing_options`.
 
     Raises:
         UserError, BackendUnavailable: the work folder, the device or the model cannot be used.
     """
-    if compiled and device == "cpu":
-        raise UserError(
-            "a CPU has no CUDA graphs",
-            expected="--compile with --device cuda",
-            got="--compile --device cpu",
-            remedy="leave --compile out, or give --device cuda",
-        )
     from trtconvert.cache import default_folder
     from trtconvert.files import require_writable_folder
 
@@ -240,7 +232,6 @@ def open_workspace(
         calibration_samples,
         AdaRound(iterations=rounding_iterations),
         work,
-        compiled,
         names_of_ours(recipe.model.source),
     )
 

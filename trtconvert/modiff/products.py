@@ -21,8 +21,6 @@ from trtconvert.modiff.reference import Geometry, Weight
 def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
     """Computes `reference.quantise_delta` by the fastest implementation."""
     if torch.compiler.is_compiling():
-        if a_hat is None:
-            return _quantise_operator(x, rows, list(widths))
         return _delta_operator(x, a_hat, rows, list(widths))
     return _quantise_delta(x, a_hat, rows, widths)
 
@@ -34,13 +32,7 @@ def add_product(
     """Computes `reference.add_product` by the fastest implementation."""
     if torch.compiler.is_compiling():
         points = [*geometry.stride, *geometry.padding, *geometry.dilation]
-        if o_hat is not None:
-            _cached_product_operator(codes, rows, list(widths), *weight, o_hat, points, shifted)
-            if y is not None:
-                y.copy_(o_hat)
-        else:
-            assert y is not None
-            _product_operator(codes, rows, list(widths), *weight, y, points, shifted)
+        _product_operator(codes, rows, list(widths), *weight, o_hat, y, points, shifted)
     else:
         _add_product(codes, rows, widths, weight, o_hat, y, geometry, shifted)
 
@@ -89,43 +81,20 @@ def _kernels() -> ModuleType | None:
 
 
 @torch.library.custom_op("trtconvert::modiff_delta", mutates_args=("a_hat", "rows"))
-def _delta_operator(x: Tensor, a_hat: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+def _delta_operator(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: list[int]) -> Tensor:
     return _quantise_delta(x, a_hat, rows, widths)
 
 
 @_delta_operator.register_fake
-def _(x: Tensor, a_hat: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
+def _(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: list[int]) -> Tensor:
     return torch.empty_like(x, dtype=torch.int8)
 
 
-@torch.library.custom_op("trtconvert::modiff_quantise", mutates_args=("rows",))
-def _quantise_operator(x: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
-    return _quantise_delta(x, None, rows, widths)
-
-
-@_quantise_operator.register_fake
-def _(x: Tensor, rows: Tensor, widths: list[int]) -> Tensor:
-    return torch.empty_like(x, dtype=torch.int8)
-
-
-@torch.library.custom_op("trtconvert::modiff_cached_product", mutates_args=("o_hat",))
-def _cached_product_operator(
-    codes: Tensor, rows: Tensor, widths: list[int], weight: Tensor, scale: Tensor, sums: Tensor, bias: Tensor | None,
-    o_hat: Tensor, points: list[int], shifted: bool,
-) -> None:  # fmt: skip
-    _add_product(
-        codes, rows, widths, Weight(weight, scale, sums, bias), o_hat, None, _geometry(weight, points), shifted
-    )
-
-
-@torch.library.custom_op("trtconvert::modiff_product", mutates_args=("y",))
+@torch.library.custom_op("trtconvert::modiff_product", mutates_args=("o_hat", "y"))
 def _product_operator(
     codes: Tensor, rows: Tensor, widths: list[int], weight: Tensor, scale: Tensor, sums: Tensor, bias: Tensor | None,
-    y: Tensor, points: list[int], shifted: bool,
+    o_hat: Tensor | None, y: Tensor | None, points: list[int], shifted: bool,
 ) -> None:  # fmt: skip
-    _add_product(codes, rows, widths, Weight(weight, scale, sums, bias), None, y, _geometry(weight, points), shifted)
-
-
-def _geometry(weight: Tensor, points: list[int]) -> Geometry:
     height, width = weight.shape[1:3]
-    return Geometry((height, width), *((points[i], points[i + 1]) for i in (0, 2, 4)))
+    geometry = Geometry((height, width), *((points[i], points[i + 1]) for i in (0, 2, 4)))
+    _add_product(codes, rows, widths, Weight(weight, scale, sums, bias), o_hat, y, geometry, shifted)

@@ -32,7 +32,7 @@ from trtconvert.modiff.modulated import batch_and_timestep, candidates, find_tim
 from trtconvert.modiff.rounding import AdaRound, Example, adaround
 from trtconvert.modiff.scales import Seen, least_error
 from trtconvert.modiff.settings import Settings
-from trtconvert.modiff.splits import find_widths
+from trtconvert.modiff.splits import find_widths, inputs_seen
 from trtconvert.modiff.weights import Grid, round_to_nearest, search_grid
 from trtconvert.weights.tensor_files import raw_bytes
 
@@ -192,29 +192,14 @@ def _in_order(
     batch = len(batch_and_timestep(names, timestep, call.args, call.kwargs)[0])
     order: dict[str, bool] = {}
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0]
-            is_worth_it = (x.dim() == 4 and isinstance(module, nn.Conv2d)) or x[
-                ..., 0
-            ].numel() >= settings.min_rows * batch
-            order[name] = order.get(name, True) and is_worth_it and x.shape[0] % batch == 0
+    def see(name: str, x: Tensor) -> None:
+        is_image = x.dim() == 4 and isinstance(chosen[name], nn.Conv2d)
+        is_worth_it = is_image or x[..., 0].numel() >= settings.min_rows * batch
+        order[name] = order.get(name, True) and is_worth_it and x.shape[0] % batch == 0
 
-        return see
-
-    with _hooks({module: hook(name) for name, module in chosen.items()}):
+    with inputs_seen(chosen, see):
         model(*call.args, **call.kwargs)
     return [name for name, taken in order.items() if taken]
-
-
-@contextmanager
-def _hooks(of: Mapping[nn.Module, Callable[[nn.Module, tuple[Any, ...]], None]]) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(see) for module, see in of.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -338,25 +323,22 @@ def _scales(
             for part, values in enumerate(x.split(list(widths[name]), axis))
         ]
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0].detach()
-            at, reset = place
-            call = calls.get(name, 0)
-            calls[name] = call + 1
-            held = before.setdefault(name, [])
-            ends.extend((name, each) for each in add(name, "activations", at, x))
-            if reset or call >= len(held) or held[call].shape != x.shape:
-                add(name, "first", 0, x)
-                held[call:] = [x.clone()]
-            else:
-                add(name, "changes", at, x - held[call])
-                held[call] = x.clone()
-
-        return see
+    def see(name: str, x: Tensor) -> None:
+        x = x.detach()
+        at, reset = place
+        call = calls.get(name, 0)
+        calls[name] = call + 1
+        held = before.setdefault(name, [])
+        ends.extend((name, each) for each in add(name, "activations", at, x))
+        if reset or call >= len(held) or held[call].shape != x.shape:
+            add(name, "first", 0, x)
+            held[call:] = [x.clone()]
+        else:
+            add(name, "changes", at, x - held[call])
+            held[call] = x.clone()
 
     done, total = 0, sum(map(len, paths))
-    with _hooks({module: hook(name) for name, module in layers.items()}):
+    with inputs_seen(layers, see):
         for path in paths:
             for index, call in enumerate(path):
                 _, timestep = batch_and_timestep(names, timestep_input, call.args, call.kwargs)

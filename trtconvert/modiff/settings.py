@@ -71,29 +71,14 @@ class Settings:
             ("granularity", ("tensor", "sample", "token")),
             ("cache_dtype", (None, *CACHE_DTYPES)),
         ):
-            if getattr(self, name) not in valid:
-                raise UserError(
-                    f"{name} cannot be {getattr(self, name)!r}",
-                    expected=f"one of {', '.join(map(str, valid))}",
-                    got=repr(getattr(self, name)),
-                    remedy=f"Settings({name}={valid[-1]!r}) or another valid value",
-                )
+            self._require(getattr(self, name) in valid, name, f"one of {', '.join(map(str, valid))}")
         for name in ("bins", "min_rows", "min_channels"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise UserError(
-                    f"{name} cannot be {getattr(self, name)!r}",
-                    expected="a whole number from 1 up",
-                    got=repr(getattr(self, name)),
-                    remedy=f"Settings({name}={Settings.__dataclass_fields__[name].default})",
-                )
+            value = getattr(self, name)
+            self._require(isinstance(value, int) and value >= 1, name, "a whole number from 1 up")
         for name in ("include", "exclude"):
-            if isinstance(getattr(self, name), str) or not all(isinstance(x, str) for x in getattr(self, name)):
-                raise UserError(
-                    f"{name} cannot be {getattr(self, name)!r}",
-                    expected="a tuple of patterns",
-                    got=type(getattr(self, name)).__name__,
-                    remedy=f"Settings({name}=('*',))",
-                )
+            value = getattr(self, name)
+            is_tuple = not isinstance(value, str) and all(isinstance(x, str) for x in value)
+            self._require(is_tuple, name, "a tuple of patterns")
         if self.weight_bits == 8 and not self.weight_symmetric:
             raise UserError(
                 "weights of 8 bits cannot be asymmetric",
@@ -107,4 +92,14 @@ class Settings:
                 expected="granularity='tensor': a calibration holds for all samples at one timestep",
                 got=f"scales='calibrated', granularity={self.granularity!r}",
                 remedy=f"Settings(scales='dynamic', granularity={self.granularity!r})",
+            )
+
+    def _require(self, is_valid: bool, name: str, expected: str) -> None:
+        if not is_valid:
+            value, usual = getattr(self, name), Settings.__dataclass_fields__[name].default
+            raise UserError(
+                f"{name} cannot be {value!r}",
+                expected=expected,
+                got=repr(value),
+                remedy=f"Settings({name}={usual!r}), or another valid value",
             )

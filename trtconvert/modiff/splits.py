@@ -5,7 +5,9 @@ The parts have different ranges: Q-Diff (arXiv 2302.04304, section 3.3) gives ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,19 +58,26 @@ def find_widths(
     found: dict[str, tuple[int, ...]] = {}
     mode = _Concatenations()
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def see(module: nn.Module, args: tuple[Any, ...]) -> None:
-            parts = mode.of(args[0]) if args else None
-            if parts is not None and sum(parts) == module.weight.shape[1]:  # type: ignore[index]
-                found[name] = parts
+    def see(name: str, x: Tensor) -> None:
+        parts = mode.of(x)
+        if parts is not None and sum(parts) == layers[name].weight.shape[1]:  # type: ignore[index]
+            found[name] = parts
 
-        return see
+    with inputs_seen(layers, see), mode:
+        run()
+    return found
 
-    handles = [module.register_forward_pre_hook(hook(name)) for name, module in layers.items()]
+
+@contextmanager
+def inputs_seen(layers: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Inside the block, calls `see` with the name and the input of each layer that is called."""
+
+    def hook(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        see(name, args[0])
+
+    handles = [module.register_forward_pre_hook(partial(hook, name)) for name, module in layers.items()]
     try:
-        with mode:
-            run()
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return found

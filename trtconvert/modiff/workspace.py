@@ -21,7 +21,6 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.denoiser import on_device
 from trtconvert.modiff.calibration import Calibration, digest
-from trtconvert.modiff.graphed import Graphed
 from trtconvert.modiff.modulated import Modulated, modulate
 from trtconvert.modiff.qdiff import calibrate, record
 from trtconvert.modiff.rounding import AdaRound
@@ -93,7 +92,6 @@ class Workspace:
         steps, solver: of the sampler. batch: samples that are drawn, or calibrated on, at once.
         calibration_samples: number of trajectories. rounding: of Q-Diff.
         work: folder of finished work.
-        compiled: draw by torch.compile and CUDA graphs; only on "cuda".
         of_model: modules of this package that the model's own function imports, see `names_of_ours`.
     Raises:
         UserError: the model's noise input is no timestep. Q-Diff calibrates bins of timesteps.
@@ -108,7 +106,6 @@ class Workspace:
     calibration_samples: int
     rounding: AdaRound
     work: Path
-    compiled: bool = False
     of_model: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -208,9 +205,13 @@ class Workspace:
         modulated = modulate(moved.denoiser, settings, calibration=calibration).to(self.dtype)
         return dataclasses.replace(moved, denoiser=modulated)
 
-    def drawing(self, model: DiffusionModel) -> Callable[[Sequence[int]], Tensor]:
-        """Returns a function that draws the images [N, C, H, W] in [0, 1] of seeds with a model of `prepared`."""
-        denoiser: Denoiser = Graphed(torch.compile(model.denoiser, dynamic=False)) if self.compiled else model.denoiser
+    def drawing(self, model: DiffusionModel, denoiser: Denoiser | None = None) -> Callable[[Sequence[int]], Tensor]:
+        """Returns a function that draws the images [N, C, H, W] in [0, 1] of seeds with a model of `prepared`.
+
+        Args:
+            denoiser: calls the model's own, by default that itself.
+        """
+        denoiser = denoiser or model.denoiser
 
         def typed(*inputs: Tensor, **named: Tensor) -> Tensor:  # samplers compute in FP32
             inputs, named = typed_call(model, self.dtype, inputs, named)

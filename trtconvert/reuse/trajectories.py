@@ -6,14 +6,14 @@ sample x(t), which the skipped call is given,
     p̂(t) = α · p(t_b) + β · p(t_a) + γ · x(t),
 
 with factors fitted to the calibrated trajectories. The next computed prediction, at t_n, shows the error of the extrapolation.
-There the denoiser returns p(t_n) + κ · (p(t_n) − p̂(t_n)): κ is fitted so that the step undoes the gap's shift of the sample. All
-of this is linear in predictions and samples, and so are those between calibrated timesteps, by cubic interpolation. The squared
-norm of any sum of such errors is therefore a quadratic form of the products of predictions and samples: one small matrix for each
-sample is stored, and no prediction.
+There the denoiser returns p(t_n) + κ · (p(t_n) − p̂(t_n)): κ is fitted so that the step undoes the gap's shift of the sample.
+Extrapolations and corrections are linear in predictions and samples, and so is the cubic interpolation between calibrated
+timesteps. The squared norm of any sum of such errors is therefore a quadratic form of the products of predictions and samples:
+one small matrix for each sample is stored, and no prediction.
 
 A unit of error in the prediction shifts the sample by Δσ times a factor of the noise level, and later predictions respond to the
-shift. For Gaussian data of unit variance the response is known, and its product over the steps gives a weight. The model's
-deviation from that is measured by noise level: `gain`.
+shift. For Gaussian data of unit variance the response is known, and its product over the steps gives a weight. `gain` is the
+model's deviation from the weight, measured by noise level.
 """
 
 from __future__ import annotations

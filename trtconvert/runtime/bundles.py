@@ -12,16 +12,16 @@ import torch
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, check_files, read_unchanged
 from trtconvert.engine import tensorrt as builder
-from trtconvert.errors import BackendUnavailable, UserError, warn
+from trtconvert.errors import BackendUnavailable, UserError, unknown_name, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
-from trtconvert.runtime.devices import DataParallel, parse_devices
+from trtconvert.runtime.devices import DataParallel, device_of, parse_devices
 from trtconvert.runtime.reuse import load_reuse
 from trtconvert.runtime.session import OnnxRuntimeComponent
 from trtconvert.runtime.watch import InputWatch
 
 if TYPE_CHECKING:
-    from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
+    from trtconvert.runtime.diffusers import DiffusersComponent, DiffusersDenoiser
     from trtconvert.runtime.scratch import Scratch
 
 
@@ -62,12 +62,8 @@ class LoadedBundle:
 
     def __getitem__(self, name: str) -> Component:
         if name not in self.components:
-            raise UserError(
-                f"the bundle {self.folder} has no component '{name}'",
-                expected=", ".join(self.components),
-                got=name,
-                remedy="take one of the expected names",
-            )
+            problem = f"the bundle {self.folder} has no component '{name}'"
+            raise unknown_name(problem, name, self.components, "take one of the expected names")
         return self.components[name]
 
     def __contains__(self, name: object) -> bool:
@@ -90,7 +86,7 @@ class LoadedBundle:
             for watch in self._watches:
                 closing.callback(watch.close)
 
-    def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersTextEncoder | DiffusersAutoencoder:
+    def as_diffusers(self, name: str = "denoiser") -> DiffusersDenoiser | DiffusersComponent:
         """Wrap a component for a diffusers pipeline, in place of its `unet`, `transformer`, text encoder or `vae`.
 
         Args:
@@ -99,7 +95,7 @@ class LoadedBundle:
             UserError: the component does not exist or did not come from a diffusers pipeline.
             BackendUnavailable: diffusers is not installed.
         """
-        from trtconvert.runtime.diffusers import DiffusersAutoencoder, DiffusersDenoiser, DiffusersTextEncoder
+        from trtconvert.runtime.diffusers import DiffusersComponent, DiffusersDenoiser
         from trtconvert.runtime.signature import dtype_of
 
         halves = {
@@ -110,7 +106,7 @@ class LoadedBundle:
         if name == "vae" and "decode" in halves:
             component = halves["decode"][1]
             dtype, device = dtype_of(component.inputs[0]), halves["decode"][0].device
-            return DiffusersAutoencoder(halves, dtype=dtype, device=device)
+            return DiffusersComponent(halves, dtype=dtype, device=device)
         called, component = self[name], self.manifest.components[name]
         if component.diffusers is None or component.diffusers.method != "forward":
             raise UserError(
@@ -120,7 +116,8 @@ class LoadedBundle:
                 remedy=f"call bundle['{name}'] with its inputs by name",
             )
         if not component.is_denoiser:
-            return DiffusersTextEncoder(called, component, dtype=dtype_of(component.outputs[0]), device=called.device)
+            dtype = dtype_of(component.outputs[0])
+            return DiffusersComponent({"forward": (called, component)}, dtype=dtype, device=called.device)
         sample = component.inputs[0]
         of_samples = [spec.name for spec in component.inputs if spec.shape[:1] == sample.shape[:1]]
         return DiffusersDenoiser(
@@ -174,13 +171,14 @@ class LoadedBundle:
         """The bundle's memory on GPUs; zeros on the CPU."""
         if not self._scratches:
             return DeviceMemory(0, 0, 0, 0)
-        weights = sum(component.weights_memory for component in self.components.values())
-        graphs = sum(component.graphs_memory for component in self.components.values())
-        caches = sum(component.caches_memory for component in self.components.values())
-        per_stream, streams = (
-            sum(sizes) for sizes in zip(*((s.size, s.allocated) for s in self._scratches), strict=True)
+        parts = list(self.components.values())
+        return DeviceMemory(
+            weights=sum(part.weights_memory for part in parts),
+            per_stream=sum(scratch.size for scratch in self._scratches),
+            streams=sum(scratch.allocated for scratch in self._scratches),
+            graphs=sum(part.graphs_memory for part in parts),
+            caches=sum(part.caches_memory for part in parts),
         )
-        return DeviceMemory(weights, per_stream, streams, graphs, caches)
 
 
 def load(
@@ -229,12 +227,8 @@ def load(
                 remedy=f"correct the argument {name}",
             )
     if backend not in ("auto", "tensorrt", "onnxruntime"):
-        raise UserError(
-            f"there is no backend '{backend}'",
-            expected="auto, tensorrt or onnxruntime",
-            got=str(backend),
-            remedy="correct the argument backend",
-        )
+        known = ("auto", "tensorrt", "onnxruntime")
+        raise unknown_name(f"there is no backend '{backend}'", str(backend), known, "correct the argument backend")
     places = parse_devices(device, devices)
     folder = Path(folder)
     with suppress(FileNotFoundError):  # the current folder was removed
@@ -275,7 +269,7 @@ def _loaded(
     device, *further = devices
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}
-    on_cpu_only = device is not None and _is_cpu(device)
+    on_cpu_only = device is not None and (given := device_of(device)) is not None and given.type == "cpu"
     state = builder.status() if backend == "auto" and not on_cpu_only else None
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
         return _on_gpus(folder, manifest, engines, [_gpu(one) for one in devices], graphs, streams, weight_budget)
@@ -390,13 +384,6 @@ def engine_component(path: Path, record: EngineRecord, component: ComponentRecor
     return TensorRTComponent(path, record, component, device=device, scratch=Scratch(device))
 
 
-def _is_cpu(device: str | int | torch.device) -> bool:
-    try:
-        return torch.device(device).type == "cpu"
-    except (RuntimeError, TypeError):  # not a device of torch
-        return False
-
-
 def _gpu(device: str | int | torch.device | None) -> torch.device:
     """Return a GPU with its index.
 
@@ -410,12 +397,9 @@ def _gpu(device: str | int | torch.device | None) -> torch.device:
             got="none",
             remedy="install a torch for CUDA and the driver, or load the bundle with backend='onnxruntime'",
         )
-    try:
-        given = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    except (RuntimeError, TypeError):  # not a device of torch
-        given = torch.device("cpu")
-    index = torch.cuda.current_device() if given.index is None else given.index
-    if given.type != "cuda" or not 0 <= index < torch.cuda.device_count():
+    given = device_of("cuda" if device is None else device)
+    index = -1 if given is None else torch.cuda.current_device() if given.index is None else given.index
+    if given is None or given.type != "cuda" or not 0 <= index < torch.cuda.device_count():
         raise BackendUnavailable(
             f"there is no GPU '{device}'",
             expected=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}",

@@ -13,13 +13,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError
+from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.component import Component, was_closed
 from trtconvert.runtime.signature import Ranges, Signature, rows_each
-from trtconvert.runtime.trajectory import Apart, Trajectory
+from trtconvert.runtime.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from trtconvert.reuse.schedule import Reuse
     from trtconvert.runtime.loras import Loras
 
 
@@ -27,7 +26,7 @@ _KNOWN_CALLS = 256
 """Number of combinations of shapes and types that are remembered as checked."""
 
 
-class DataParallel:
+class DataParallel(Component):
     """A component with a session on each of several devices.
 
     The samples of a call are split in order into one part per device, with sizes that differ by one at most; with fewer samples
@@ -48,8 +47,6 @@ class DataParallel:
     Raises:
         UserError: the component takes a fixed number of samples.
     """
-
-    reuse: Reuse | None = None
 
     def __init__(self, parts: Sequence[Component]) -> None:
         component = parts[0].signature.component
@@ -90,30 +87,18 @@ class DataParallel:
 
     @property
     def graphs_memory(self) -> int:
-        """Bytes on all devices."""
         return sum(part.graphs_memory for part in self._parts)
 
     @property
     def graphs_recorded(self) -> int:
-        """CUDA graphs on all devices."""
         return sum(part.graphs_recorded for part in self._parts)
 
     @property
     def caches_memory(self) -> int:
-        """Bytes on all devices."""
         return sum(part.caches_memory for part in self._parts)
 
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """Run the component on all devices.
-
-        Raises:
-            UserError: see the component; or the parts fit no profile of their devices.
-            BackendUnavailable: see the component. An error names its device, and is raised after the other devices are done.
-        """
-        return self.call(None, inputs, named)
-
     def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
-        """Call with the caches of a trajectory; None for the component's own."""
+        """Run the component on all devices. An error names its device, and is raised after the other devices are done."""
         tensors = self.signature.ordered(inputs, named)
         counts = self._counts_of(tensors)
         if self.signature.watch is not None:
@@ -229,20 +214,10 @@ class DataParallel:
         return joined[0] if len(joined) == 1 else tuple(joined)
 
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
-        """Reset MoDiff caches on every device."""
         for part in self._parts:
             part.reset_cache(trajectory)
 
-    def apart(self) -> Apart:
-        """Return the component with its own caches, for other samples between its calls."""
-        return Apart(self)
-
     def check_caches(self) -> None:
-        """Check the component's own caches. Waits for the GPUs.
-
-        Raises:
-            UserError: a cache holds NaN or Inf.
-        """
         for part, stream in zip(self._parts, self._streams_here(), strict=True):
             with _on(stream, part.device), _naming(part):
                 part.check_caches()
@@ -257,7 +232,6 @@ class DataParallel:
         return self._on_all(lambda part: part.refit(weights))
 
     def set_loras(self, loras: Loras) -> int:
-        """Set LoRAs on every device, see `refit`."""
         return self._on_all(lambda part: part.set_loras(loras))
 
     def _on_all(self, change: Callable[[Component], int]) -> int:
@@ -329,13 +303,19 @@ def _naming(part: Component) -> Iterator[None]:
 def _named(part: Component, error: BaseException) -> BaseException:
     """Return an error with the component's device in its message."""
     if isinstance(error, (UserError, BackendUnavailable)):
-        made: TrtconvertError = type(error)(
-            f"on {part.device}: {error.problem}", expected=error.expected, got=error.got, remedy=error.remedy
-        )
+        made = error.about(f"on {part.device}")
         made.__cause__ = error
         return made
     error.add_note(f"on {part.device}")
     return error
+
+
+def device_of(given: str | int | torch.device) -> torch.device | None:
+    """Return a device of torch, where a number is a GPU's; None for something else."""
+    try:
+        return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except (RuntimeError, TypeError):
+        return None
 
 
 def parse_devices(
@@ -371,10 +351,8 @@ def parse_devices(
         raise refused("devices must be a list of one or more devices", repr(devices))
     found = list[torch.device]()
     for given in devices:
-        try:
-            one = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-        except (RuntimeError, TypeError):
-            raise refused(f"there is no device {given!r}", list(devices)) from None
+        if (one := device_of(given)) is None:
+            raise refused(f"there is no device {given!r}", list(devices))
         if one.type == "cuda" and one.index is None and torch.cuda.is_available():
             one = torch.device("cuda", torch.cuda.current_device())
         found.append(one)

@@ -27,7 +27,7 @@ from trtconvert.guidance import guidance_of
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.arguments import flat_arguments, is_list_of_samples, tensors_of
 from trtconvert.runtime.halves import Halves, Prediction
-from trtconvert.runtime.libraries import library_class
+from trtconvert.runtime.libraries import library_class, no_diffusers
 from trtconvert.runtime.reuse import PipelineSteps
 from trtconvert.runtime.signature import shape_of
 from trtconvert.runtime.unused import UnusedResult
@@ -93,12 +93,7 @@ class _DropIn(nn.Module):
         try:
             from diffusers.configuration_utils import FrozenDict
         except ImportError as error:
-            raise BackendUnavailable(
-                "diffusers is not installed",
-                expected="the library of the pipeline",
-                got=str(error),
-                remedy="pip install 'trtconvert[diffusers]'",
-            ) from error
+            raise no_diffusers(error) from error
         self.config = FrozenDict(record.config)
         for name, node in record.attributes.items():
             setattr(self, name, _part_without_weights(record, name) if "part" in node else _attribute(node))
@@ -398,44 +393,27 @@ class _Denoising:
         return self._output(**fields) if return_dict else tuple(fields.values())
 
 
-class DiffusersTextEncoder(_DropIn):
-    """Replaces a pipeline's text encoder, with the forward parameters of the model.
+class DiffusersComponent(_DropIn):
+    """Replaces a pipeline's text encoder, with the model's `forward`, or its `vae`, with `decode` and perhaps `encode`.
 
     Results that the pipeline did not read during the conversion are `UnusedResult`s.
 
     Args:
-        component: takes named tensors; signature: record of the component.
-        dtype, device: see `_DropIn`.
-    """
-
-    def __init__(
-        self, component: Callable[..., Any], signature: ComponentRecord, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        assert signature.diffusers is not None
-        super().__init__(signature.diffusers, dtype, device)
-        self._method = _Method(component, signature)
-        self.forward = self._method.parameters.of(self._method)
-
-
-class DiffusersAutoencoder(_DropIn):
-    """Replaces a pipeline's `vae`, with `decode`, and `encode` if the bundle has an encoder.
-
-    Args:
-        halves: component and record by method; "decode" at least.
+        methods: component and record by method; "forward", or "decode" at least. A component takes named tensors.
         dtype, device: see `_DropIn`.
     """
 
     def __init__(
         self,
-        halves: Mapping[str, tuple[Callable[..., Any], ComponentRecord]],
+        methods: Mapping[str, tuple[Callable[..., Any], ComponentRecord]],
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        record = halves["decode"][1].diffusers
+        record = methods["forward" if "forward" in methods else "decode"][1].diffusers
         assert record is not None
         super().__init__(record, dtype, device)
-        for method, (component, signature) in halves.items():
+        for method, (component, signature) in methods.items():
             called = _Method(component, signature)
             setattr(self, method, called.parameters.of(called))
 

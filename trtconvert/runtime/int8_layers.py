@@ -209,7 +209,8 @@ def products_of(model: ir.Model, plugins: Collection[str]) -> dict[str, Product]
     Args:
         model: the bundle's model; plugins: layers without a 16-bit weight.
     """
-    from trtconvert.export.lowering import exact_names  # ONNX tooling, which loading and running a bundle do not need
+    # ONNX tooling, which loading and running a bundle do not need.
+    from trtconvert.export.lowering.layers import exact_names
     from trtconvert.export.nodes.layers import inputs_of, layer_nodes
 
     found: dict[str, Product] = {}
@@ -266,7 +267,8 @@ def _layers_of(
     refs: Mapping[str, Mapping[str, TensorRef | None]],
     constants: Mapping[str, Mapping[str, tuple[str, ...]]],
 ) -> Iterator[tuple[str, _Layer]]:
-    from trtconvert.export.lowering import exact_names  # ONNX tooling, which loading and running a bundle do not need
+    # ONNX tooling, which loading and running a bundle do not need.
+    from trtconvert.export.lowering.layers import exact_names
     from trtconvert.export.nodes.layers import inputs_of, layer_nodes
 
     for name, node in layer_nodes(model).items():

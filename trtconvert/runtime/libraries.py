@@ -16,6 +16,15 @@ def current_name(library: Any, name: str) -> str:
     return renamed if not hasattr(library, name) and hasattr(library, renamed) else name
 
 
+def no_diffusers(error: ImportError) -> BackendUnavailable:
+    return BackendUnavailable(
+        "diffusers is not installed",
+        expected="the library of the pipeline",
+        got=str(error),
+        remedy="pip install 'trtconvert[diffusers]'",
+    )
+
+
 def library_class(module: str, name: str) -> Any:
     """Return a class of diffusers or transformers.
 

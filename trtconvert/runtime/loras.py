@@ -23,6 +23,7 @@ from trtconvert.errors import UserError
 from trtconvert.runtime.int8_layers import Int8Layers, products_of, source_of
 from trtconvert.runtime.reading import Source as Numbers
 from trtconvert.runtime.reading import Spent, read_ahead
+from trtconvert.runtime.refit import unfit_weight
 from trtconvert.weights.adapters import Update
 from trtconvert.weights.finite import finite, is_finite
 from trtconvert.weights.lora import read_lora
@@ -129,7 +130,7 @@ class BuiltWeights:
             self._open(storage.load(onnx), unquantised_file(onnx), constants)
 
     def _open(self, model: ir.Model, unquantised: Path, constants: Mapping[str, tuple[str, str]]) -> None:
-        from trtconvert.export.lowering import expand_layers
+        from trtconvert.export.lowering.layers import expand_layers
 
         self.layers = Int8Layers(model, unquantised, constants) if unquantised.is_file() else None
         # Weights that other nodes than INT8 layers read are initialisers already.
@@ -170,25 +171,17 @@ class BuiltWeights:
         raise AssertionError  # there is one job
 
     def anew(
-        self,
-        names: Collection[str],
-        wanted: Additions,
-        device: torch.device,
-        limit: int | None = None,
-        spent: Spent | None = None,
+        self, names: Collection[str], wanted: Additions, device: torch.device, spent: Spent | None = None
     ) -> Generator[NewWeights]:
         """Yield new weights with changed additions, in parts.
 
         Args:
             names: names of the weights; wanted, device: see `with_additions`.
-            limit: approximate bytes of a part; default: see `part_bytes`.
             spent: counts bytes and seconds.
         Raises:
             UserError: see `with_additions`.
         """
-        return _made(
-            self._jobs(names, wanted), device, part_bytes(device) if limit is None else limit, spent or Spent()
-        )
+        return _made(self._jobs(names, wanted), device, part_bytes(device), spent or Spent())
 
     def _jobs(self, names: Collection[str], wanted: Additions) -> Iterator[_Job]:
         layers, given = self.layers, set[str]()
@@ -331,21 +324,11 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _refuse_unfit(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    remedy = "pass the state dict of the converted module"
     if tuple(x.shape) != shape:
-        raise UserError(
-            f"the new weight '{name}' does not fit",
-            expected=f"shape {list(shape)}",
-            got=str(list(x.shape)),
-            remedy=remedy,
-        )
+        raise unfit_weight(name, f"shape {list(shape)}", str(list(x.shape)))
     if not x.is_floating_point() or not is_finite(x):
-        raise UserError(
-            f"the new weight '{name}' cannot be used",
-            expected="finite numbers",
-            got="NaN or Inf" if x.is_floating_point() else str(x.dtype).removeprefix("torch."),
-            remedy=remedy,
-        )
+        got = "NaN or Inf" if x.is_floating_point() else str(x.dtype).removeprefix("torch.")
+        raise unfit_weight(name, "finite numbers", got)
 
 
 def _out_of_range(name: str, additions: Sequence[Addition], dtype: torch.dtype) -> UserError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trtconvert.documents import PIPELINE_INDEX, read_json
-from trtconvert.errors import BackendUnavailable, UserError, did_you_mean, first_line
+from trtconvert.errors import BackendUnavailable, UserError, first_line, unknown_name
 from trtconvert.runtime.libraries import library_class
 
 _CHANGES_NO_IMAGE = ("safety_checker",)
@@ -44,12 +44,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
     parameters = inspect.signature(kind.__init__).parameters
     if unknown := [name for name in parts if name not in parameters]:
         names = [name for name in parameters if name != "self"]
-        raise UserError(
-            f"{title} has no part '{unknown[0]}'",
-            expected="some of " + ", ".join(names),
-            got=", ".join(unknown),
-            remedy=did_you_mean(unknown[0], names, "leave it out"),
-        )
+        raise unknown_name(f"{title} has no part '{unknown[0]}'", unknown[0], names, "leave it out")
     components = component_entries(kind, index)
     given: dict[str, Any] = {}
     missing: list[str] = []

@@ -168,34 +168,33 @@ def _set(
     }[prototype.dtype]
     known = is_known_finite or is_finite(tensor.detach())
     if not known or (tensor.dtype != dtype and not is_finite(tensor.detach().to(dtype))):
-        raise UserError(
-            f"the new weight '{name}' cannot be used",
-            expected=f"finite numbers in the range of {str(dtype).removeprefix('torch.')}",
-            got="NaN, Inf or a larger number",
-            remedy="correct the weights",
-        )
+        expected = f"finite numbers in the range of {str(dtype).removeprefix('torch.')}"
+        raise unfit_weight(name, expected, "NaN, Inf or a larger number")
     fits = prototype.size == tensor.numel() and (tensor.dim() == 2 or not transposed)
     value = tensor.detach().T if transposed and fits else tensor.detach()
     if not fits or (shape is not None and list(value.shape) != list(shape)):
         wanted = None if shape is None else list(reversed(shape) if transposed else shape)
-        raise UserError(
-            f"the new weight '{name}' does not fit",
-            expected=f"{prototype.size} elements" if wanted is None else f"shape {wanted}",
-            got=str(list(tensor.shape)),
-            remedy="pass the state dict of the converted module",
-        )
+        expected = f"{prototype.size} elements" if wanted is None else f"shape {wanted}"
+        raise unfit_weight(name, expected, str(list(tensor.shape)))
     try:
         value = value.to(loaded.device if value.device == loaded.device else "cpu", dtype).contiguous()
     except torch.OutOfMemoryError:
         value = value.to("cpu", dtype).contiguous()
     if not _given(trt, refitter, target, prototype.dtype, value):
-        raise UserError(
-            f"TensorRT does not take the new weight '{name}'",
-            expected=f"{prototype.size} elements of {prototype.dtype}",
-            got=f"{list(value.shape)} {value.dtype}",
-            remedy="pass the state dict of the converted module",
+        expected = f"{prototype.size} elements of {prototype.dtype}"
+        raise unfit_weight(
+            name, expected, f"{list(value.shape)} {value.dtype}", "TensorRT does not take the new weight"
         )
     return value
+
+
+def unfit_weight(name: str, expected: str, got: str, problem: str = "") -> UserError:
+    return UserError(
+        f"{problem} '{name}'" if problem else f"the new weight '{name}' does not fit",
+        expected=expected,
+        got=got,
+        remedy="pass the state dict of the converted module, or correct the weight",
+    )
 
 
 def read_weights(path: Path) -> Mapping[str, Tensor]:

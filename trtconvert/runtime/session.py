@@ -15,16 +15,15 @@ from torch import Tensor
 
 from trtconvert.bundle import NEXT, ComponentRecord
 from trtconvert.errors import BackendUnavailable, UserError, first_line
-from trtconvert.runtime.component import was_closed
+from trtconvert.runtime.component import Component, was_closed
 from trtconvert.runtime.signature import Signature, dtype_of
-from trtconvert.runtime.trajectory import FORGOTTEN, Apart, Trajectory, require_finite, whose
+from trtconvert.runtime.trajectory import FORGOTTEN, Trajectory, whose
 
 if TYPE_CHECKING:
-    from trtconvert.reuse.schedule import Reuse
     from trtconvert.runtime.loras import Loras
 
 
-class OnnxRuntimeComponent:
+class OnnxRuntimeComponent(Component):
     """A callable component on the CPU.
 
     Takes the inputs of the component's signature as torch tensors, by position or by name, and converts floating-point inputs to
@@ -40,9 +39,6 @@ class OnnxRuntimeComponent:
     """
 
     device = torch.device("cpu")
-    weights_memory = graphs_memory = graphs_recorded = caches_memory = 0
-
-    reuse: Reuse | None = None
 
     def __init__(self, path: Path, component: ComponentRecord) -> None:
         import onnxruntime
@@ -74,16 +70,7 @@ class OnnxRuntimeComponent:
                 remedy="set model.dtype to float32 in the recipe, or install another onnxruntime",
             ) from error
 
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """Run the session.
-
-        Raises:
-            UserError: an input is missing, unknown, has a type or shape outside the signature, or values that the model refuses.
-        """
-        return self.call(None, inputs, named)
-
     def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
-        """Call with the caches of a trajectory; None for the component's own."""
         session = self._session  # another thread may close the component meanwhile
         if session is None:
             raise was_closed()
@@ -124,54 +111,38 @@ class OnnxRuntimeComponent:
         return made
 
     def reset_cache(self, trajectory: Trajectory | None = None) -> None:
-        """Reset MoDiff caches in the next call. Caches also reset if the batch changes, or timesteps go back to more noise.
-
-        Raises:
-            UserError: the argument is not a trajectory.
-        """
         with self._one_at_a_time:
             self._kept.pop(whose(trajectory, self._trajectory), None)
 
     @property
     def caches(self) -> dict[str, Tensor]:
-        """MoDiff caches by the signature's names; empty before the first call."""
         kept = self._kept.get(self._trajectory, [])
         return {cache.name: x for cache, x in zip(self._caches, kept, strict=False)}
 
-    def apart(self) -> Apart:
-        """Return the component with its own caches, for other samples between its calls."""
-        return Apart(self)
-
-    def check_caches(self) -> None:
-        """Raise UserError if a cache holds NaN or Inf."""
-        require_finite(self.caches.items())
-
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
         """Raise BackendUnavailable: only TensorRT engines take new weights."""
-        raise BackendUnavailable(
-            "the weights of a model on ONNX Runtime cannot be replaced",
-            expected="a TensorRT engine that was built with engine.refittable: true",
-            got="ONNX Runtime on the CPU",
-            remedy="load the bundle on a GPU that it was compiled for, or build it again with the new weights",
-        )
+        raise _not_refittable("the weights of a model on ONNX Runtime cannot be replaced", "the new weights")
 
     def set_loras(self, loras: Loras) -> int:
         """Raise BackendUnavailable: only TensorRT engines take LoRAs."""
-        raise BackendUnavailable(
-            "the LoRAs of a model on ONNX Runtime cannot be changed",
-            expected="a TensorRT engine that was built with engine.refittable: true",
-            got="ONNX Runtime on the CPU",
-            remedy="load the bundle on a GPU that it was compiled for, or build it with other loras in the recipe",
-        )
+        raise _not_refittable("the LoRAs of a model on ONNX Runtime cannot be changed", "other loras in the recipe")
 
     def close(self) -> None:
-        """Free the session. Further calls are refused."""
         self._session = None
         self._kept.clear()
 
 
+def _not_refittable(problem: str, by: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        problem,
+        expected="a TensorRT engine that was built with engine.refittable: true",
+        got="ONNX Runtime on the CPU",
+        remedy=f"load the bundle on a GPU that it was compiled for, or build it again with {by}",
+    )
+
+
 def _in_float32(path: Path) -> AbstractContextManager[Path]:
-    from trtconvert.export.float32 import in_float32  # ONNX tooling, which TensorRT engines do not need
+    from trtconvert.export.float32 import in_float32  # ONNX tooling, which models of other types do not need
 
     return in_float32(path)
 

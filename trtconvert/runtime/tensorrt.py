@@ -15,8 +15,7 @@ from torch import Tensor
 
 from trtconvert.bundle import NEXT, ComponentRecord, EngineRecord, unquantised_file
 from trtconvert.errors import BackendUnavailable, UserError, first_line
-from trtconvert.reuse.schedule import Reuse
-from trtconvert.runtime.component import was_closed
+from trtconvert.runtime.component import Component, was_closed
 from trtconvert.runtime.lane import CallShapes, Lane, LoadedEngine, unready
 from trtconvert.runtime.loras import Additions, BuiltWeights, Loras, NewWeights, additions_of, changed, files_of
 from trtconvert.runtime.reading import Spent, one_ahead, read_whole
@@ -24,7 +23,7 @@ from trtconvert.runtime.refit import Refitter, read_weights
 from trtconvert.runtime.reuse import warn_of_other_weights
 from trtconvert.runtime.scratch import Scratch, out_of_memory
 from trtconvert.runtime.signature import Signature, dtype_of, shape_of
-from trtconvert.runtime.trajectory import Apart, Trajectory, require_finite, whose
+from trtconvert.runtime.trajectory import Trajectory, whose
 
 _PER_THREAD = 2
 """Handle of cudaStreamPerThread."""
@@ -79,7 +78,7 @@ class _Change:
     are_finite: bool = True
 
 
-class TensorRTComponent:
+class TensorRTComponent(Component):
     """A callable component on a GPU.
 
     Takes the inputs of the component's signature by position or by name. Contiguous tensors on the engine's device with the
@@ -108,16 +107,12 @@ class TensorRTComponent:
             engines built with engine.weight_streaming.
 
     Attributes:
-        signature: inputs and outputs.
-        weights_memory: device memory of the loaded engine in bytes, by the driver's figures for all processes.
         last_change: time and memory of the last `refit` or `set_loras`.
 
     Raises:
         BackendUnavailable: TensorRT refuses the engine; the message has TensorRT's log.
         UserError: a weight budget for an engine that cannot stream its weights.
     """
-
-    reuse: Reuse | None = None
 
     def __init__(
         self,
@@ -165,7 +160,7 @@ class TensorRTComponent:
             if weight_budget is not None:
                 engine.weight_streaming_budget_v2 = min(weight_budget, engine.streamable_weights_size)
                 torch.cuda.synchronize()  # until the weights are loaded
-            self.weights_memory = max(0, free - torch.cuda.mem_get_info()[0])
+            self._weights_memory = max(0, free - torch.cuda.mem_get_info()[0])
         found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         outputs, caches = (tuple(spec.name for spec in specs) for specs in (component.outputs, component.caches))
         wanted = [*self.signature.names, *outputs, *caches, *(name + NEXT for name in caches)]
@@ -210,25 +205,13 @@ class TensorRTComponent:
 
     @property
     def graphs_memory(self) -> int:
-        """Bytes of the CUDA graphs' inputs and outputs."""
         return sum(lane.graphs_memory for lane in list(self._lanes.values()))
 
     @property
     def graphs_recorded(self) -> int:
-        """Number of CUDA graphs captured on the streams that are kept now."""
         return sum(lane.recorded for lane in list(self._lanes.values()))
 
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """Run the engine.
-
-        Raises:
-            UserError: an input is missing, unknown, or has a type or shape outside the signature and the engine's profiles.
-            BackendUnavailable: the device is out of memory, or TensorRT fails.
-        """
-        return self.call(None, inputs, named)
-
     def call(self, trajectory: Trajectory | None, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
-        """Call with the caches of a trajectory; None for the component's own."""
         if torch.compiler.is_dynamo_compiling():
             # Dynamo cannot trace addresses and captures.
             untraced: Any = torch.compiler.disable(self._call)
@@ -259,29 +242,12 @@ class TensorRTComponent:
 
     @property
     def caches(self) -> dict[str, Tensor]:
-        """MoDiff caches on the current stream, by the signature's names; empty before the first call.
-
-        The next call but one overwrites these tensors.
-        """
         lane = self._lanes.get(torch._C._cuda_getCurrentRawStream(self.device.index))
         return {} if lane is None else dict(zip(self._opened().caches, lane.caches_of(self._trajectory), strict=False))
 
     @property
     def caches_memory(self) -> int:
-        """Bytes of the MoDiff caches on all streams that are kept now."""
         return sum(lane.caches_memory for lane in list(self._lanes.values()))
-
-    def apart(self) -> Apart:
-        """Return the component with its own caches, for other samples between its calls."""
-        return Apart(self)
-
-    def check_caches(self) -> None:
-        """Check the caches of the current stream. Waits for the GPU.
-
-        Raises:
-            UserError: a cache holds NaN or Inf.
-        """
-        require_finite(self.caches.items())
 
     def refit(self, weights: Mapping[str, Tensor] | str | Path) -> int:
         """Replace weights of the engine by those of a fine-tuned model. Waits for running calls.
@@ -465,7 +431,7 @@ class TensorRTComponent:
                 # The engine must be freed before its runtime.
                 self._loaded = None
                 self._runtime = None
-                self.weights_memory = 0
+                self._weights_memory = 0
 
     def _close_idle_lane(self) -> None:
         """Close the lane that was idle longest and that no capture needs, if there is one."""

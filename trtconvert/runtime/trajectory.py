@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trtconvert.errors import UserError
 from trtconvert.reuse.schedule import reuse_of
-from trtconvert.weights.finite import is_finite
+from trtconvert.weights.finite import require_finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,13 +65,11 @@ class Apart:
         return Apart(self._component)
 
 
-def require_finite(caches: Iterable[tuple[str, Tensor]]) -> None:
+def require_finite_caches(caches: Iterable[tuple[str, Tensor]]) -> None:
     """Raise UserError if a cache, by name, holds NaN or Inf; the first cache, of timesteps, may hold `FORGOTTEN`."""
     for index, (name, cache) in enumerate(caches):
-        if index and not is_finite(cache):
-            raise UserError(
-                f"the cache {name} holds numbers that are not finite",
-                expected="finite numbers",
-                got=f"{int((~cache.isfinite()).sum())} of {cache.numel()} are NaN or Inf",
-                remedy="call reset_cache(), and find the overflow; with model.dtype float32 or bfloat16, caches are float32",
+        if index:
+            remedy = (
+                "call reset_cache(), and find the overflow; with model.dtype float32 or bfloat16, caches are float32"
             )
+            require_finite(f"the cache {name} holds numbers that are not finite", cache, remedy)

@@ -9,9 +9,9 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trtconvert.documents import parse_json
 from trtconvert.errors import did_you_mean, first_line
@@ -65,32 +65,27 @@ def _short(text: str) -> str:
 
 
 class _Request(BaseModel):
-    """The fields of a request. `user` is accepted and ignored."""
+    """The fields of a request, each with the values to expect. `user` is accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, StringConstraints(max_length=PROMPT_CHARACTERS)] | None = None
-    model: str | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    size: str | None = None
-    response_format: Literal["b64_json"] | None = None
-    output_format: ImageFormat | None = None
-    seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
-    steps: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
+    prompt: str | None = Field(
+        None, max_length=PROMPT_CHARACTERS, description=f"a text of at most {PROMPT_CHARACTERS} characters"
+    )
+    model: str | None = Field(None, description="the name of the model, see GET /v1/models")
+    n: int | None = Field(None, ge=1, description="a whole number from 1")
+    size: str | None = Field(None, description="WIDTHxHEIGHT, such as 1024x1024, or auto")
+    response_format: Literal["b64_json"] | None = Field(
+        None, description="b64_json: images are not kept, and have no address"
+    )
+    output_format: ImageFormat | None = Field(None, description=", ".join(FORMATS))
+    seed: int | None = Field(None, ge=0, lt=SEEDS, description="a whole number from 0 to 2^63 - 1")
+    steps: int | None = Field(None, ge=1, description="a whole number from 1")
+    user: str | None = Field(None, description="a text")
 
 
-_EXPECTED = {
-    "prompt": f"a text of at most {PROMPT_CHARACTERS} characters",
-    "model": "the name of the model, see GET /v1/models",
-    "n": "a whole number from 1",
-    "size": "WIDTHxHEIGHT, such as 1024x1024, or auto",
-    "response_format": "b64_json: images are not kept, and have no address",
-    "output_format": ", ".join(FORMATS),
-    "seed": "a whole number from 0 to 2^63 - 1",
-    "steps": "a whole number from 1",
-    "user": "a text",
-}
+def _expected(field: str) -> str:
+    return str(_Request.model_fields[field].description)
 
 
 @dataclass(frozen=True)
@@ -124,16 +119,8 @@ def read_generation(body: bytes, offer: Offer, limits: Limits) -> Generation:
 def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Generation:
     """Parse a request from the fields of its body; see `read_generation`."""
     request = _read(content)
-    if request.model is not None and request.model != limits.model:
-        raise ApiError(
-            404,
-            "the server does not have this model",
-            expected=limits.model,
-            got=request.model,
-            remedy="correct model, or leave it out",
-            param="model",
-            code="model_not_found",
-        )
+    if request.model is not None:
+        require_model(request.model, limits)
     _require("n", request.n or 1, limits.images)
     _require("steps", request.steps or limits.steps, limits.most_steps)
     width, height = _size(request.size, offer)
@@ -146,6 +133,20 @@ def generation_of(content: dict[str, Any], offer: Offer, limits: Limits) -> Gene
         Shape(height, width, request.steps or limits.steps, shown),
         tuple(Order(first + i, request.prompt, request.output_format or "png") for i in range(count)),
     )
+
+
+def require_model(name: str, limits: Limits) -> None:
+    """Raise ApiError if the server has another model."""
+    if name != limits.model:
+        raise ApiError(
+            404,
+            "the server does not have this model",
+            expected=limits.model,
+            got=name,
+            remedy="use the expected name",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def generation_body(images: Sequence[str], orders: Sequence[Order], created: int, shape: Shape) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _read(content: dict[str, Any]) -> _Request:
         return _Request.model_validate(content)
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
-        raise _unfit(name, _EXPECTED[name], repr(content[name])) from error
+        raise _unfit(name, _expected(name), repr(content[name])) from error
 
 
 def _unfit(name: str, expected: str, got: str) -> ApiError:
@@ -248,7 +249,7 @@ def _shown(prompt: str | None, offer: Offer) -> bool | str:
         raise ApiError(
             400,
             "prompt is missing",
-            expected=_EXPECTED["prompt"],
+            expected=_expected("prompt"),
             got="none",
             remedy="add prompt",
             param="prompt",

@@ -17,7 +17,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trtconvert.serving.api import BODY_BYTES, ApiError, Limits, error_of, generation_body, read_generation
+from trtconvert.serving.api import (
+    BODY_BYTES,
+    ApiError,
+    Limits,
+    error_of,
+    generation_body,
+    read_generation,
+    require_model,
+)
 from trtconvert.serving.dispatch import Dispatcher, Pool, QueueFull
 from trtconvert.serving.jobs import Answer, Offer, Refusal
 
@@ -188,17 +196,7 @@ class Front:
         return JSONResponse({"object": "list", "data": [self._description()]})
 
     async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != self._limits.model:
-            raise ApiError(
-                404,
-                "the server does not have this model",
-                expected=self._limits.model,
-                got=name,
-                remedy="use the expected name",
-                param="model",
-                code="model_not_found",
-            )
+        require_model(request.path_params["name"], self._limits)
         return JSONResponse(self._description())
 
     def _description(self) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from trtconvert.errors import UserError
 from trtconvert.files import link_files, whole_folder
 from trtconvert.library import library_path
 
-_VERSION = "1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _INSTEAD = "give another REPOSITORY with -o"
 
@@ -167,18 +166,21 @@ def _write_whole(place: Path, bundle: Path, manifest: Manifest, settings: Settin
             for key, value in (("steps", settings.steps), ("max_steps", settings.most_steps))
         ],
     }
-    version = place / _VERSION
-    version.mkdir()
-    (place / "config.pbtxt").write_text(text_format(config), encoding="utf-8")
+    version = _version(place, config)
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / "model.py")
     link_files([MANIFEST, *manifest.files], bundle, version / "bundle")
 
 
-def _write_component(place: Path, bundle: Path, record: ComponentRecord, config: Mapping[str, Any]) -> None:
-    version = place / _VERSION
-    version.mkdir()
+def _version(place: Path, config: Mapping[str, Any]) -> Path:
+    """Write a model's configuration, and return the folder of its only version."""
     (place / "config.pbtxt").write_text(text_format(config), encoding="utf-8")
-    engines = plans(record)
+    version = place / "1"
+    version.mkdir()
+    return version
+
+
+def _write_component(place: Path, bundle: Path, record: ComponentRecord, config: Mapping[str, Any]) -> None:
+    version, engines = _version(place, config), plans(record)
     for engine in engines:
         source = PurePosixPath(engine.file)
         link_files([source.name], bundle / source.parent, version)

@@ -60,14 +60,14 @@ class Build:
     """The inputs of stages.
 
     Attributes:
-        recipe: the recipe to build.
-        weights: hash of the model, see `trtconvert.models.identity`.
+        weights: hash of the model's weights, see `trtconvert.models.identity`.
         place: where the model computes.
         cache: holds the outputs of stages.
         report: receives progress and notices.
         skip_bad: leave bad calibration samples out.
         native: also write each exported model for engines without plugins. TensorRT-RTX and the verification on a CPU read it.
-        timed: wraps the model for the calibration of these parts; its first drawing gives the forecast of the build's time.
+        timed: wraps the model for the calibration of the given sites and layers. The first calls give a forecast of the
+            build's time.
         crew: processes that share the samples. Only rank 0 runs stages; the others run the tasks that stages share.
     """
 
@@ -90,7 +90,7 @@ class Build:
         return self.crew.ranks
 
     def stage(self, name: str, reads: Mapping[str, Any], make: Callable[[Path, Bar], None]) -> Stage:
-        """Runs a stage that may load the model; see `run_stage`."""
+        """Runs a stage that may load the model, or takes it from the cache; see `run_stage`."""
 
         @functools.wraps(make)  # keeps the module, which is part of the stage's key
         def made(folder: Path, bar: Bar) -> None:
@@ -117,7 +117,7 @@ class Build:
         return {"kernels": sha256(library)} if library is not None else {}
 
     def as_exported(self, model: DiffusionModel) -> DiffusionModel:
-        """Returns a model with the inputs and dimensions of its export; raises as `fused_form`."""
+        """Returns a model with the inputs and dimensions of its export; with `engine.guidance: fused`, see `fused_form`."""
         from trtconvert.models.guidance import fused_form
 
         return fused_form(model) if self.recipe.engine.guidance == "fused" else model

@@ -84,7 +84,7 @@ def calibrate_stage(build: Build) -> Calibrated:
 
 
 def _load_ahead(build: Build, _bar: Steps) -> None:
-    """Loads the model of another process while rank 0 checks the recipe. Rank 0 meets the same errors and prints them."""
+    """Loads the model in another process while rank 0 checks the recipe. Rank 0 meets the same errors and prints them."""
     with suppress(Exception):
         build.source.placed()
 

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 COMPONENT = "denoiser"
 CALIBRATION, SITES, LAYERS = "calibration.safetensors", "sites.json", "layers.json"
-ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"
-NAMES, ERROR, ERRORS = "names.json", "error.json", "errors.json"
+ONNX, NATIVE, SIGNATURE = "denoiser.onnx", "native.onnx", "signature.json"  # SIGNATURE holds a ComponentRecord
+NAMES = "names.json"
+OUTPUT_ERRORS, SITE_ERRORS = "error.json", "errors.json"  # of predictions or components; of sites and layers
 PLAN, FRONTIER, SCALINGS = "plan.json", "frontier.json", "scalings.json"
 ENGINE, RECORD = "engine.plan", "engine.json"
 QUALITY, SAMPLES = "quality.json", "samples.png"
-FULL, VERIFY, EXAMPLE = "full.safetensors", "verify.safetensors", "example.safetensors"
+FULL_PRECISION, RECORDED_CALLS, EXAMPLE = "full.safetensors", "verify.safetensors", "example.safetensors"
 REUSE, REUSE_RECORD, CHOSEN_PLAN = "reuse.safetensors", "reuse.json", "chosen.json"
 
 Engines = list[tuple[EngineRecord, Stage]]
@@ -37,7 +38,8 @@ def run_stage(
     """Returns a stage from the cache, or runs it, with progress on a bar.
 
     Args:
-        make: writes the stage's folder. Its module, with all that the module imports, is part of the key.
+        reads: everything but code that the stage's output depends on: sections of the recipe, hashes, keys of earlier stages.
+        make: writes the stage's folder. The module of `make`, with all that this module imports, is part of the key.
         code: names of further modules, see `Cache.stage`.
     """
     with report.stage(name) as bar:

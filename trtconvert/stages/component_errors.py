@@ -1,4 +1,4 @@
-"""The stages that compare the pipeline's other models, as shipped, with FP32."""
+"""The stages that compare the exported text encoders and VAE with FP32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtconvert.bundle import ComponentRecord, EngineRecord
 from trtconvert.cache import Stage
 from trtconvert.evaluate.gates import check_component
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import ENGINE, ERROR, EXAMPLE, Engines, component_of
+from trtconvert.stages.common import ENGINE, EXAMPLE, OUTPUT_ERRORS, Engines, component_of
 
 if TYPE_CHECKING:
     from trtconvert.evaluate.component_example import ComponentExample
@@ -38,13 +38,14 @@ def verified_component(build: Build, name: str, exported: Stage, engines: Engine
             errors = engine_errors(example, component, *runs[0])
         else:
             errors = example.errors(OnnxRuntimeComponent(exported.folder / component.onnx, component))
-        (folder / ERROR).write_text(json.dumps(errors))
+        (folder / OUTPUT_ERRORS).write_text(json.dumps(errors))
 
     verified = build.stage(f"verify {name}", reads, make)
-    errors = json.loads((verified.folder / ERROR).read_text())
+    errors = json.loads((verified.folder / OUTPUT_ERRORS).read_text())
     error = check_component(name, component_of(exported), errors, build.recipe.verify.max_component_error)
     return error, [
-        (of.model_copy(update={"error": error}) if (of, stage) in runs else of, stage) for of, stage in engines
+        (record.model_copy(update={"error": error}) if (record, stage) in runs else record, stage)
+        for record, stage in engines
     ]
 
 

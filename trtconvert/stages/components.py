@@ -1,4 +1,4 @@
-"""The stages that export the pipeline's other models, listed in a recipe's `components` section."""
+"""The stages that export text encoders and the VAE, which a recipe's section `components` lists."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def component_stages(build: Build) -> dict[str, Stage]:
-    """Exports the pipeline's other models of the recipe. Runs first, so that errors show before the calibration.
+    """Exports the components of the recipe. Runs first, so that errors show before the calibration.
 
-    Each stage writes a model, its signature, and a call in FP32 to compare the engine with.
+    Each stage writes a model, its signature, and a call with its outputs in FP32, for comparison with the engine.
     """
     recipe = build.recipe
     if not recipe.components:

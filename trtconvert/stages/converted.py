@@ -22,7 +22,7 @@ def converted_layers(
     """Returns the layers that the plan converts, with their tables.
 
     Args:
-        computed_on: device that computes the tables, see `layer_tables`.
+        computed_on: device that quantises the weights, see `layer_tables`.
     Raises:
         UserError: the recipe requires layers that quantise deltas, but the plan has none.
     """

@@ -1,4 +1,4 @@
-"""The stages that build engines, one GPU architecture each."""
+"""The stages that build engines, one for each component and GPU architecture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """Options of engine builds.
+    """The options, the backend and the cache that all engine builds share.
 
     Attributes:
         options: the recipe's engine section.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trtconvert.cache import Stage
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import ERRORS
+from trtconvert.stages.common import SITE_ERRORS
 from trtconvert.stages.converted import int8_in_torch
 from trtconvert.stages.results import Planned
 
@@ -32,6 +32,6 @@ def errors_stage(build: Build, planned: Planned) -> Stage:
         samples = samples_for_errors(planned.calibrated.chosen_sites, section.samples)
         bar.total(len(batches_of(samples, verify.BATCH)))
         found = verify.output_sqnr(source, sites, layers, recipe.calibration.bins, section.seed, samples, bar)
-        (folder / ERRORS).write_text(json.dumps(found))
+        (folder / SITE_ERRORS).write_text(json.dumps(found))
 
     return build.stage("errors", reads, make)

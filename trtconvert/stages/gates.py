@@ -9,7 +9,7 @@ from trtconvert.bundle import QualityRecord
 from trtconvert.cache import Stage
 from trtconvert.evaluate import gates
 from trtconvert.recipe import Recipe
-from trtconvert.stages.common import ERROR, QUALITY, Engines
+from trtconvert.stages.common import OUTPUT_ERRORS, QUALITY, Engines
 from trtconvert.stages.results import Planned
 
 
@@ -20,9 +20,9 @@ def check_gates(recipe: Recipe, planned: Planned, verified: Stage, engines: Engi
     gates.check_gates(
         quality, plan.site_modes, recipe.verify, plan.layer_modes, plan.scalings, plan.shares.keys(), convs
     )
-    if not (verified.folder / ERROR).is_file():
+    if not (verified.folder / OUTPUT_ERRORS).is_file():
         return quality, engines
-    errors = json.loads((verified.folder / ERROR).read_text())
+    errors = json.loads((verified.folder / OUTPUT_ERRORS).read_text())
     measured = []
     for record, stage in engines:
         if record.backend == "tensorrt" and errors:

@@ -41,7 +41,9 @@ def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
     import onnx_ir as ir
 
     from trtconvert.export import storage
-    from trtconvert.export.lowering import expand_layers, lower_deltas, lower_to_native, quantise_products
+    from trtconvert.export.lowering.delta_qdq import lower_deltas
+    from trtconvert.export.lowering.layers import expand_layers, quantise_products
+    from trtconvert.export.lowering.native import lower_to_native
     from trtconvert.export.nodes.attention import attention_nodes
 
     native = ir.load(onnx_file)

@@ -23,7 +23,7 @@ def plan_stages(build: Build, calibrated: Calibrated, searched: Stage | None) ->
     """Sets the mode of each site, layer and timestep bin. The stage writes the plan, and the frontier of a search.
 
     Returns:
-        One plan; if the budget decides about steps and the plan was searched, that plan and its rivals, see `Frontier.rivals`.
+        One plan; the plan and its rivals (`Frontier.rivals`) if the search and the choice of steps share the budget.
     """
     names = [build.recipe.plan.point]
     if searched is not None and build.recipe.plan_follows_steps:
@@ -32,7 +32,11 @@ def plan_stages(build: Build, calibrated: Calibrated, searched: Stage | None) ->
 
 
 def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, point: str | None) -> Planned:
-    """Runs the plan stage; point: name of the search's plan, None: the fastest within the budget."""
+    """Runs the plan stage.
+
+    Args:
+        point: name of a plan of the search; None: the fastest within the budget.
+    """
     recipe = build.recipe
     reads: dict[str, Any] = {
         "calibration": calibrated.stage.key,
@@ -52,7 +56,7 @@ def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, po
 
 
 def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
-    """Returns a point of the frontier, named as in `Frontier.choose`, and writes the frontier with this point chosen."""
+    """Returns the plan of a point of the frontier (`Frontier.choose`), and writes the frontier with this point chosen."""
     frontier = read_frontier(searched.folder / FRONTIER)
     point = frontier.choose(name)
     chosen = frontier.model_copy(update={"chosen": point.name})
@@ -62,7 +66,7 @@ def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
 
 
 def _stated(build: Build, calibrated: Calibrated) -> Plan:
-    """Returns the plan of the recipe: its modes, or the rule that it names."""
+    """Returns the plan that the recipe states, by modes or by the name of a rule."""
     from trtconvert.calib.block_plan import stated_blocks
     from trtconvert.calib.fixed_plans import stated_attention
     from trtconvert.calib.layer_plan import stated_layers

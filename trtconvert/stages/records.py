@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def layer_records(
     recipe: Recipe, planned: Planned, converted: Mapping[str, ConvertedLayer], batch: int
 ) -> list[LayerRecord]:
-    """Makes the records of all layers; batch: batch size of the kernel times."""
+    """Returns the records of all layers; batch: batch size of the kernel times."""
     from trtconvert.linear import convs
 
     decisions = planned.plan.layers
@@ -58,7 +58,7 @@ def _layer_record(layer: Layer, modes: list[int], modulated: bool = False) -> La
 
 
 def site_records(planned: Planned, sparse: bool) -> list[SiteRecord]:
-    """Makes the records of all sites; sparse: true if the recipe asks for block masks."""
+    """Returns the records of all sites; sparse: True if the recipe asks for block masks."""
     from trtconvert.attention.blocks import obstacle_to_blocks
 
     plan = planned.plan

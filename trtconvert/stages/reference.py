@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trtconvert.cache import Stage
 from trtconvert.stages.build import Build, Source
-from trtconvert.stages.common import FULL, VERIFY
+from trtconvert.stages.common import FULL_PRECISION, RECORDED_CALLS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,16 +37,18 @@ def reference_stage(build: Build) -> Stage:
         # Offloading leaves no room for a whole copy in FP32.
         in_float32 = place.on_gpu and place.dtype != "float32" and not place.offload
         calls = recorder.calls(lambda: _in_float32(build.source) if in_float32 else None)
-        calls.save(folder / VERIFY)
-        save_file({"images": images.contiguous()}, folder / FULL)
+        calls.save(folder / RECORDED_CALLS)
+        save_file({"images": images.contiguous()}, folder / FULL_PRECISION)
         bar.step()
 
     return build.stage("reference", reads, make)
 
 
 def _drawn(build: Build, bar: Steps) -> tuple[Tensor, CallRecorder]:
-    """Returns the images, and the recorder of their calls, which does not hold the copy on the GPU. The recorder of rank 0 is the
-    one to keep: rank 0 draws the first samples."""
+    """Returns the images, and the recorder of their calls. The recorder of rank 0 counts, because rank 0 draws the first samples.
+
+    The recorder holds the model on the CPU, so that `Source.leave_gpu` frees the copy on the GPU.
+    """
     from trtconvert.evaluate import verify
     from trtconvert.evaluate.recorded_calls import CallRecorder
     from trtconvert.models.cuda_graphs import graphed

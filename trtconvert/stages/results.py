@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _SentByFields:
-    """Pickles the fields of a dataclass alone: another process reads the files itself."""
+    """Pickles the fields of a dataclass without its cached properties: another process reads the files itself."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ class Calibrated(_SentByFields):
 
     def input_ranges(self, guidance: GuidanceRecord | None) -> dict[str, list[float]]:
         """Returns the largest magnitudes of the denoiser's inputs by timestep bin. Inputs of the two halves of guidance share a
-        range, as the calibration observed both together."""
+        range, because the calibration observed both together."""
         ranges = {name: x.tolist() for name, x in self.calibration.inputs.items()}
         twins = guidance.negative if guidance is not None else {}
         return ranges | {twin: ranges[name] for name, twin in twins.items() if name in ranges}
@@ -92,7 +92,7 @@ class Planned(_SentByFields):
         return {"calibration": self.calibrated.stage.key, "plan": self.stage.key}
 
     def tables(self) -> dict[str, AttentionTables]:
-        """Returns the tables of the sites in INT8."""
+        """Returns scales and modes of the INT8 sites, by site."""
         return self.calibrated.calibration.with_modes(self.plan.site_modes)
 
     def masks(self) -> dict[str, Tensor]:
@@ -102,11 +102,11 @@ class Planned(_SentByFields):
 
 
 @dataclass(frozen=True)
-class Steps(_SentByFields):
+class ComputedSteps(_SentByFields):
     """The choice of the computed denoising steps, and of the plan.
 
     Attributes:
-        plans: the candidates.
+        plans: the plans to choose from.
         stage: the stage that chose; None if the recipe computes all steps.
     """
 
@@ -132,7 +132,7 @@ class Steps(_SentByFields):
         return {} if self.stage is None else {"steps": self.stage.key}
 
     def reuse(self, component: ComponentRecord) -> Reuse | None:
-        """Returns the source of the denoiser's schedules; None if all steps are computed."""
+        """Returns the schedules of computed steps; None if all steps are computed."""
         from trtconvert.runtime.reuse import load_reuse
 
         if self.stage is None or self.record is None:

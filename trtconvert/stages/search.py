@@ -1,4 +1,4 @@
-"""The stage that searches plans and samples with each."""
+"""The stage that searches plans and draws samples with each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 
 def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
-    """Searches plans and samples with each; None if the recipe states the plan. Writes the frontier; the plan stage chooses the
-    plan to build. Measurements survive an interrupted build, and serve searches with other budgets."""
+    """Searches plans and draws samples with each. Writes the frontier; the plan stage chooses the plan to build.
+
+    Measurements survive an interrupted build, and serve searches with other budgets.
+
+    Returns:
+        None if the recipe states the plan.
+    """
     recipe = build.recipe
     if recipe.attention.modes != "auto":
         return None

@@ -29,7 +29,10 @@ def narrowed(
     """Returns a model's dimensions, with the ranges of an engine section instead of the model's.
 
     Args:
-        name: of the model, for messages; steps: step sizes of dimensions other than 1.
+        ranges: by dimension, of the recipe's engine section.
+        available: min, opt and max of each dimension of the model.
+        name: of the model, for messages.
+        steps: step sizes of dimensions, if not 1.
     Raises:
         UserError: a dimension is unknown, or its range exceeds the model's, or misses the model's steps.
     """

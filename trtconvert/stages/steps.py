@@ -1,4 +1,4 @@
-"""The stage that chooses the computed denoising steps, and with them the plan."""
+"""The stage that chooses the denoising steps to compute, and with them the plan."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trtconvert.calib.identity import search_reads
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import CHOSEN_PLAN, REUSE, REUSE_RECORD
 from trtconvert.stages.converted import int8_in_torch
-from trtconvert.stages.results import Planned, Steps
+from trtconvert.stages.results import ComputedSteps, Planned
 
 if TYPE_CHECKING:
     from trtconvert.calib.reuse import Found
     from trtconvert.progress import Bar
 
 
-def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
-    """Chooses the computed denoising steps, and among several plans the fastest one with its steps.
+def steps_stage(build: Build, plans: Sequence[Planned]) -> ComputedSteps:
+    """Chooses the denoising steps to compute, and among several plans the plan that is fastest with its steps.
 
-    Writes the number of that plan, the measured trajectories, and the record of the choice; only the number if no step can be
+    Writes the chosen plan's index, the measured trajectories, and the record of the choice; only the index if no step can be
     skipped.
 
     Args:
@@ -32,7 +32,7 @@ def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
     recipe = build.recipe
     section = recipe.steps
     if section.computed == "all":
-        return Steps(plans)
+        return ComputedSteps(plans)
     reads: dict[str, Any] = {
         "calibration": plans[0].calibrated.stage.key,
         "plans": [planned.stage.key for planned in plans],
@@ -87,7 +87,7 @@ def steps_stage(build: Build, plans: Sequence[Planned]) -> Steps:
         )
         (folder / REUSE_RECORD).write_text(record.model_dump_json(indent=1))
 
-    steps = Steps(plans, build.stage("steps", reads, make))
+    steps = ComputedSteps(plans, build.stage("steps", reads, make))
     if steps.record is None:
         build.report.notice(
             "all denoising steps are computed: samples with skipped steps miss the budget of the section plan; lower "

@@ -15,19 +15,19 @@ from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import (
     ENGINE,
-    ERROR,
-    ERRORS,
-    FULL,
+    FULL_PRECISION,
     NATIVE,
     ONNX,
+    OUTPUT_ERRORS,
     QUALITY,
+    RECORDED_CALLS,
     SAMPLES,
-    VERIFY,
+    SITE_ERRORS,
     Engines,
     component_of,
 )
 from trtconvert.stages.converted import int8_in_torch
-from trtconvert.stages.results import Planned, Steps
+from trtconvert.stages.results import ComputedSteps, Planned
 
 if TYPE_CHECKING:
     import torch
@@ -44,15 +44,20 @@ if TYPE_CHECKING:
 def verify_stage(
     build: Build,
     planned: Planned,
-    steps: Steps,
+    steps: ComputedSteps,
     exported: Stage,
     reference: Stage,
     errors: Stage | None,
     engines: Engines,
 ) -> Stage:
-    """Measures the figures for the gates: with the engine if this machine's GPU runs one, otherwise with the kernels in torch on
-    a GPU, or, without errors of `errors_stage`, with the exported model on a CPU. Writes the figures and the sample grid; does
-    not read the thresholds."""
+    """Measures the figures for the gates. Writes the figures and the grid of samples; does not read the thresholds.
+
+    A GPU draws samples with the engine if there is one, otherwise with the kernels in torch. A CPU draws them with the exported
+    model.
+
+    Args:
+        errors: stage of the errors of sites and layers; None on a CPU.
+    """
     if errors is None:
         return _verify_export(build, planned, steps, exported, reference)
     runs = [(record, stage) for record, stage in engines if record.backend == "tensorrt"]
@@ -72,7 +77,7 @@ def verify_stage(
         from trtconvert.evaluate import verify
         from trtconvert.evaluate.recorded_calls import RecordedCalls
 
-        calls = RecordedCalls.load(reference.folder / VERIFY)
+        calls = RecordedCalls.load(reference.folder / RECORDED_CALLS)
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
         prediction_error: list[float | None] = []
         if runs:
@@ -82,8 +87,8 @@ def verify_stage(
             with build.crew.sharing(_drawn_in_torch, planned, steps, component):
                 int8 = _drawn_in_torch(build, bar, planned, steps, component)
         bar.step()
-        of_sites, of_layers = json.loads((errors.folder / ERRORS).read_text())
-        _leave_figures(
+        of_sites, of_layers = json.loads((errors.folder / SITE_ERRORS).read_text())
+        _write_figures(
             folder,
             recipe,
             reference,
@@ -94,7 +99,7 @@ def verify_stage(
             computed=build.place.reason,
             type_error=calls.type_errors,
         )
-        (folder / ERROR).write_text(json.dumps(prediction_error))
+        (folder / OUTPUT_ERRORS).write_text(json.dumps(prediction_error))
 
     return build.stage("verify", reads, make)
 
@@ -102,7 +107,7 @@ def verify_stage(
 def _drawn_by_engine(
     build: Build,
     bar: bars.Steps,
-    steps: Steps,
+    steps: ComputedSteps,
     component: ComponentRecord,
     record: EngineRecord,
     built: Stage,
@@ -122,7 +127,7 @@ def _drawn_by_engine(
 
 
 def _drawn_in_torch(
-    build: Build, bar: bars.Steps, planned: Planned, steps: Steps, component: ComponentRecord
+    build: Build, bar: bars.Steps, planned: Planned, steps: ComputedSteps, component: ComponentRecord
 ) -> Tensor:
     """Returns samples of the kernels in torch."""
     from trtconvert.evaluate import verify
@@ -136,7 +141,7 @@ def _drawn_in_torch(
 
 
 def _drawn_by_export(
-    build: Build, bar: bars.Steps, steps: Steps, exported: Stage, denoiser: OnnxRuntimeComponent | None = None
+    build: Build, bar: bars.Steps, steps: ComputedSteps, exported: Stage, denoiser: OnnxRuntimeComponent | None = None
 ) -> Tensor:
     """Returns samples of the exported model on ONNX Runtime; denoiser: that model, if this process has loaded it."""
     from trtconvert.evaluate import verify
@@ -149,8 +154,8 @@ def _drawn_by_export(
     return verify.draw(build.source.placed(), AnyBatch(denoiser), build.recipe.verify, bar, build.ranks)
 
 
-def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage, reference: Stage) -> Stage:
-    """Measures with the exported model on ONNX Runtime."""
+def _verify_export(build: Build, planned: Planned, steps: ComputedSteps, exported: Stage, reference: Stage) -> Stage:
+    """Measures the figures on a CPU, with the exported model on ONNX Runtime."""
     recipe = build.recipe
     section = recipe.verify
     reads = {
@@ -204,7 +209,7 @@ def _verify_export(build: Build, planned: Planned, steps: Steps, exported: Stage
         )
         with build.crew.sharing(_drawn_by_export, steps, exported):
             int8 = _drawn_by_export(build, bar, steps, exported, denoiser)
-        _leave_figures(
+        _write_figures(
             folder,
             recipe,
             reference,
@@ -235,7 +240,8 @@ def _export_error(
 
     Args:
         denoiser: the exported model on ONNX Runtime.
-        in_torch: the reference in the model's type; layers: its INT8 layers.
+        in_torch: the reference in the model's type.
+        layers: INT8 layers of the reference, whose caches start again with each run.
         calls: inputs of consecutive steps in the types of the signature.
         limit: largest error that passes.
     """
@@ -266,7 +272,7 @@ _THRESHOLDS = {"min_psnr", "max_lpips", "max_prediction_error"}
 """Fields that do not affect measurements."""
 
 
-def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor, **measured: Any) -> None:
+def _write_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor, **measured: Any) -> None:
     """Writes the figures of a build, and its samples [N, C, H, W] in [0, 1] beside full precision's; measured: further fields of
     `QualityRecord`."""
     from safetensors.torch import load_file
@@ -274,7 +280,7 @@ def _leave_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor,
     from trtconvert.evaluate import verify
     from trtconvert.evaluate.grid import save_comparison
 
-    section, full = recipe.verify, load_file(reference.folder / FULL)["images"]
+    section, full = recipe.verify, load_file(reference.folder / FULL_PRECISION)["images"]
     per_sample = verify.psnr(int8, full)
     quality = QualityRecord(
         samples=section.samples,

@@ -34,7 +34,7 @@ _SOFTMAXES = {torch.softmax, Tensor.softmax, functional.softmax, torch.special.s
 _RESHAPES = {Tensor.reshape, torch.reshape, Tensor.view, Tensor.flatten, torch.flatten}
 
 _BEGIN = PRODUCTS | _SOFTMAXES | _RESHAPES | TURNS
-"""Functions that are followed while nothing is known of any tensor."""
+"""Functions that are followed as long as no tensor is known: they start an attention."""
 
 _FARTHEST = 3
 """After this number of calls that are not followed a tensor no longer counts as scores or probabilities."""

@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def split(self) -> bool:
-        """Whether samples and heads share an axis in the model, and not here."""
+        """True if samples and heads share an axis in the model, and not here."""
         return self.heads == _HEAD and self.sizes[_HEAD] != 1
 
     def tensors(self, scores: Scores, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,14 +37,14 @@ class Product:
 
     @property
     def is_of_samples(self) -> bool:
-        """Whether both factors share an axis of samples or heads, each has an axis of its own, and one axis is summed."""
+        """True if both factors share an axis of samples or heads, each has an axis of its own, and one axis is summed."""
         a, b = map(set, self.of)
         both, result = a & b, set(self.result)
         return bool(both & result and a - b and b - a) and len(both - result) == 1 and a ^ b <= result
 
 
 def is_number(x: Any) -> bool:
-    """Whether a value is a number that stays the same while a model is traced."""
+    """Returns whether a value is a number that stays the same while a model is traced."""
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 

@@ -111,7 +111,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Probabilities:
-    """The result of a softmax over the axis `key` of scores. axes: in their present order."""
+    """The result of a softmax over the axis `key` of scores. axes: of the result, in their present order."""
 
     scores: Scores
     key: str

@@ -1,9 +1,11 @@
-"""Whether all numbers of a tensor are finite."""
+"""Checks that all numbers of a tensor are finite."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from trtconvert.errors import UserError
 
 
 def is_finite(x: Tensor) -> bool:
@@ -24,3 +26,19 @@ def finite(x: Tensor) -> Tensor:
         x = x.bfloat16()
     turned = x.T if x.dim() == 2 and not x.is_contiguous() else x  # in the order of the memory
     return torch.isfinite(torch.stack(turned.aminmax())).all()
+
+
+def require_finite(problem: str, x: Tensor, remedy: str) -> None:
+    """
+    Args:
+        problem: for the message.
+    Raises:
+        UserError: the tensor has NaN or Inf.
+    """
+    if not is_finite(x):
+        raise UserError(
+            problem,
+            expected="finite numbers",
+            got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
+            remedy=remedy,
+        )

@@ -7,7 +7,7 @@
 
 namespace trtconvert::sm90 {
 
-constexpr CUtensorMapDataType kInt8Bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;  // which are copied as they are
+constexpr CUtensorMapDataType kInt8Bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;  // INT8 is copied unchanged, as bytes
 
 constexpr CUtensorMapDataType float16_type(bool bf16) {
   return bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;

@@ -154,14 +154,14 @@ __device__ void consume_16bit(const Params& p, uint8_t* shared, int consumer) {
         issue_scores<kMode, kBf16, kDimQk, kDimPv, kAhead, kScores - kAhead>(s, query, key);
       }
       turns.pass();
-      // Asked now, needed later: an answer takes some fifty cycles.
+      // Asked early, because the answer takes some fifty cycles.
       const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
       float c[2];
       load_exponents<S>(c, row_scales, ring, at.stage);
       wgmma_wait<0>();
       pin(s);
       pin(o);
-      __syncwarp();  // not for the barriers, where every lane arrives: without the test the compiler schedules worse
+      __syncwarp();  // for the compiler's schedule only: every lane arrives at the barriers itself
       mbarrier_arrive(barriers.key_empty(at.stage));
       if ((kAhead == kScores || kAhead == 0) && step > 0) mbarrier_arrive(barriers.value_empty(previous_stage));
 

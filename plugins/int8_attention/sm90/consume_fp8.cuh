@@ -181,7 +181,7 @@ __device__ void consume_fp8(const Params& p, uint8_t* shared, int consumer) {
         issue_scores<kMode, false, kDimQk, kDimPv, kAhead, kScores - kAhead>(s, query, key);
       }
       turns.pass();
-      // Asked now, needed later: an answer takes some fifty cycles.
+      // Asked early, because the answer takes some fifty cycles.
       const bool value_ready = mbarrier_test(barriers.value_full(at.stage), at.parity());
       float c[2];
       load_exponents<S>(c, row_scales, ring, at.stage);

@@ -152,7 +152,7 @@ __device__ __forceinline__ void subtract_maxima(Score (&x)[N], const float (&pea
   reference[1] -= maximum[1];
 }
 
-// Modes 0 and 1: takes the row maxima of such a tile. `reference` becomes the reference of its x c.
+// Modes 0 and 1: takes the row maxima of a tile that outgrows(). `reference` becomes the reference of the tile's x c.
 template <typename Score, int N, int kChunks, int kHalf>
 __device__ __forceinline__ void settle_references(Rows& rows, Score (&x)[N], const float (&c)[2], float (&reference)[2],
                                                   float (&o)[kChunks][kHalf]) {

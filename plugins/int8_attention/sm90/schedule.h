@@ -1,8 +1,8 @@
 // Division of the sm_90a kernel's work into thread blocks.
 //
 // A unit is the common work of a thread block's consumers: query blocks of one head, over all its keys. Units with a query block
-// for every consumer come first, head by head, then each head's last unit, if it has fewer. If that is a single query block, a unit
-// takes those of several heads, and each consumer has its own keys.
+// for every consumer come first, head by head; then each head's last unit with the remaining query blocks. If a single query block
+// remains, a unit may take the last query blocks of several heads (gathered), and each consumer has its own keys.
 //
 // Under a block mask a unit is a row of blocks of one head, 128 queries, for two consumers: a third consumer would need keys of
 // another row. Units come in the order of BlockRow, and are not divided.
@@ -20,9 +20,9 @@
 namespace trtconvert::attention {
 
 struct Schedule {
-  int full, rest;     // per head: units with a block for every consumer, and blocks of the one unit after them
+  int full, rest;     // per head: units with a block for every consumer, and blocks of the last unit
   int full_units;     // of all heads of a batch element
-  int gathered;       // heads of a unit after them
+  int gathered;       // heads in a unit after the full units
   int units;          // of a batch element
   int divided, parts; // of the last batch element: the number of divided last units, and the number of their parts
 

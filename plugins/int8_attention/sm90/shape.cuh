@@ -41,8 +41,9 @@ struct Extremes {
 // A thread block's current work: a unit of the schedule, or a part of one.
 struct Task {
   int batch, bin;                 // the batch element, and its row of the tables
-  int head, first_block, active;  // query blocks first_block .. first_block + active - 1; with several streams first_block of
-  int streams;                    // the heads head .. head + streams - 1, one per consumer. Tiles of the streams alternate
+  int head, first_block, active;  // query blocks first_block .. first_block + active - 1 of a head
+  int streams;                    // if more than 1: block first_block of the heads head .. head + streams - 1 instead, a head for
+                                  // each consumer. Tiles of the heads alternate
   int first_step, steps;          // over the keys, in tiles of the mode; steps may be 0
   int num_keys;                   // keys beyond do not exist
   uint32_t phases;                // where the ring's first stage is: Cursor
@@ -81,7 +82,7 @@ struct Barriers {
   Task tasks[kTaskSlots];
 };
 
-// Where they are in shared memory.
+// Addresses of the barriers in shared memory.
 class BarrierAddresses {
  public:
   __device__ __forceinline__ explicit BarrierAddresses(uint32_t barriers) : at_(barriers) {}
@@ -165,7 +166,7 @@ struct Shape {
   // previous tile are in use.
   static constexpr bool kCanGather = kDimPv > 96 && (kPipelined ? kStages == 2 * kConsumers : kStages >= kConsumers);
   // Shared memory: the ring of stages (values, then keys) from its start, which is aligned for the swizzle, the block of ones,
-  // the stages' scales, the consumers' own, the barriers.
+  // the stages' scales, the consumers' own data, the barriers.
   static_assert(!kSwizzled || (kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0));
   static constexpr int kOnesBlock = kStages * kStageBytes;
   static constexpr int kScales = kOnesBlock + kOnesBytes;
@@ -186,7 +187,7 @@ struct Shape {
     return swizzled_descriptor(address + moved, kSharedOnes ? kOnesBlock - moved : kSwizzledBlock, 1024);
   }
 
-  // Of a stage, from the start of shared memory on. Only what the mode needs is there.
+  // Offset of a stage's TileScales in shared memory. Fields that the mode does not need are missing: kScaleOffset.
   static __device__ __forceinline__ int tile_scales_at(int stage) { return kScales + stage * kScaleBytes - kScaleOffset; }
 };
 
@@ -209,7 +210,7 @@ constexpr int largest(std::initializer_list<int> values) {
 
 template <int kDimQk, int kDimPv>
 struct Config {
-  static constexpr int kFp8Mode = has_fp8_values(kDimPv) ? 4 : 1;  // what mode 4 is computed as
+  static constexpr int kFp8Mode = has_fp8_values(kDimPv) ? 4 : 1;  // the mode that computes mode 4
   // One producer warpgroup and room for the most consumers of any mode; where a mode uses fewer, the rest give their
   // registers away.
   static constexpr int kWarpgroups = 1 + Shape<1, kDimQk, kDimPv>::kConsumers;
@@ -247,7 +248,7 @@ struct Share {
   Element element;  // of a batch of one
 };
 
-// By one thread: `elements` of the batch have each mode.
+// Called by one thread. `elements`: the number of batch elements of each mode.
 __device__ __forceinline__ Share share_out(const int (&elements)[kModes], int batch) {
   int left = batch, thread_blocks = gridDim.x, modes = 0;
 #pragma unroll 1
@@ -268,8 +269,8 @@ __device__ __forceinline__ Share share_out(const int (&elements)[kModes], int ba
   return share;
 }
 
-// The same in all threads of the thread block. Several modes of a batch share the thread blocks by their elements. Overwrites the
-// beginning of `shared`; a barrier has to follow before another use.
+// Returns the same share in all threads of the thread block. Several modes of a batch share the thread blocks by their elements.
+// Overwrites the beginning of `shared`; a barrier has to follow before another use.
 __device__ __forceinline__ Share share_of(const Params& p, uint8_t* shared) {
   // The shuffles tell the compiler that the values are uniform.
   if (p.batch == 1) {
@@ -415,7 +416,7 @@ struct ConsumerTask {
   }
 };
 
-// Under a block mask two consumers compute, and where there is a third it never does.
+// Under a block mask the first two consumers compute, and a third consumer never does.
 template <typename S>
 __device__ __forceinline__ bool is_ordinary(const Params& p, const Task& task) {
   return task.ordinary(p.block_mask_heads > 0 ? Schedule::kBlockConsumers : S::kConsumers);
@@ -438,7 +439,7 @@ struct Known {
   __device__ constexpr operator bool() const { return kValue; }
 };
 
-// compute_tile(step, Known<false>()) for every step of a task but that of the partial tile, if there is one, which is the last:
+// Calls compute_tile(step, Known<false>()) for every step of a task, except for the step of a partial tile, which is the last:
 // compute_tile(step, Known<true>()).
 template <typename S, typename ComputeTile>
 __device__ __forceinline__ void compute_steps(const ConsumerTask<S>& mine, const ComputeTile& compute_tile) {

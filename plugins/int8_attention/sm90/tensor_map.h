@@ -7,7 +7,7 @@
 
 namespace trtconvert::attention {
 
-// Of each part of the tokens.
+// The map of each part of the tokens (Params::parts).
 struct ValueMaps {
   CUtensorMap of[2];
 };

@@ -19,17 +19,17 @@ struct Attributes {
   bool norm = false;             // whether there is an input 'norm'
   float norm_epsilon = 0.0f;     // norm_eps: of the norm of q and k
   int32_t norm_split = 0;        // the first token that the second row of norm's weights is for; 0: one row for all tokens
-  int32_t kv_heads = 0;          // of this node, where k and v are one tensor of the heads of several nodes; else 0
-  int32_t k_head = 0, v_head = 0;  // the first of them in that tensor
+  int32_t kv_heads = 0;          // key heads of this node, if k and v are one tensor for several nodes; else 0
+  int32_t k_head = 0, v_head = 0;  // the node's first heads of k and of v in that tensor
   int32_t parts = 1;               // 2: tokens lie in two tensors, as do the outputs
 };
 
-// What the creator offers to fill in, and their types.
+// Names and types of the attributes, for the creator.
 nvinfer1::PluginFieldCollection const* attribute_names() noexcept;
 
 // Reads `fields` over the defaults above. In the build phase they are a network's attributes and any may be absent; in the
-// runtime phase they come from an engine and must be exactly those that this version serialises. False, and a logged
-// reason, where a field is unknown, malformed or out of range.
+// runtime phase they come from an engine and must be exactly those that this version serialises. Returns false, with a logged
+// reason, if a field is unknown, malformed or out of range.
 bool parse_attributes(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,
                       Attributes& attributes) noexcept;
 

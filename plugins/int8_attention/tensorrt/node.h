@@ -7,14 +7,14 @@
 
 namespace trtconvert::plugin {
 
-// H query heads, Hkv key/value heads, T timestep bins, D head_dim. Instead of three tensors q, k and v may be one, given three
-// times: [B, N, 3, H, D] in layout BNHD, as one projection computes them. TensorRT computes it as one anyway, and for three
-// tensors copies the parts out. So it does for k and v that several nodes compute of one tensor: in layout BNHD they may be one,
-// given twice, [B, Nk, P, D] of the P heads of all these nodes, where attributes tell which are the node's (kv_heads).
+// H query heads, Hkv key/value heads, T timestep bins, D head_dim. In layout BNHD q, k and v may be one tensor [B, N, 3, H, D], given
+// three times. TensorRT computes the three projections as one product anyway, and would copy the parts out for three tensors. For
+// the same reason the k and v of several nodes may be one tensor [B, Nk, P, D] with the P heads of all these nodes, given twice; the
+// attributes kv_heads, k_head and v_head select the node's heads.
 //
 // Text and image that attend to each other have separate projections, and TensorRT concatenates them for a plugin with one input.
 // With the attribute parts = 2 the plugin takes both: q is the packed tensor [B, N1, 3, H, D] of the first tokens, N1 a multiple of
-// 128, and k and v are the packed tensor of the others, [B, N2, 3, H, D], given twice. There are two outputs, [B, N1, H, D] and [B,
+// 128, and k and v are the packed tensor of the other tokens, [B, N2, 3, H, D], given twice. There are two outputs, [B, N1, H, D] and [B,
 // N2, H, D]; everything else counts the tokens of both: Nq = Nk = N1 + N2.
 enum Input : int32_t {
   kQ,          // [B, H, Nq, D] (BHND) or [B, Nq, H, D] (BNHD), FP16 or BF16
@@ -28,10 +28,10 @@ enum Input : int32_t {
   kVOffset,    // [T, Hkv, D] FP32
   kModes,      // [T] INT32
   kMask,       // broadcastable to [B, H, Nq, Nk], BOOL or as q
-  kBlockMask,  // [B or 1, H or 1, ceil(Nq / 128), ceil(Nk / 128)] BOOL: blocks of queries and keys that there are
-  kKeyIndex,   // [B, Hkv, n] INT32: the rows of k and v to attend to. Nk of mask and block_mask is n then
+  kBlockMask,  // [B or 1, H or 1, ceil(Nq / 128), ceil(Nk / 128)] BOOL: the blocks of queries and keys to compute
+  kKeyIndex,   // [B, Hkv, n] INT32: the rows of k and v to attend to; in mask and block_mask Nk is then n
   kRotary,     // [N, D / 2, 2] FP32: cosine and sine that turn neighbouring channels of q and k; Nq = Nk = N
-  kNorm,       // [2, D] FP32: weights of the RMS norms of q and k, which come before that; [2, H, D], Hkv = H: across the heads;
+  kNorm,       // [2, D] FP32: weights of the RMS norms of q and k, before the rotation; [2, H, D], Hkv = H: across the heads;
                // with norm_split s [2, 2, D]: of q and k, of the tokens before s and of those from s on, 0 < s < Nq = Nk
   kMaxInputs,
 };
@@ -48,7 +48,7 @@ struct OptionalInputs {
 };
 OptionalInputs optional_inputs(Attributes const& attributes, int32_t num_inputs) noexcept;
 
-// False, and a logged reason, unless the node has the inputs of its attributes, with or without a mask, and its outputs.
+// Returns false, with a logged reason, unless the node has the inputs of its attributes, with or without a mask, and its outputs.
 bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_outputs) noexcept;
 
 // True if tensor `position` (inputs, then outputs) may have this type and format. Types of q come first and decide the others. No
@@ -56,8 +56,8 @@ bool check_counts(Attributes const& attributes, int32_t num_inputs, int32_t num_
 bool supports(Attributes const& attributes, int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
               int32_t num_inputs) noexcept;
 
-// Fills in shapes, strides and attributes; pointers stay null. False, and a logged reason, where shapes or types do not
-// belong together. What the C API checks itself (head_dim, divisibility of heads) is left to it.
+// Fills in shapes, strides and attributes; pointers stay null. Returns false, with a logged reason, if shapes or types do not
+// belong together. The C API checks head_dim and the divisibility of heads.
 bool describe(Attributes const& attributes, nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
               TrtConvertAttentionParams& params) noexcept;
 

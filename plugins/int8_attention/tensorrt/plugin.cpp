@@ -16,7 +16,7 @@ using nvinfer1::PluginTensorDesc;
 
 namespace {
 
-// Kernel parameters of one end of the range. False, and a logged reason, where the shapes do not belong together.
+// Kernel parameters of one end of the range. Returns false, with a logged reason, if the shapes do not belong together.
 bool describe_bound(Attributes const& attributes, DynamicPluginTensorDesc const* inputs, int32_t num_inputs, Bound bound,
                     TrtConvertAttentionParams& params) noexcept {
   PluginTensorDesc descs[kMaxInputs];

@@ -1,4 +1,4 @@
-// Int8Attention as a TensorRT plugin. It knows shapes, types and attributes; the work is done by the C API.
+// Int8Attention as a TensorRT plugin. The plugin knows shapes, types and attributes; the C API computes.
 #pragma once
 
 #include "attributes.h"
@@ -9,7 +9,7 @@ namespace trtconvert::plugin {
 // Uses only its attributes and the shapes of each call, so contexts and streams share no state.
 class Int8AttentionPlugin final : public PluginBase {
  public:
-  // For its creator.
+  // The interface for Creator in entry_points.cpp.
   static constexpr char kName[] = "Int8Attention";
   using Attributes = plugin::Attributes;
   static bool parse(nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase,

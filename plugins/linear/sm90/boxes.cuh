@@ -1,4 +1,4 @@
-// Results before they are written: 16-bit numbers, boxes.
+// Results in 16 bits, in boxes in shared memory, from which the copy engine writes them.
 #pragma once
 
 #include "common/activation.cuh"

@@ -15,7 +15,7 @@ struct ConvTile : Int8Shape<kColumns, false, kAlternate, kCluster> {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
-// One thread.
+// Runs in one thread.
 template <typename S>
 __device__ __forceinline__ void produce(const ConvParams& p, const Maps& maps, const Ring<S>& ring) {
   const ConvShape& conv = p.conv;

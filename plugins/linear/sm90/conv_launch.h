@@ -5,10 +5,10 @@
 
 namespace trtconvert::linear {
 
-// The instance that takes least time. `depth`: channels of a window, each pixel's in whole tiles.
+// Returns the instance with the least estimated time. `depth`: channels of a window, whole tiles for each pixel.
 Int8Instance choose_int8_conv_instance(int64_t rows, int out_columns, int depth, bool bf16, int multiprocessors);
 
-// Enqueues on `stream`. The boxes of x are windows, those of the others the tile's.
+// Enqueues on `stream`. The boxes of x are windows; the boxes of the other tensors are those of the tile.
 cudaError_t launch_int8_conv(const ConvParams& params, const Maps& maps, const Int8Instance& instance, int multiprocessors,
                              cudaStream_t stream);
 

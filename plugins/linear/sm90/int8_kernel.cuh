@@ -52,7 +52,7 @@ class ScaledEpilogue {
         equalisers_(columns_ + kPairs * kPairBytes),
         barrier_(kOwnBarrier + consumer) {}
 
-  // Loaded here, needed behind the products.
+  // Loaded before the products, needed behind them.
   __device__ __forceinline__ void load(const P& p, const Place& place) {
     const int thread = threadIdx.x % kWarpgroup;
     if constexpr (kConv) {
@@ -90,7 +90,7 @@ class ScaledEpilogue {
   __device__ __forceinline__ void store(const Int8Params& p, const Maps& maps, const Place& place,
                                         const int32_t (&sums)[S::kBlocks][S::kColumns / 2]) {
     const int thread = threadIdx.x % kWarpgroup;
-    // All threads have read the last tile's: a barrier is behind.
+    // A barrier lies in between: all threads have read the last tile's values.
     if (thread < kPairs) store_shared(columns_ + thread * kPairBytes, of_columns_);
     if constexpr (kConv) {
 #pragma unroll
@@ -137,7 +137,7 @@ class ScaledEpilogue {
     return sample.usable ? sample.x_scale : NAN;
   }
 
-  // By the consumer with the first columns of these rows.
+  // Called by the consumer with the first columns of these rows.
   __device__ __forceinline__ void store_out_scales(const Int8Params& p, const Place& place) const {
     if (threadIdx.x % 4) return;
     for_each_row(place, [&](int block, int half, int row) {

@@ -7,12 +7,12 @@
 namespace trtconvert::linear {
 
 constexpr int kQuantisedColumns = 32;   // of the boxes of kBlockRows that write quantised rows, with the 32-byte swizzle
-constexpr int kWeightOnlyColumns = 128;  // of a tile for 16-bit rows: rows of weight, half of them of each product where there are two
+constexpr int kWeightOnlyColumns = 128;  // of a tile for 16-bit rows: rows of the weight; with two products, half for each
 
 // The kernel's instances.
 struct Int8Instance {
-  int columns;     // of a tile: rows of weight, half of them of each product where there are two
-  bool alternate;  // whether its consumers do, or share tiles
+  int columns;     // of a tile: rows of the weight; with two products, half of the rows belong to each
+  bool alternate;  // whether consumers alternate tiles; otherwise they share tiles
   int cluster;     // thread blocks that share their tiles of the weight
   bool geglu, bf16;
 
@@ -31,7 +31,7 @@ struct WeightOnlyInstance {
   int out_columns() const { return kWeightOnlyColumns / (geglu ? 2 : 1); }
 };
 
-// The instance that takes least time.
+// Returns the instance with the least estimated time.
 Int8Instance choose_int8_instance(int64_t rows, int out_columns, int depth, bool geglu, bool bf16, int multiprocessors);
 
 // Enqueues on `stream`. The tensors' boxes are those of the tile; quantised rows are described in place of y.

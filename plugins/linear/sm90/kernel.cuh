@@ -30,7 +30,7 @@ class BiasEpilogue {
         bias_(static_cast<const uint32_t*>(p.bias)),
         barrier_(kOwnBarrier + consumer) {}
 
-  // Loaded here, needed behind the products.
+  // Loaded before the products, needed behind them.
   __device__ __forceinline__ void load(const Params& p, const Place& place) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -43,7 +43,7 @@ class BiasEpilogue {
   __device__ __forceinline__ void prepare(const Params&, const Place&) {}
 
   __device__ __forceinline__ void make_room() {
-    if (threadIdx.x % kWarpgroup == 0) bulk_wait_read();  // the tile before
+    if (threadIdx.x % kWarpgroup == 0) bulk_wait_read();  // until the copy engine has read the previous tile
   }
 
   __device__ __forceinline__ void store(const Params&, const Maps& maps, const Place& place,

@@ -27,14 +27,14 @@ struct Maps {
 
 // The kernel's instances.
 struct Instance {
-  int columns;     // of a tile: rows of weight, half of them of each product where there are two
-  bool alternate;  // whether its consumers do, or share tiles
+  int columns;     // of a tile: rows of the weight; with two products, half of the rows belong to each
+  bool alternate;  // whether consumers alternate tiles; otherwise they share tiles
   bool geglu, bf16;
 
   int out_columns() const { return geglu ? columns / 2 : columns; }
 };
 
-// The instance that takes least time.
+// Returns the instance with the least estimated time.
 Instance choose_instance(int64_t rows, int out_columns, int depth, bool geglu, bool bf16, int multiprocessors);
 
 // Enqueues on `stream`. The tensors' boxes are those of the tile.

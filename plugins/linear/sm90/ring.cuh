@@ -115,7 +115,7 @@ __device__ __forceinline__ void copy_weight(const Maps& maps, uint32_t target, i
   }
 }
 
-// One thread.
+// Runs in one thread.
 template <typename S, typename P>
 __device__ __forceinline__ void produce(const P& p, const Maps& maps, const Ring<S>& ring) {
   Cursor<S::kStages> at;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void produce(const P& p, const Maps& maps, const Ring
   }
 }
 
-// One warpgroup. Its epilogue gets the place of each tile before the products, a notice before they end, and the sums.
+// Runs in one warpgroup. Its epilogue gets the place of each tile before the products, a notice before the products end, and the sums.
 template <typename Epilogue, typename S, typename P>
 __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring<S>& ring, int consumer) {
   using Operand = typename S::Operand;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring
   Cursor<S::kStages> at;
   if constexpr (S::kAlternate) {
     at.skip(consumer * p.depth_tiles);
-    if (consumer == 1) named_barrier_arrive(kTurnBarrier, kConsumers * kWarpgroup);  // the first turn is not its own
+    if (consumer == 1) named_barrier_arrive(kTurnBarrier, kConsumers * kWarpgroup);  // the first turn is consumer 0's
   }
   const int tiles = p.row_tiles * p.column_tiles, clusters = gridDim.x / S::kCluster, step = clusters * (S::kAlternate ? kConsumers : 1);
   for (int tile = blockIdx.x / S::kCluster + (S::kAlternate ? consumer * clusters : 0); tile < tiles; tile += step) {

@@ -32,7 +32,7 @@ struct WeightOnlyShape {
   static constexpr int kBoxes = kConsumerColumns / kStoreColumns;  // side by side
   static constexpr int kStepBoxBytes = kStepRows * kStoreColumns * 2;
   static constexpr int kStepBytes = kBoxes * kStepBoxBytes;
-  static constexpr int kSteps = 2;  // whose room a consumer has
+  static constexpr int kSteps = 2;  // steps of a consumer's output in shared memory
   static constexpr int kOutBytes = kConsumers * kSteps * kStepBytes;
   static constexpr int kScaleBytes = kRows * int(sizeof(float));
   static constexpr int kBarrierBytes = 256;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_turned(const WeightOnlyParams& p, const Ma
   }
 }
 
-// One warpgroup.
+// Runs in one warpgroup.
 template <bool kBf16, typename S>
 __device__ __forceinline__ void consume_weight_only(const WeightOnlyParams& p, const Maps& maps, const Ring<S>& ring, int consumer) {
   constexpr int kSteps = kTileDepth / 16;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void consume_weight_only(const WeightOnlyParams& p, c
   const int tiles = p.row_tiles * p.column_tiles;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Place place = place_of<S>(p, tile);
-    // Loaded here, needed behind the products: scales and biases of both halves' columns, and the scale of each row.
+    // Loaded before the products, needed behind them: scales and biases of both halves' columns, and the scale of each row.
     float2 of_columns[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void consume_weight_only(const WeightOnlyParams& p, c
     pin(a[1]);
     ring.release(previous, thread);
 
-    // All threads have read the last tile's: a barrier is behind.
+    // A barrier lies in between: all threads have read the last tile's values.
 #pragma unroll
     for (int i = 0; i < int(sizeof(of_rows) / sizeof(float)); ++i)
       if (i * kWarpgroup + thread < S::kRows) store_shared(scales + (i * kWarpgroup + thread) * 4, of_rows[i]);

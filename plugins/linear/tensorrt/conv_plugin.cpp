@@ -13,12 +13,12 @@ using nvinfer1::PluginTensorDesc;
 
 namespace {
 
-// As large as no C API takes, and sums and multiples of them do not overflow.
+// Above all limits of the C APIs; sums and multiples of this size do not overflow.
 constexpr int64_t kLarge = int64_t{1} << 40;
 
 int64_t clamped(int64_t size) noexcept { return std::clamp<int64_t>(size, -kLarge, kLarge); }
 
-// Of y in a direction; 0 where there is none.
+// Size of y in a direction; 0 if no window fits.
 int64_t out_size(int64_t size, int64_t kernel, int32_t stride, int32_t pad) noexcept {
   int64_t const room = clamped(size) + 2 * pad - clamped(kernel);
   return room < 0 ? 0 : room / stride + 1;

@@ -10,7 +10,7 @@ using nvinfer1::PluginTensorDesc;
 
 namespace {
 
-// As large as no C API takes, and its multiples do not overflow.
+// Above all limits of the C APIs; multiples do not overflow.
 constexpr int64_t kLarge = int64_t{1} << 40;
 
 int64_t clamped(int64_t size) noexcept { return std::clamp<int64_t>(size, -kLarge, kLarge); }

@@ -16,7 +16,7 @@ from torch import nn
 
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.export.lowering import lower_to_plugin
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 
 HEADS, CHANNELS, TOKENS = 2, 32, 6

@@ -17,16 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from trtconvert.evaluate.recorded_calls import relative_error as error
-from trtconvert.export.lowering import (
-    can_fuse_deltas,
-    expand_layers,
-    fuse_deltas,
-    lower_deltas,
-    lower_to_native,
-    quantise_products,
-)
-from trtconvert.export.lowering.delta_plugins import QUANTISE_DELTAS
+from trtconvert.export.lowering.delta_plugins import QUANTISE_DELTAS, can_fuse_deltas, fuse_deltas
+from trtconvert.export.lowering.delta_qdq import lower_deltas
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR
+from trtconvert.export.lowering.layers import expand_layers, quantise_products
+from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.export.nodes.deltas import delta_nodes

@@ -18,8 +18,9 @@ from torch import Tensor
 from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_native, lower_to_plugin
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, fuse_group_norms, has_group_norms
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import has_own_nodes
@@ -90,9 +91,9 @@ def test_residual_norms_are_taken_as_before():
 
 
 def test_weights_in_files(tmp_path: Path):
-    model = unet(linear=False)
+    model = unet(linear=False, varying=())
     lower_to_native(model, list(attention_nodes(model)))
-    expected = run(model, batch=2, height=8, width=8)
+    expected = run(model)
     ir.save(model, tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
     model = ir.load(tmp_path / "model.onnx")
     assert fuse_group_norms(model) == 25
@@ -100,7 +101,7 @@ def test_weights_in_files(tmp_path: Path):
     with storage.for_parser(model) as content:  # as for the engine's builder
         assert content
     ir.external_data.load_to_model(model)
-    assert relative_error(run(as_operators(model), batch=2, height=8, width=8), expected) < PIXELS_AS_TOKENS
+    assert relative_error(run(as_operators(model)), expected) < PIXELS_AS_TOKENS
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["plugin", "native"])

@@ -21,15 +21,18 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.export.lowering import (
-    expand_layers,
+from trtconvert.export.lowering import int8_layers
+from trtconvert.export.lowering.int8_layers import (
+    INT8_LINEAR,
+    INT8_RESIDUAL_NORM,
+    QUANTISE_ROWS,
     fuse_few_row_layers,
+    fuse_int8_layers,
     fuse_mixed_layers,
-    int8_layers,
-    lower_to_native,
-    split_modulations,
 )
-from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS, fuse_int8_layers
+from trtconvert.export.lowering.layers import expand_layers
+from trtconvert.export.lowering.modulations import split_modulations
+from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, fuse_residual_norms
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.export.trace import SiteOptions, trace

@@ -17,15 +17,12 @@ from torch import nn
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export import storage
-from trtconvert.export.lowering import (
-    expand_layers,
-    lower_to_native,
-    lower_to_plugin,
-    multiply_patches,
-    quantise_products,
-    split_products,
-)
 from trtconvert.export.lowering.int8_weights import int8_weight_of
+from trtconvert.export.lowering.layers import expand_layers, quantise_products
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.patches import multiply_patches
+from trtconvert.export.lowering.plugin import lower_to_plugin
+from trtconvert.export.lowering.products import split_products
 from trtconvert.export.nodes.layers import layer_nodes
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS

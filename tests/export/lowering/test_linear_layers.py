@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from trtconvert.engine import lowered_model, tensorrt
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_function, lower_to_plugin
+from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.linear_layers import LINEAR, fuse_linear_layers
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, fuse_residual_norms
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_linear_kernel
@@ -30,7 +32,12 @@ PROFILES = [{"batch": 2048}]
 
 
 def blocks(module: nn.Module | None = None, width: int = 64, dtype: torch.dtype = torch.float16) -> ir.Model:
-    return traced_blocks(module or tiny_models.GatedBlocks(width=width), width, dtype)
+    return gated_blocks(width, dtype).clone() if module is None else traced_blocks(module, width, dtype)
+
+
+@functools.cache
+def gated_blocks(width: int, dtype: torch.dtype) -> ir.Model:
+    return traced_blocks(tiny_models.GatedBlocks(width=width), width, dtype)
 
 
 def taken(model: ir.Model) -> list[ir.Node]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.export.lowering import split_modulations
+from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.passes.squeezes import drop_idle_squeezes
 from trtconvert.recipe import EngineSection
 

@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.export import storage
-from trtconvert.export.lowering import lower_to_function, lower_to_plugin, shared
+from trtconvert.export.lowering import shared
+from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.packing import pack_projections
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.shared import share_projections
 from trtconvert.export.nodes.attention import attention_nodes
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trtconvert.bundle import TensorRecord
 from trtconvert.engine import tensorrt
 from trtconvert.engine.builder import build_plan
-from trtconvert.export.lowering import multiply_patches
+from trtconvert.export.lowering.patches import multiply_patches
 from trtconvert.recipe import EngineSection
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trtconvert.engine import tensorrt
 from trtconvert.evaluate.recorded_calls import relative_error
-from trtconvert.export.lowering import split_products
+from trtconvert.export.lowering.products import split_products
 from trtconvert.export.weights import name_weights
 from trtconvert.recipe import EngineSection
 

@@ -13,7 +13,9 @@ import torch
 from tiny_models import traced_blocks
 from torch import Tensor, nn
 
-from trtconvert.export.lowering import lower_to_function, lower_to_native, lower_to_plugin
+from trtconvert.export.lowering.function import lower_to_function
+from trtconvert.export.lowering.native import lower_to_native
+from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM, fuse_residual_norms
 from trtconvert.export.nodes.attention import attention_nodes
 

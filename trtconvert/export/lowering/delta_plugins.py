@@ -10,9 +10,8 @@ import copy
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.tape import Tape
 
-from trtconvert.export.lowering.cleaning import remove_unused
+from trtconvert.export.building import NewNodes, graph_of, remove_unused
 from trtconvert.export.lowering.initializers import changed_initializer, named_constant
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR
 from trtconvert.export.matching import is_read_once, producer_of
@@ -39,11 +38,10 @@ def fuse_deltas(model: ir.Model) -> int:
     taken = _taken(model)
     if not taken:
         return 0
-    tape, (first, *_) = Tape(), taken
-    scales = _signed(tape, inputs_of(first)["scales"], inputs_of(first)["begins"])
-    graph = first.graph
-    assert isinstance(graph, ir.Graph)
-    graph.insert_before(first, tape.nodes)
+    new, (first, *_) = NewNodes(), taken
+    scales = _signed(new, inputs_of(first)["scales"], inputs_of(first)["begins"])
+    graph = graph_of(first)
+    graph.insert_before(first, new.nodes)
     for quantise, layers in taken.items():
         payload, row_scale = _quantised(quantise, scales)
         for layer in layers:
@@ -70,22 +68,19 @@ def _taken(model: ir.Model) -> dict[ir.Node, list[ir.Node]]:
     return found
 
 
-def _signed(tape: Tape, scales: ir.Value, reset: ir.Value) -> ir.Value:
+def _signed(new: NewNodes, scales: ir.Value, reset: ir.Value) -> ir.Value:
     """Returns the scales [B, S], negative where a sample is reset."""
-    anew = tape.op("Reshape", [reset, tape.op("Constant", [], {"value": ir.tensor(np.array([-1, 1]))})])
-    signed = tape.op("Where", [anew, tape.op("Neg", [scales]), scales])
-    signed.type, signed.shape = copy.copy(scales.type), scales.shape
-    return signed
+    anew = new.reshaped(reset, [-1, 1], [None, 1])
+    return new.add("Where", [anew, new.add("Neg", [scales], scales), scales], scales)
 
 
 def _quantised(node: ir.Node, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Replaces a quantising node, and returns the payload and the scales of rows."""
-    graph, inputs = node.graph, inputs_of(node)
-    assert isinstance(graph, ir.Graph)
+    graph, inputs = graph_of(node), inputs_of(node)
     x, activation = _before_gelu(inputs["x"])
     factor = table_of(inputs["x_factor"])
     input_group = node.metadata_props[INPUT_GROUP_METADATA]
-    tape, shape = Tape(), x.shape
+    tape, shape = NewNodes(), x.shape
     assert shape is not None and isinstance(shape[-1], int)
     rows = [x, _shaped(tape, inputs["a_hat"], shape), scales]
     if equalised := bool((factor != 1).any()):
@@ -101,9 +96,9 @@ def _quantised(node: ir.Node, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _add_product(node: ir.Node, payload: ir.Value, row_scale: ir.Value) -> None:
-    graph, inputs, o_hat = node.graph, inputs_of(node), inputs_of(node)["o_hat"]
+    graph, inputs, o_hat = graph_of(node), inputs_of(node), inputs_of(node)["o_hat"]
     weight, layer = inputs["weight"], node.metadata_props[LAYER_METADATA]
-    assert isinstance(graph, ir.Graph) and weight.shape is not None and payload.shape is not None
+    assert weight.shape is not None and payload.shape is not None
     outputs, channels = weight.shape.numpy()
     packed = changed_initializer(
         graph, weight, "packed", (outputs, channels // 4), lambda integers: integers.view(np.int32), ir.DataType.INT32
@@ -112,7 +107,7 @@ def _add_product(node: ir.Node, payload: ir.Value, row_scale: ir.Value) -> None:
         named_constant(graph, f"{layer}: {name} of changes", table_of(inputs[name]))
         for name in ("weight_scale", "bias")
     ]
-    tape = Tape()
+    tape = NewNodes()
     shape = ir.Shape([*payload.shape[:-1], outputs])
     residual = _shaped(tape, o_hat, shape)
     attributes = {
@@ -133,29 +128,25 @@ def _before_gelu(x: ir.Value) -> tuple[ir.Value, int]:
     return (gelu.inputs[0], activation) if activation else (x, 0)
 
 
-def _shaped(tape: Tape, cache: ir.Value, shape: ir.Shape) -> ir.Value:
+def _shaped(tape: NewNodes, cache: ir.Value, shape: ir.Shape) -> ir.Value:
     """Reshapes a cache [B, n, …, C] to the shape of rows, [B · n, …, C]."""
     assert cache.shape is not None
     if len(cache.shape) == len(shape):
         return cache
-    sizes = [-1, *shape[1:]]
-    assert all(isinstance(size, int) for size in sizes)
-    seen = tape.op("Reshape", [cache, tape.op("Constant", [], {"value": ir.tensor(np.array(sizes, np.int64))})])
-    seen.type, seen.shape = copy.copy(cache.type), shape
-    return seen
+    sizes = [size for size in shape[1:] if isinstance(size, int)]
+    assert len(sizes) == len(shape) - 1
+    return tape.reshaped(cache, [-1, *sizes], shape)
 
 
-def _insert(node: ir.Node, before: Tape, new: ir.Node, result: ir.Value, old: ir.Value) -> None:
+def _insert(node: ir.Node, before: NewNodes, new: ir.Node, result: ir.Value, old: ir.Value) -> None:
     """Inserts a node in front of another, and replaces one of its outputs."""
-    graph = node.graph
-    assert isinstance(graph, ir.Graph) and old.shape is not None and result.shape is not None
+    assert old.shape is not None and result.shape is not None
     nodes = [*before.nodes, new]
     if len(old.shape) != len(result.shape):
-        tape = Tape()
-        shape = tape.op("Shape", [cache_of(node)])
-        result = tape.op("Reshape", [result, shape])
+        tape = NewNodes()
+        result = tape.op("Reshape", [result, tape.op("Shape", [cache_of(node)])])
         nodes += tape.nodes
-    graph.insert_before(node, nodes)
+    graph_of(node).insert_before(node, nodes)
     name, result.type, result.shape = old.name, copy.copy(old.type), old.shape
     ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
     old.name, result.name = f"{name}, before", name

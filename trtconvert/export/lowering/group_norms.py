@@ -7,16 +7,13 @@ shift of channels in front. Tokens that follow need no transpose, and a convolut
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.c_structs import GROUP_NORM_MOST_CHANNELS
+from trtconvert.export.building import NewNodes, Shape, cleaned, graph_of, replace_nodes
 from trtconvert.export.lowering.initializers import changed_initializer, columns_of
 from trtconvert.export.lowering.patches import is_of_patches
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, perm_of, producer_of
@@ -31,8 +28,6 @@ CHANNELS_LAST_ADD = "ChannelsLastAdd"
 
 _VECTOR = 8  # channels per vector of the kernels
 _CHANNELS_LAST, _CHANNELS_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
-
-_Shape = Sequence[int | ir.SymbolicDim] | ir.Shape
 
 
 @dataclass(frozen=True)
@@ -101,8 +96,7 @@ def fuse_group_norms(model: ir.Model) -> int:
     if not norms:
         return 0
     sums = sum(_fuse_sum(node) for node in list(model.graph))  # one by one: sums may be nested
-    RemoveUnusedNodesPass()(model)
-    return norms + sums
+    return cleaned(model, norms + sums)
 
 
 def _taken(candidate: ir.Node) -> tuple[_GroupNorm, _Entry | None] | None:
@@ -129,16 +123,16 @@ def _fuse_norm(candidate: ir.Node) -> bool:
     inputs = [x, _vector(norm.last, norm.weight), _vector(norm.last, norm.bias)]
     if norm.shift is not None:
         inputs.append(norm.shift)
-    new = [_node(GROUP_NORM, inputs, x, shape, attributes | PLUGIN, DOMAIN)]
+    new = NewNodes()
+    normed = new.add(GROUP_NORM, inputs, x, shape, attributes | PLUGIN, domain=DOMAIN)
     last = norm.last
     if entry is not None and entry.conv is None:
         last = entry.transpose
     elif entry is not None and entry.conv is not None:
         last, tokens = entry.reshape, entry.reshape.outputs[0].shape
         assert tokens is not None
-        new += _reshaped(new[0].outputs[0], [*tokens[:2], shape[3]])
-        new += _product(new[-1].outputs[0], entry.conv, tokens)
-    _replace(last, new)
+        _product(new, _reshaped(new, normed, [*tokens[:2], shape[3]]), entry.conv, tokens)
+    replace_nodes([last], new.nodes)
     return True
 
 
@@ -148,17 +142,16 @@ def _fuse_sum(candidate: ir.Node) -> bool:
         return False
     x, tokens, image = found.x, found.reshape.inputs[0], found.reshape.outputs[0]
     assert x.shape is not None and tokens is not None and tokens.shape is not None
-    nodes = list[ir.Node]()
+    new = NewNodes()
     if found.conv is not None:
-        nodes += _product(tokens, found.conv, [*tokens.shape[:2], x.shape[1]])
-        product, shape = nodes[-1].outputs[0], [x.shape[axis] for axis in _CHANNELS_LAST]
+        product = _product(new, tokens, found.conv, [*tokens.shape[:2], x.shape[1]])
+        shape = [x.shape[axis] for axis in _CHANNELS_LAST]
         if _are_known(shape[1:]):
-            nodes += _reshaped(product, shape)
+            image = _reshaped(new, product, shape)
         else:
-            nodes.append(_node("Reshape", [product, found.reshape.inputs[1]], x, shape, found.reshape.attributes))
-        image = nodes[-1].outputs[0]
-    nodes.append(_node(CHANNELS_LAST_ADD, [x, image], x, x.shape, PLUGIN, DOMAIN))
-    _replace(found.add, nodes)
+            image = new.add("Reshape", [product, found.reshape.inputs[1]], x, shape, found.reshape.attributes)
+    new.add(CHANNELS_LAST_ADD, [x, image], x, attributes=PLUGIN, domain=DOMAIN)
+    replace_nodes([found.add], new.nodes)
     return True
 
 
@@ -340,7 +333,7 @@ def _is_sum_of_tokens(found: _Exit) -> bool:
     return image.shape[3] == x[1] or _are_known(x[2:])
 
 
-def _are_known(sizes: _Shape) -> bool:
+def _are_known(sizes: Shape) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
@@ -367,46 +360,17 @@ def _is_of_pixels(conv: ir.Node) -> bool:
 def _vector(node: ir.Node, constant: ir.Value) -> ir.Value:
     """Returns a constant [C, 1, 1] as [C]."""
     assert constant.const_value is not None
-    return changed_initializer(_graph(node), constant, "flat", (constant.const_value.size,), np.ravel)
+    return changed_initializer(graph_of(node), constant, "flat", (constant.const_value.size,), np.ravel)
 
 
-def _product(tokens: ir.Value, conv: ir.Node, shape: _Shape) -> list[ir.Node]:
-    """Returns the nodes of a 1 × 1 convolution as a product of tokens [B, N, C] → [B, N, O]."""
+def _product(new: NewNodes, tokens: ir.Value, conv: ir.Node, shape: Shape) -> ir.Value:
+    """Computes a 1 × 1 convolution as a product of tokens [B, N, C] → [B, N, O]."""
     weight, *bias = conv.inputs[1:]
     assert weight is not None
-    nodes = [_node("MatMul", [tokens, columns_of(_graph(conv), weight)], tokens, shape)]
-    if bias:
-        nodes.append(_node("Add", [nodes[0].outputs[0], *bias], tokens, shape))
-    return nodes
+    product = new.add("MatMul", [tokens, columns_of(graph_of(conv), weight)], tokens, shape)
+    return new.add("Add", [product, *bias], tokens, shape) if bias else product
 
 
-def _reshaped(value: ir.Value, shape: _Shape) -> list[ir.Node]:
-    """Returns the nodes of a reshape of [B, …]. One size besides the batch may be dynamic."""
-    sizes = [0, *(size if isinstance(size, int) else -1 for size in shape[1:])]  # 0: as in the input
-    constant = ir.node("Constant", [], {"value": ir.tensor(np.array(sizes, np.int64))})
-    constant.outputs[0].type, constant.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([len(sizes)])
-    return [constant, _node("Reshape", [value, constant.outputs[0]], value, shape)]
-
-
-def _node(
-    op_type: str,
-    inputs: Sequence[ir.Value | None],
-    like: ir.Value,
-    shape: _Shape,
-    attributes: Mapping[str, Any] | None = None,
-    domain: str = "",
-) -> ir.Node:
-    """Makes a node with one output of the type of another value."""
-    node = ir.node(op_type, inputs, attributes, domain=domain)
-    node.outputs[0].type, node.outputs[0].shape = copy.copy(like.type), ir.Shape(shape)
-    return node
-
-
-def _replace(last: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Replaces the last node of a pattern. Its unused inputs are removed later."""
-    ir.convenience.replace_nodes_and_values(_graph(last), last, [last], new, last.outputs, new[-1].outputs)
-
-
-def _graph(node: ir.Node) -> ir.Graph:
-    assert isinstance(node.graph, ir.Graph)
-    return node.graph
+def _reshaped(new: NewNodes, value: ir.Value, shape: Shape) -> ir.Value:
+    """Reshapes a value [B, …]. One size besides the batch may be dynamic."""
+    return new.reshaped(value, [0, *(size if isinstance(size, int) else -1 for size in shape[1:])], shape)

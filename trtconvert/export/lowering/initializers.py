@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from trtconvert.export.lowering.int8_weights import Int8Weight
+from trtconvert.export.lowering.int8_weights import Activation, Int8Weight
 from trtconvert.export.storage import numbers_of, row_major
 
 
@@ -41,6 +41,24 @@ def lazy_initializer(
         return ir.Tensor(row_major(numbers()), dtype=dtype)
 
     return add_initializer(graph, ir.LazyTensor(computed, dtype, ir.Shape(shape), name=name))
+
+
+def packed(graph: ir.Graph, name: str, shape: Sequence[int], integers: Callable[[], np.ndarray]) -> ir.Value:
+    """Returns INT8 numbers as the initializer of a name, INT32 of a shape: four neighbours in each."""
+    return lazy_initializer(
+        graph, name, ir.DataType.INT32, shape, lambda: row_major(integers()).view(np.int32).reshape(shape)
+    )
+
+
+def scales_of_bins(graph: ir.Graph, activation: Activation) -> list[ir.Value]:
+    """Returns the timestep and the scales of the timestep bins, or one scale alone if all are equal."""
+    timed = len(set(activation.scales)) > 1
+    scales = np.array(activation.scales if timed else activation.scales[:1], np.float32)
+    table = named_constant(graph, f"{activation.input_group}: scales of {len(scales)} bins", scales)
+    if not timed:
+        return [table]
+    assert activation.timestep is not None
+    return [activation.timestep, table]
 
 
 def rows_of(graph: ir.Graph, weight: ir.Value, start: int, count: int) -> ir.Value:

@@ -6,7 +6,6 @@ plugin's convolution is an implicit product of windows and weights, and adds the
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.c_structs import IMAGE_MARKS
+from trtconvert.export.building import cleaned, graph_of, replace_nodes
 from trtconvert.export.lowering.group_norms import GROUP_NORM, fuse_group_norms
-from trtconvert.export.lowering.initializers import lazy_initializer, named_constant
+from trtconvert.export.lowering.initializers import named_constant, packed, scales_of_bins
 from trtconvert.export.lowering.int8_weights import Int8Weight, int8_weight_of
 from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.matching import constant_of, is_read_once, is_same_shape, only_reader, producer_of
@@ -50,10 +49,6 @@ class _Conv:
     residual: ir.Value | None
     add: ir.Node | None
 
-    @property
-    def last(self) -> ir.Node:
-        return self.add or self.conv
-
 
 def fuse_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> int:
     """Replaces convolutions with INT8 weights behind nodes `GroupNorm` by `Int8Conv`, and the norms by `Int8GroupNorm`, in place.
@@ -71,9 +66,7 @@ def fuse_int8_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> i
         if isinstance(found, _Conv):
             _replace(found)
             count += 1
-    if count:
-        RemoveUnusedNodesPass()(model)  # unused weights, norms and factors
-    return count
+    return cleaned(model, count)
 
 
 def left_convs(model: ir.Model, profiles: Sequence[Mapping[str, int]]) -> dict[str, str]:
@@ -156,21 +149,19 @@ def _residual(conv: ir.Node) -> tuple[ir.Value | None, ir.Node | None]:
 
 
 def _replace(taken: _Conv) -> None:
-    conv, weight, last = taken.conv, taken.weight, taken.last
-    graph, old = conv.graph, last.outputs[0]
-    assert isinstance(graph, ir.Graph)
-    activation = weight.activation
-    timed = len(set(activation.scales)) > 1
-    scales = np.array(activation.scales if timed else activation.scales[:1], np.float32)
-    table: list[ir.Value] = []
-    if timed:
-        assert activation.timestep is not None
-        table.append(activation.timestep)
-    table.append(named_constant(graph, f"{activation.input_group}: scales of {len(scales)} bins", scales))
-    of_table = {"timestep": int(timed), "timestep_max": float(activation.timestep_max)}
+    conv, weight, activation, graph = taken.conv, taken.weight, taken.weight.activation, graph_of(taken.conv)
+    table = scales_of_bins(graph, activation)
+    of_table = {"timestep": int(len(table) > 1), "timestep_max": float(activation.timestep_max)}
 
     payload, marks = _int8_norm(graph, taken, table, of_table)
-    inputs = [payload, marks, _packed(graph, weight), named_constant(graph, f"{weight.name}: scale", weight.scale)]
+    outputs, channels, *kernel = weight.shape.numpy()
+    channels_last = packed(
+        graph,
+        f"trtconvert/{weight.name}, channels last",
+        (outputs, *kernel, channels // 4),
+        lambda: weight.integers().transpose(0, 2, 3, 1),
+    )
+    inputs = [payload, marks, channels_last, named_constant(graph, f"{weight.name}: scale", weight.scale)]
     bias = constant_of(conv.inputs[2]) if len(conv.inputs) > 2 else None
     if bias is not None:
         inputs.append(named_constant(graph, f"{conv.inputs[2].name}: FP32", bias.astype(np.float32)))  # type: ignore[union-attr]
@@ -180,12 +171,10 @@ def _replace(taken: _Conv) -> None:
     attributes: dict[str, Any] = of_table | {
         "stride_y": strides[0], "stride_x": strides[1], "pad_y": pads[0], "pad_x": pads[1],
         "bias": int(bias is not None), "residual": int(taken.residual is not None),
-        "bfloat16": int(old.dtype == ir.DataType.BFLOAT16),
+        "bfloat16": int(conv.outputs[0].dtype == ir.DataType.BFLOAT16),
     }  # fmt: skip
     node = ir.node(INT8_CONV, [*inputs, *table], attributes | PLUGIN, domain=DOMAIN)
-    node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
-    nodes = [conv] if taken.add is None else [taken.add, conv]
-    ir.convenience.replace_nodes_and_values(graph, last, nodes, [node], [old], node.outputs)
+    replace_nodes([conv] if taken.add is None else [conv, taken.add], [node])
 
 
 def _int8_norm(
@@ -212,14 +201,3 @@ def _int8_norm(
     marks.type, marks.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([batch, MARK_WORDS])
     graph.insert_after(norm, node)
     return payload, marks
-
-
-def _packed(graph: ir.Graph, weight: Int8Weight) -> ir.Value:
-    """Returns a weight as INT32 [N, R, S, C / 4], four channels in each."""
-    outputs, channels, *kernel = weight.shape.numpy()
-    shape = (outputs, *kernel, channels // 4)
-
-    def packed() -> np.ndarray:
-        return np.ascontiguousarray(weight.integers().transpose(0, 2, 3, 1)).view(np.int32).reshape(shape)
-
-    return lazy_initializer(graph, f"trtconvert/{weight.name}, channels last", ir.DataType.INT32, shape, packed)

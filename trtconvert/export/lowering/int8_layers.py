@@ -17,17 +17,16 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from trtconvert.export.lowering.initializers import lazy_initializer, named_constant
+from trtconvert.export.building import cleaned, graph_of, replace_nodes
+from trtconvert.export.lowering.initializers import named_constant, packed, scales_of_bins
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.lowering.layers import REFIT_METADATA, bias_name, expand_layers
-from trtconvert.export.lowering.projections import is_weight
+from trtconvert.export.lowering.projections import bias_behind
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.matching import constant_of, geglu_behind, only_reader, producer_behind_reshapes, producer_of
+from trtconvert.export.matching import constant_of, geglu_behind, producer_behind_reshapes, producer_of
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
-from trtconvert.export.storage import row_major
 from trtconvert.linear.modes import LayerMode
 
 INT8_LINEAR, QUANTISE_ROWS, INT8_RESIDUAL_NORM = "Int8Linear", "QuantiseRows", "Int8ResidualNorm"
@@ -122,8 +121,7 @@ def _fuse(model: ir.Model, fits: Callable[[_Layer], bool]) -> int:
                 rows[layer.rows_of] = _quantised(layer, layers)
             _replace(layer, rows[layer.rows_of])
         count += len(found)
-    if count:
-        RemoveUnusedNodesPass()(model)  # unused weights, offsets and factors
+    if cleaned(model, count):
         for node in model.graph:
             of_rows = node.domain == DOMAIN and node.op_type in (RESIDUAL_NORM, INT8_RESIDUAL_NORM, QUANTISE_ROWS)
             if of_rows and any(map(_is_int8_linear, node.inputs[:2])):
@@ -197,9 +195,7 @@ def fuse_few_row_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]]) 
     layers = [layer for node in model.graph if (layer := _of_few_rows(node, profiles)) is not None]
     for layer in layers:
         _replace(layer, [layer.x])
-    if layers:
-        RemoveUnusedNodesPass()(model)
-    return len(layers)
+    return cleaned(model, len(layers))
 
 
 def _of_few_rows(node: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Layer | None:
@@ -236,9 +232,9 @@ def _product(node: ir.Node) -> _Layer | None:
     nodes: tuple[ir.Node, ...] = (node,)
     if node.op_type == "Gemm":
         bias = constant_of(node.inputs[2]) if len(node.inputs) > 2 else None
-    elif (add := only_reader(product, "Add")) is not None:
-        added = next((x for x in add.inputs if is_weight(x, 1, outputs)), None)
-        if added is not None and added.dtype == product.dtype and (not refitted or _is_bias_of(added, refitted)):
+    else:
+        added, add = bias_behind(product, outputs)
+        if added is not None and add is not None and (not refitted or _is_bias_of(added, refitted)):
             bias, nodes = constant_of(added), (node, add)
     of_bias = None if bias is None else bias.astype(np.float32)
     return _Layer(moved, None, None, weight, of_bias, nodes, refitted=refitted)
@@ -315,8 +311,7 @@ def _quantised(layer: _Layer, layers: Sequence[_Layer]) -> tuple[ir.Value, ir.Va
     if producer is not None and _takes_static_rows(layer, layers, producer):
         return _from_geglu(layer, producer)
     first = layer.nodes[0]
-    graph = first.graph
-    assert isinstance(graph, ir.Graph)
+    graph = graph_of(first)
     inputs, attributes = _rows_inputs(graph, layer)
     node = ir.node(QUANTISE_ROWS, [layer.x, *inputs], attributes, domain=DOMAIN, num_outputs=2)
     _type_rows(node.outputs[0], node.outputs[1], layer)
@@ -326,8 +321,7 @@ def _quantised(layer: _Layer, layers: Sequence[_Layer]) -> tuple[ir.Value, ir.Va
 
 def _from_norm(layer: _Layer, layers: Sequence[_Layer], norm: ir.Node) -> tuple[ir.Value, ir.Value]:
     """Replaces a residual norm by one with quantised rows. Normed rows stay an output if other nodes read them."""
-    graph = norm.graph
-    assert isinstance(graph, ir.Graph)
+    graph = graph_of(norm)
     inputs, attributes = _rows_inputs(graph, layer)
     alike = {other.nodes[0] for other in layers if other.rows_of == layer.rows_of}
     others = layer.x.is_graph_output() or any(reader not in alike for reader in _readers(layer.x))
@@ -368,19 +362,14 @@ def _takes_static_rows(layer: _Layer, layers: Sequence[_Layer], producer: ir.Nod
 
 def _from_geglu(layer: _Layer, geglu: ir.Node) -> tuple[ir.Value, ir.Value]:
     """Adds a GEGLU with quantised rows."""
-    graph, activation, input_group = geglu.graph, layer.weight.activation, layer.weight.activation.input_group
-    assert isinstance(graph, ir.Graph)
+    graph = graph_of(geglu)
     inputs, attributes = _rows_inputs(graph, layer)
     del inputs[int(layer.factor is not None) + int(layer.offset is not None) :]  # no modes: there is one
-    timed = len(set(activation.scales)) > 1
-    scales = activation.scales if timed else activation.scales[:1]
-    if timed:
-        assert activation.timestep is not None
-        inputs.append(activation.timestep)
-    inputs.append(named_constant(graph, f"{input_group}: scales of {len(scales)} bins", np.array(scales, np.float32)))
+    table = scales_of_bins(graph, layer.weight.activation)
+    inputs += table
     names = {"factor": "out_factor", "offset": "out_offset", "timestep_max": "timestep_max"}
     given: dict[str, Any] = {of_layer: attributes[of_rows] for of_rows, of_layer in names.items()}
-    given |= {"quantised": 1, "timestep": int(timed)}
+    given |= {"quantised": 1, "timestep": int(len(table) > 1)}
     node = ir.node(INT8_LINEAR, [*geglu.inputs, *inputs], dict(geglu.attributes) | given, domain=DOMAIN, num_outputs=2)
     node.metadata_props.update(geglu.metadata_props)
     payload, row_scale = node.outputs
@@ -443,15 +432,14 @@ def _type_rows(payload: ir.Value, row_scale: ir.Value, layer: _Layer) -> None:
 def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
     """Replaces a layer by a node on rows: payload and scales, or 16-bit rows."""
     last, old = layer.nodes[-1], layer.result
-    graph = last.graph
-    assert isinstance(graph, ir.Graph) and old.dtype is not None
-    weight, scale, bias = layer.weight, layer.weight.scale, layer.bias
+    graph, weight, scale, bias = graph_of(last), layer.weight, layer.weight.scale, layer.bias
     # Equal weights share a constant unless refits may change them.
     outputs, name = len(scale), layer.refitted or weight.name
     in_two = (2, outputs // 2) if layer.geglu else (outputs,)
+    shape = (*in_two, int(weight.shape.numpy()[1 - weight.axis]) // 4)
     inputs = [
         *rows,
-        _packed(graph, weight, in_two, f"trtconvert/{name}, packed"),
+        packed(graph, f"trtconvert/{name}, packed", shape, lambda: np.moveaxis(weight.integers(), weight.axis, 0)),
         named_constant(graph, f"{name}: scale", scale.reshape(in_two)),
     ]
     if bias is not None:
@@ -467,19 +455,7 @@ def _replace(layer: _Layer, rows: Sequence[ir.Value]) -> None:
     node = ir.node(INT8_LINEAR, inputs, attributes, domain=DOMAIN)
     if layer.refitted:
         node.metadata_props[REFIT_METADATA] = layer.refitted
-    node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
-    ir.convenience.replace_nodes_and_values(graph, last, layer.nodes, [node], [old], node.outputs)
-
-
-def _packed(graph: ir.Graph, weight: Int8Weight, rows: tuple[int, ...], name: str) -> ir.Value:
-    """Returns a weight as INT32 [*rows, K / 4], four channels in each."""
-    shape = (*rows, int(weight.shape.numpy()[1 - weight.axis]) // 4)
-
-    def packed() -> np.ndarray:
-        integers = weight.integers()
-        return row_major(integers if weight.axis == 0 else integers.T).view(np.int32).reshape(shape)
-
-    return lazy_initializer(graph, name, ir.DataType.INT32, shape, packed)
+    replace_nodes(layer.nodes, [node])
 
 
 def _is_int8_linear(value: ir.Value | None) -> bool:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtconvert.bundle import TRANSPOSED
-from trtconvert.export.lowering.cleaning import remove_unused
+from trtconvert.export.building import NewNodes, cleaned, graph_of, remove_unused, replace_nodes
 from trtconvert.export.lowering.initializers import add_initializer, lazy_initializer, named_constant
 from trtconvert.export.lowering.int8_weights import Activation, Int8Weight, int8_weight_of
 from trtconvert.export.matching import is_read_once, producer_of
@@ -53,7 +52,7 @@ def timesteps_kept(model: ir.Model) -> Iterator[None]:
     yield
     if len(outputs) > count:
         del outputs[count:]
-        RemoveUnusedNodesPass()(model)
+        cleaned(model, 1)
 
 
 def expand_layers(
@@ -74,18 +73,15 @@ def expand_layers(
     moved: dict[tuple[ir.Value, str], ir.Value] = {}
     nodes = layer_nodes(model)
     for name, node in nodes.items():
-        graph, x, old = node.graph, node.inputs[0], node.outputs[0]
-        assert isinstance(graph, ir.Graph) and x is not None
-        new = _New(graph, x, old)
-        key = (x, node.metadata_props[INPUT_GROUP_METADATA])
+        new = _New(node)
+        key = (new.x, node.metadata_props[INPUT_GROUP_METADATA])
         if exact if isinstance(exact, bool) else name in exact:
-            result = _exact_product(new, node, name)
+            _exact_product(new, node, name)
         else:
             if key not in moved:
                 moved[key] = _moved(new, node, offsets)
-            result = _product(new, node, name, moved[key], offsets, refittable)
-        result.name = old.name
-        ir.convenience.replace_nodes_and_values(graph, node, [node], new.nodes, [old], [result])
+            _product(new, node, name, moved[key], offsets, refittable)
+        replace_nodes([node], new.nodes)
     if nodes:
         remove_unused(model)
     return len(nodes)
@@ -105,59 +101,43 @@ def quantise_products(model: ir.Model) -> int:
         weight = int8_weight_of(node.inputs[1]) if node.op_type in _PRODUCTS and not node.domain else None
         if weight is None or not weight.activation.is_int8 or weight.activation.is_mixed:
             continue
-        graph, x, stored = node.graph, node.inputs[0], node.inputs[1]
-        assert isinstance(graph, ir.Graph) and x is not None and stored is not None
+        graph, x, stored, new = graph_of(node), node.inputs[0], node.inputs[1], NewNodes()
+        assert x is not None and stored is not None
         # Each product has its own Q/DQ. TensorRT computes equal ones once, but leaves a product of a shared DQ in 16 bits.
-        quantised = _quantised(graph, x, max(weight.activation.scales))
-        graph.insert_before(node, quantised)
-        dequantised = _dequantised(graph, weight)
-        graph.insert_before(node, dequantised)
-        node.replace_input_with(0, quantised[-1].outputs[0])
-        node.replace_input_with(1, dequantised.outputs[0])
+        node.replace_input_with(0, _quantised(new, graph, x, max(weight.activation.scales)))
+        node.replace_input_with(1, _dequantised(new, graph, weight, stored))
+        graph.insert_before(node, new.nodes)
         if not stored.uses():
             del graph.initializers[stored.name]  # type: ignore[arg-type]
         count += 1
     return count
 
 
-def _quantised(graph: ir.Graph, x: ir.Value, scale: float) -> list[ir.Node]:
+def _quantised(new: NewNodes, graph: ir.Graph, x: ir.Value, scale: float) -> ir.Value:
     assert x.dtype is not None
     of_scale = named_constant(graph, f"scale {scale!r} {x.dtype}", np.array(scale, x.dtype.numpy()))
     zero = named_constant(graph, "zero point", np.array(0, np.int8))
-    q = ir.node("QuantizeLinear", [x, of_scale, zero])
-    q.outputs[0].type, q.outputs[0].shape = ir.TensorType(ir.DataType.INT8), x.shape
-    dq = ir.node("DequantizeLinear", [q.outputs[0], of_scale, zero])
-    dq.outputs[0].type, dq.outputs[0].shape = x.type, x.shape
-    return [q, dq]
+    q = new.add("QuantizeLinear", [x, of_scale, zero], zero, x.shape)
+    return new.add("DequantizeLinear", [q, of_scale, zero], x)
 
 
-def _dequantised(graph: ir.Graph, weight: Int8Weight) -> ir.Node:
+def _dequantised(new: NewNodes, graph: ir.Graph, weight: Int8Weight, like: ir.Value) -> ir.Value:
     stored = lazy_initializer(graph, weight.integers_name, ir.DataType.INT8, weight.shape, weight.integers)
     scale = named_constant(graph, f"{weight.name}, scale", weight.scale.astype(weight.dtype.numpy()))
     zero = named_constant(graph, f"zero points {len(weight.scale)}", np.zeros(len(weight.scale), np.int8))
-    dq = ir.node("DequantizeLinear", [stored, scale, zero], {"axis": weight.axis})
-    dq.outputs[0].type, dq.outputs[0].shape = ir.TensorType(weight.dtype), weight.shape
-    return dq
+    return new.add("DequantizeLinear", [stored, scale, zero], like, weight.shape, {"axis": weight.axis})
 
 
-class _New:
+class _New(NewNodes):
     """Collects the nodes, in the type of x, that replace one node."""
 
-    def __init__(self, graph: ir.Graph, x: ir.Value, result: ir.Value) -> None:
-        self.graph, self.nodes = graph, list[ir.Node]()
-        self.x, self.result = x, result
-        assert x.dtype is not None
-        self.dtype = x.dtype
+    def __init__(self, node: ir.Node) -> None:
+        super().__init__()
+        x = node.inputs[0]
+        assert x is not None and x.dtype is not None
+        self.graph, self.x, self.dtype = graph_of(node), x, x.dtype
 
-    def op(
-        self, op_type: str, inputs: Sequence[ir.Value], like: ir.Value, attributes: Mapping[str, object] | None = None
-    ) -> ir.Value:
-        node = ir.node(op_type, list(inputs), attributes)  # type: ignore[arg-type]
-        node.outputs[0].type, node.outputs[0].shape = like.type, like.shape
-        self.nodes.append(node)
-        return node.outputs[0]
-
-    def constant(self, name: str, array: np.ndarray) -> ir.Value:
+    def table(self, name: str, array: np.ndarray) -> ir.Value:
         if name in self.graph.initializers:
             return self.graph.initializers[name]
         return add_initializer(self.graph, ir.Tensor(array.astype(self.dtype.numpy()), dtype=self.dtype, name=name))
@@ -181,7 +161,7 @@ def _moved(new: _New, node: ir.Node, offsets: bool) -> ir.Value:
         start += width
     if all(part is before for part, before in zip(parts, concat.inputs, strict=True)):
         return x
-    return new.op("Concat", parts, x, {"axis": -1})
+    return new.add("Concat", parts, x, attributes={"axis": -1})
 
 
 def _widths(concat: ir.Node, x: ir.Value) -> list[int] | None:
@@ -201,15 +181,15 @@ def _moved_part(
         factor = factor.reshape(1, -1, *[1] * (rank - 2))
     value = x
     if offset.any():
-        value = new.op("Sub", [value, new.constant(f"{input_group}:x_offset, {new.dtype}", offset)], x)
+        value = new.add("Sub", [value, new.table(f"{input_group}:x_offset, {new.dtype}", offset)], x)
     if (factor != 1).any():
-        value = new.op("Mul", [value, new.constant(f"{input_group}:x_factor, {new.dtype}", factor)], x)
+        value = new.add("Mul", [value, new.table(f"{input_group}:x_factor, {new.dtype}", factor)], x)
     return value
 
 
-def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
+def _exact_product(new: _New, node: ir.Node, name: str) -> None:
     """Computes a layer from x itself: the weight without factors, the bias without offsets."""
-    inputs, result, metadata = inputs_of(node), node.outputs[0], node.metadata_props
+    inputs, metadata = inputs_of(node), node.metadata_props
     tensor = ir.convenience.get_const_tensor(inputs["weight"])
     assert tensor is not None and inputs["weight"].name is not None
     factor, scale = table_of(inputs["x_factor"]), table_of(inputs["weight_scale"])
@@ -223,15 +203,45 @@ def _exact_product(new: _New, node: ir.Node, name: str) -> ir.Value:
     named, bias_named = exact_names(node, name)
     of_bias = None
     if metadata.get(BIAS_METADATA) is not None or bias.any():
-        of_bias = new.constant(bias_named, bias)
+        of_bias = new.table(bias_named, bias)
+    _multiply(
+        new,
+        node,
+        new.x,
+        of_bias,
+        lambda: _lazy(new, named, weight, shape),
+        lambda: _lazy(new, named + TRANSPOSED, lambda: weight().T, shape[::-1]),
+    )
+
+
+def _multiply(
+    new: _New,
+    node: ir.Node,
+    x: ir.Value,
+    bias: ir.Value | None,
+    weight: Callable[[], ir.Value],
+    turned: Callable[[], ir.Value],
+) -> ir.Node:
+    """Computes a layer's product and sum, and returns the node of the product.
+
+    Args:
+        weight: returns the weight [N, K, …]; turned: returns the weight [K, N] of a linear layer.
+    """
+    result, operands = node.outputs[0], [] if bias is None else [bias]
     if node.op_type == CONV:
-        operands = [new.x, _lazy(new, named, weight, shape), *([of_bias] if of_bias is not None else [])]
-        return new.op("Conv", operands, result, _conv_attributes(node, shape))
-    if new.x.shape is not None and len(new.x.shape) == 2 and of_bias is not None:
-        return new.op("Gemm", [new.x, _lazy(new, named, weight, shape), of_bias], result, {"transB": 1})
-    turned = _lazy(new, named + TRANSPOSED, lambda: weight().T, shape[::-1])
-    product = new.op("MatMul", [new.x, turned], result)
-    return product if of_bias is None else new.op("Add", [product, of_bias], result)
+        kernel = weight()
+        assert kernel.shape is not None
+        attributes = {name: node.attributes[name].as_ints() for name in ("strides", "pads")}
+        attributes["kernel_shape"] = kernel.shape.numpy()[2:]
+        new.add("Conv", [x, kernel, *operands], result, attributes=attributes)
+    elif x.shape is not None and len(x.shape) == 2 and operands:
+        new.add("Gemm", [x, weight(), *operands], result, attributes={"transB": 1})
+    else:
+        product = new.add("MatMul", [x, turned()], result)
+        if operands:
+            new.add("Add", [product, *operands], result)
+            return new.nodes[-2]
+    return new.nodes[-1]
 
 
 def exact_names(node: ir.Node, name: str) -> tuple[str, str]:
@@ -258,14 +268,6 @@ def _lazy(new: _New, name: str, numbers: Callable[[], np.ndarray], shape: Sequen
     return lazy_initializer(new.graph, name, new.dtype, shape, lambda: numbers().astype(new.dtype.numpy()))
 
 
-def _conv_attributes(node: ir.Node, shape: Sequence[int]) -> dict[str, object]:
-    return {
-        "strides": list(node.attributes["strides"].as_ints()),
-        "pads": list(node.attributes["pads"].as_ints()),
-        "kernel_shape": list(shape[2:]),
-    }
-
-
 def _offset_of(inputs: Mapping[str, ir.Value]) -> np.ndarray:
     """Returns the offsets [K], zeros for a convolution."""
     return table_of(inputs["x_offset"]) if "x_offset" in inputs else np.zeros_like(table_of(inputs["x_factor"]))
@@ -276,8 +278,8 @@ def bias_name(layer: str, dtype: ir.DataType) -> str:
     return f"{layer}:bias, {dtype}"
 
 
-def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, refittable: bool) -> ir.Value:
-    inputs, result, metadata = inputs_of(node), node.outputs[0], node.metadata_props
+def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, refittable: bool) -> None:
+    inputs, metadata = inputs_of(node), node.metadata_props
     scales, bias = table_of(inputs["x_scale"]), table_of(inputs["bias"])
     offset = _offset_of(inputs)
     if not offsets and offset.any():
@@ -300,34 +302,23 @@ def _product(new: _New, node: ir.Node, name: str, x: ir.Value, offsets: bool, re
         f"{stored.name}, expanded", lambda: numbers_of(tensor), tensor.shape.numpy(), scale, 0, activation, new.dtype
     )  # type: ignore[union-attr]
     may_have_bias = refittable and (BIAS_METADATA in metadata or offset.any())
-    of_bias = new.constant(bias_name(name, new.dtype), bias) if bias.any() or may_have_bias else None
+    of_bias = new.table(bias_name(name, new.dtype), bias) if bias.any() or may_have_bias else None
 
-    def product(op_type: str, operands: Sequence[ir.Value | None], attributes: Mapping[str, object] | None) -> ir.Value:
-        made = new.op(op_type, [x for x in operands if x is not None], result, attributes)
-        if refittable:
-            new.nodes[-1].metadata_props[REFIT_METADATA] = name
-        return made
+    def turned() -> ir.Value:
+        outputs, channels = in_place.shape.numpy()
+        return _weight(new, in_place.changed(f"{in_place.name}.T", np.transpose, (channels, outputs), axis=1))
 
-    if node.op_type == CONV:
-        operands = [x, _weight(new, in_place), of_bias]
-        return product("Conv", operands, _conv_attributes(node, in_place.shape.numpy()))
-    if new.x.shape is not None and len(new.x.shape) == 2 and of_bias is not None:
-        return product("Gemm", [x, _weight(new, in_place), of_bias], {"transB": 1})
-    outputs, channels = in_place.shape.numpy()
-    turned = in_place.changed(f"{in_place.name}.T", np.transpose, (channels, outputs), axis=1)
-    of_weight = product("MatMul", [x, _weight(new, turned)], None)
-    return of_weight if of_bias is None else new.op("Add", [of_weight, of_bias], result)
+    product = _multiply(new, node, x, of_bias, lambda: _weight(new, in_place), turned)
+    if refittable:
+        product.metadata_props[REFIT_METADATA] = name
 
 
 def _weight(new: _New, weight: Int8Weight) -> ir.Value:
     graph = new.graph
     assert weight.name is not None
     there = graph.initializers.get(weight.name)
-    if (
-        there is not None
-        and isinstance(there.const_value, Int8Weight)
-        and there.const_value.activation == weight.activation
-    ):
+    if (known := int8_weight_of(there)) is not None and known.activation == weight.activation:
+        assert there is not None
         return there
     name, count = weight.name, 1
     while weight.name in graph.initializers:  # tied weights with differently quantised inputs

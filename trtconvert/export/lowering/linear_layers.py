@@ -6,21 +6,20 @@ one tensor and a multiplication. The plugin's kernels are faster there.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import cleaned, graph_of, replace_nodes
 from trtconvert.export.lowering.initializers import changed_initializer
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR, INT8_RESIDUAL_NORM, QUANTISE_ROWS
 from trtconvert.export.lowering.int8_weights import int8_weight_of
-from trtconvert.export.lowering.projections import is_weight
+from trtconvert.export.lowering.projections import bias_behind, is_weight
 from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
-from trtconvert.export.matching import geglu_behind, only_reader, producer_behind_reshapes
+from trtconvert.export.matching import geglu_behind, producer_behind_reshapes
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
 
@@ -78,12 +77,9 @@ def fuse_linear_layers(model: ir.Model, profiles: Sequence[Mapping[str, int]], *
         count += len(found)
     for node in model.graph:
         if node.op_type == RESIDUAL_NORM and any(_is_linear(value) for value in node.inputs[:2]):
-            node.attributes["starts_early"] = ir.AttrInt64(
-                "starts_early", 1
-            )  # the layer's kernel leaves little room on the GPU
-    if count:
-        RemoveUnusedNodesPass()(model)  # unused weights
-    return count
+            # The layer's kernel leaves little room on the GPU.
+            node.attributes["starts_early"] = ir.AttrInt64("starts_early", 1)
+    return cleaned(model, count)
 
 
 def _alone(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
@@ -123,7 +119,7 @@ def _layer(matmul: ir.Node, beside_int8: bool) -> _Layer | None:
     depth = weight.const_value.shape[0]
     if any(not isinstance(size, int) or size % _VECTOR or size > _MOST_CHANNELS for size in (width, depth)):
         return None
-    bias, add = _bias(product, width)
+    bias, add = bias_behind(product, width)
     return _Layer(x, weight, bias, (matmul,) if add is None else (matmul, add))
 
 
@@ -144,15 +140,6 @@ def _is_border(value: ir.Value) -> bool:
     """Return whether a plugin or a layer norm computes a value."""
     producer = producer_behind_reshapes(value)
     return _is_plugin(producer) or (producer is not None and producer.op_type == "LayerNormalization")
-
-
-def _bias(product: ir.Value, width: int) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
-    """Returns the constant [N] that the only reader of a product adds, and that node."""
-    add = only_reader(product, "Add")
-    if add is None:
-        return None, None
-    bias = next((x for x in add.inputs if is_weight(x, 1, width)), None)
-    return (bias, add) if bias is not None and bias.dtype == product.dtype else (None, None)
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:
@@ -182,16 +169,12 @@ def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
 
 
 def _replace(layer: _Layer) -> None:
-    last, old = layer.nodes[-1], layer.result
-    graph = last.graph
-    assert isinstance(graph, ir.Graph)
+    graph = graph_of(layer.nodes[-1])
     inputs = [layer.x, _turned(graph, layer.weight, layer.geglu)]
     if layer.bias is not None:
         inputs.append(_in_two(graph, layer.bias) if layer.geglu else layer.bias)
     attributes = {"geglu": int(layer.geglu)} | PLUGIN
-    node = ir.node(LINEAR, inputs, attributes, domain=DOMAIN)
-    node.outputs[0].type, node.outputs[0].shape = copy.copy(old.type), old.shape
-    ir.convenience.replace_nodes_and_values(graph, last, layer.nodes, [node], [old], node.outputs)
+    replace_nodes(layer.nodes, [ir.node(LINEAR, inputs, attributes, domain=DOMAIN)])
 
 
 def _turned(graph: ir.Graph, weight: ir.Value, in_two: bool) -> ir.Value:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import NewNodes, cleaned, graph_of
 from trtconvert.export.lowering.initializers import rows_of
 from trtconvert.export.matching import is_read_once, producer_of
 
@@ -40,10 +40,7 @@ def split_modulations(model: ir.Model) -> int:
             continue
         _split(product, of_embedding)
         count += 1
-    count += sum(_split_alone(node) for node in list(model.graph))
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count + sum(_split_alone(node) for node in list(model.graph)))
 
 
 _MOST_SAMPLES = 64
@@ -148,56 +145,47 @@ def _split_alone(split: ir.Node) -> bool:
     samples = shape[0] if shape is not None and len(shape) == 2 else None
     if samples is None or (isinstance(samples, int) and samples > _MOST_SAMPLES):
         return False
-    parts = [_part(gemm, index, width) for index in range(len(split.outputs))]
-    graph = split.graph
-    assert isinstance(graph, ir.Graph)
-    ir.convenience.replace_nodes_and_values(
-        graph, split, [split], parts, split.outputs, [part.outputs[0] for part in parts]
-    )
+    new = NewNodes()
+    parts = [_part(new, gemm, index, width) for index in range(len(split.outputs))]
+    ir.convenience.replace_nodes_and_values(graph_of(split), split, [split], new.nodes, split.outputs, parts)
     return True
 
 
-def _part(gemm: ir.Node, index: int, width: int) -> ir.Node:
+def _part(new: NewNodes, gemm: ir.Node, index: int, width: int) -> ir.Value:
     """Computes a part [B, C] of a linear layer's result [B, n·C]."""
-    graph, (x, weight, bias), shape = gemm.graph, gemm.inputs, gemm.outputs[0].shape
-    assert isinstance(graph, ir.Graph) and weight is not None and bias is not None and shape is not None
-    part = ir.node("Gemm", [x, *(rows_of(graph, of, index * width, width) for of in (weight, bias))], gemm.attributes)
-    part.outputs[0].type, part.outputs[0].shape = gemm.outputs[0].type, ir.Shape([shape[0], width])
-    return part
+    (x, weight, bias), whole = gemm.inputs, gemm.outputs[0]
+    assert weight is not None and bias is not None and whole.shape is not None
+    rows = [rows_of(graph_of(gemm), of, index * width, width) for of in (weight, bias)]
+    return new.add("Gemm", [x, *rows], whole, [whole.shape[0], width], gemm.attributes)
 
 
 def _split(product: _Product, sums: Sequence[_Sum]) -> None:
     rows = _rows(product, sums[0].split)
     for found in sums:
-        graph, split = found.split.graph, found.split
-        assert isinstance(graph, ir.Graph)
+        split = found.split
         of_table = ir.node("Split", [found.table, *split.inputs[1:]], split.attributes, num_outputs=len(rows))
         for row in of_table.outputs:
             assert found.table.shape is not None
             row.type, row.shape = found.table.type, ir.Shape([found.table.shape[0], 1, found.table.shape[2]])
         adds = [ir.node("Add", pair) for pair in zip(of_table.outputs, rows, strict=True)]
         results = [add.outputs[0] for add in adds]
-        ir.convenience.replace_nodes_and_values(graph, split, [split], [of_table, *adds], split.outputs, results)
+        ir.convenience.replace_nodes_and_values(
+            graph_of(split), split, [split], [of_table, *adds], split.outputs, results
+        )
 
 
 def _rows(product: _Product, like: ir.Node) -> list[ir.Value]:
     """Computes the rows [B, 1, C] of a product one by one, with the shapes of a Split's outputs."""
-    gemm, graph = product.gemm, product.gemm.graph
-    assert isinstance(graph, ir.Graph)
-    axis = ir.node("Constant", [], {"value": ir.tensor([1])})
-    axis.outputs[0].dtype = ir.DataType.INT64
-    new, rows = [axis], list[ir.Value]()
+    gemm, new, rows = product.gemm, NewNodes(), list[ir.Value]()
+    axis = new.constant([1])
     for index, row in enumerate(like.outputs):
         assert row.shape is not None
         width = row.shape[2]
         assert isinstance(width, int)  # see `_product`
-        part = _part(gemm, index, width)
-        steps = [part, ir.node("Unsqueeze", [part.outputs[0], axis.outputs[0]])]
-        steps[1].outputs[0].type, steps[1].outputs[0].shape = gemm.outputs[0].type, row.shape
+        part = _part(new, gemm, index, width)
+        value = new.add("Unsqueeze", [part, axis], part, row.shape)
         for cast in reversed(product.casts):
-            steps.append(ir.node("Cast", [steps[-1].outputs[0]], cast.attributes))
-            steps[-1].outputs[0].type, steps[-1].outputs[0].shape = cast.outputs[0].type, row.shape
-        new += steps
-        rows.append(steps[-1].outputs[0])
-    graph.insert_after(gemm, new)
+            value = new.add("Cast", [value], cast.outputs[0], row.shape, cast.attributes)
+        rows.append(value)
+    graph_of(gemm).insert_after(gemm, new.nodes)
     return rows

@@ -6,10 +6,9 @@ from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.tape import Tape
 
 from trtconvert.attention.reference import BLOCK
-from trtconvert.export.lowering.cleaning import remove_unused
+from trtconvert.export.building import NewNodes, remove_unused, replace_nodes
 from trtconvert.export.matching import constant_of, producer_of
 from trtconvert.export.nodes.attention import block_mask_of, key_index_of, mask_of, require_attention_nodes
 
@@ -26,14 +25,11 @@ def lower_to_native(model: ir.Model, sites: Collection[str] | None = None) -> in
     """
     nodes = require_attention_nodes(model, sites)
     for node in nodes.values():
-        tape = Tape()
-        out = _attention(tape, node)
-        assert node.graph is not None
-        old = node.outputs[0]
-        out.name, out.shape, out.type = old.name, old.shape, old.type
+        tape, old = NewNodes(), node.outputs[0]
+        _attention(tape, node)
         if old.shape is not None and (own := _filled_from(node)):
-            out.shape = ir.Shape([*old.shape[:3], own[0].shape[3]])  # type: ignore[index]  # `_filled_from` has seen it
-        ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [old], [out])
+            old.shape = ir.Shape([*old.shape[:3], own[0].shape[3]])  # type: ignore[index]  # `_filled_from` has seen it
+        replace_nodes([node], tape.nodes)
     remove_unused(model)
     return len(nodes)
 
@@ -55,20 +51,16 @@ def _filled_from(node: ir.Node) -> list[ir.Value]:
     return found if len(sizes) == 1 and None not in sizes else []
 
 
-def _attention(tape: Tape, node: ir.Node) -> ir.Value:
+def _attention(tape: NewNodes, node: ir.Node) -> None:
     q, k, v = _filled_from(node) or [x for x in node.inputs[:3] if x is not None]
     assert q.dtype is not None  # the exporter types every value
     dtype = q.dtype.numpy()
-    heads_last = node.attributes["layout"].as_string() == "BNHD"
-
-    def constant(array: np.ndarray) -> ir.Value:
-        return tape.op("Constant", [], {"value": ir.tensor(array)})
-
+    heads_last, constant = node.attributes["layout"].as_string() == "BNHD", tape.constant
     if heads_last:
         q, k, v = (tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]}) for x in (q, k, v))
     index = key_index_of(node)
     if index is not None:
-        places = tape.op("Unsqueeze", [tape.op("Cast", [index], {"to": ir.DataType.INT64}), constant(np.array([-1]))])
+        places = tape.op("Unsqueeze", [tape.op("Cast", [index], {"to": ir.DataType.INT64}), constant([-1])])
         k, v = (tape.op("GatherND", [x, places], {"batch_dims": 2}) for x in (k, v))
     # √scale on both sides keeps FP16 logits in range, as in torch.
     scale = node.attributes["softmax_scale"].as_float()
@@ -79,9 +71,9 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
     query_shape = tape.op("Shape", [q])
     batch_kv_heads = tape.op("Shape", [k], {"start": 0, "end": 2})
     queries_dim = tape.op("Shape", [q], {"start": 2, "end": 4})
-    grouped_shape = tape.op("Concat", [batch_kv_heads, constant(np.array([-1])), queries_dim], {"axis": 0})
+    grouped_shape = tape.op("Concat", [batch_kv_heads, constant([-1]), queries_dim], {"axis": 0})
     grouped = tape.op("Reshape", [tape.op("Mul", [q, signed]), grouped_shape])
-    axis = constant(np.array([2]))
+    axis = constant([2])
     keys = tape.op("Unsqueeze", [tape.op("Mul", [k, root]), axis])
     values = tape.op("Unsqueeze", [v, axis])
     logits = tape.op("MatMul", [grouped, tape.op("Transpose", [keys], {"perm": [0, 1, 2, 4, 3]})])
@@ -98,8 +90,8 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
     if blocks is not None:
         for axis, tokens in ((2, q), (3, k)):
             count = tape.op("Squeeze", [tape.op("Shape", [tokens], {"start": 2, "end": 3})])
-            places = tape.op("Range", [constant(np.array(0)), count, constant(np.array(1))])
-            places = tape.op("Div", [places, constant(np.array(BLOCK))])
+            places = tape.op("Range", [constant(0), count, constant(1)])
+            places = tape.op("Div", [places, constant(BLOCK)])
             blocks = tape.op("Gather", [blocks, places], {"axis": axis})
         visible.append(grouped_mask(blocks))
     for shown in visible:
@@ -109,4 +101,5 @@ def _attention(tape: Tape, node: ir.Node) -> ir.Value:
         # A fully masked row is 0/0 in Softmax and 0 in torch.
         weights = tape.op("Where", [shown, weights, constant(np.array(0, dtype))])
     out = tape.op("Reshape", [tape.op("MatMul", [weights, values]), query_shape])
-    return tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]}) if heads_last else out
+    if heads_last:
+        tape.op("Transpose", [out], {"perm": [0, 2, 1, 3]})

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import NewNodes, cleaned, graph_of
 from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import (
@@ -51,11 +51,10 @@ def fuse_norms(model: ir.Model) -> int:
         normed = _normed(node) if key_index_of(node) is None else None  # the plugin gathers normed keys
         if normed is None:
             continue
-        assert isinstance(node.graph, ir.Graph)
         for index, tokens in enumerate(normed):
             node.replace_input_with(index, _source_of(node, tokens))
         of_q, of_k = normed
-        key = (node.graph, (*of_q.weights, *of_k.weights), of_q.sizes)
+        key = (graph_of(node), (*of_q.weights, *of_k.weights), of_q.sizes)
         if key not in joined:
             joined[key] = _joined(*key)
         append_input(node, "norm", joined[key])
@@ -63,9 +62,7 @@ def fuse_norms(model: ir.Model) -> int:
         if of_q.split:
             node.attributes["norm_split"] = ir.AttrInt64("norm_split", of_q.split)
         count += 1
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count)
 
 
 @dataclass(frozen=True)
@@ -196,12 +193,9 @@ def _as_heads(node: ir.Node, norm: _Norm) -> ir.Value:
     """Returns the input of a norm as heads, in front of a node."""
     if norm.as_heads is None:
         return norm.source
-    allowzero = norm.as_heads.attributes.get_int("allowzero", 0)
-    again = ir.node("Reshape", [norm.source, norm.as_heads.inputs[1]], {"allowzero": allowzero})
-    heads = again.outputs[0]
-    heads.type, heads.shape = norm.source.type, norm.as_heads.outputs[0].shape
-    assert node.graph is not None
-    node.graph.insert_before(node, again)
+    new, before = NewNodes(), norm.as_heads
+    heads = new.add("Reshape", [norm.source, before.inputs[1]], norm.source, before.outputs[0].shape, before.attributes)
+    graph_of(node).insert_before(node, new.nodes)
     return heads
 
 

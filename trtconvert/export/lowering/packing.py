@@ -8,8 +8,8 @@ image: the plugin takes both (`fuse_in_parts`), or they are concatenated.
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import cleaned
 from trtconvert.export.lowering.layout import output_tokens_first
 from trtconvert.export.lowering.parts import fuse_in_parts
 from trtconvert.export.lowering.projections import Projection, join, projection
@@ -46,9 +46,7 @@ def pack_projections(model: ir.Model) -> int:
             node.attributes["layout"] = ir.AttrString("layout", "BNHD")
             output_tokens_first(node)
         count += 1
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count)
 
 
 # One projection, cut into parts -----------------------------------------------------------------------------------------

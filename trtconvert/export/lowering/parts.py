@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from trtconvert.attention.reference import TILE
+from trtconvert.export.building import NewNodes, graph_of
 from trtconvert.export.matching import constant_of, cuts_of, is_same_shape
 from trtconvert.export.nodes.attention import key_index_of
 
@@ -113,17 +113,10 @@ def _cut(user: ir.Node, view: ir.Value, count: int) -> list[tuple[ir.Value, int]
 
 def _heads_merged(node: ir.Node, output: ir.Value) -> ir.Value:
     """Reshapes an output [B, N, H, D] to [B, N, H·D]."""
-    assert output.shape is not None and node.graph is not None
+    assert output.shape is not None
     heads, head_dim = output.shape[2:]
     assert isinstance(heads, int) and isinstance(head_dim, int)
-    shape = ir.node(
-        "Constant", [], {"value": ir.tensor(np.array([0, 0, heads * head_dim], np.int64))}
-    )  # 0: as in the input
-    shape.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-    reshape = ir.node("Reshape", [output, shape.outputs[0]])
-    reshape.outputs[0].type, reshape.outputs[0].shape = (
-        copy.copy(output.type),
-        ir.Shape([*output.shape[:2], heads * head_dim]),
-    )
-    node.graph.insert_after(node, [shape, reshape])
-    return reshape.outputs[0]
+    new, width = NewNodes(), heads * head_dim
+    merged = new.reshaped(output, [0, 0, width], [*output.shape[:2], width])
+    graph_of(node).insert_after(node, new.nodes)
+    return merged

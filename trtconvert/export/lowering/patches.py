@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import NewNodes, cleaned, graph_of, replace_nodes
 from trtconvert.export.lowering.initializers import columns_of
 from trtconvert.export.matching import is_read_once, perm_of, producer_of
 
@@ -46,9 +45,7 @@ def multiply_patches(model: ir.Model) -> int:
     embeddings = [found for node in model.graph if (found := _embedding(node)) is not None]
     for embedding in embeddings:
         _multiply(embedding)
-    if embeddings:
-        RemoveUnusedNodesPass()(model)
-    return len(embeddings)
+    return cleaned(model, len(embeddings))
 
 
 def _embedding(transpose: ir.Node) -> _Embedding | None:
@@ -92,31 +89,19 @@ def is_of_patches(conv: ir.Node, patch: tuple[int, ...]) -> bool:
 
 
 def _multiply(embedding: _Embedding) -> None:
-    last, x = embedding.last, embedding.x
-    graph, tokens = last.graph, last.outputs[0]
-    assert isinstance(graph, ir.Graph) and x.shape is not None and tokens.shape is not None
+    x, tokens = embedding.x, embedding.last.outputs[0]
+    assert x.shape is not None and tokens.shape is not None
     batch, channels, rank = x.shape[0], x.shape[1], len(embedding.patch)
     assert isinstance(channels, int)
     # [B, C, n0, p0, n1, p1, …] to [B, n0, n1, …, C, p0, p1, …]
     apart = [channels, *(size for pair in zip(embedding.patches, embedding.patch, strict=True) for size in pair)]
     perm = [0, *range(2, 2 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2)]
-    width = channels * math.prod(embedding.patch)
-    new = list[ir.Node]()
-
-    def add(op_type: str, inputs: list[ir.Value], shape: list[int | ir.SymbolicDim], **attributes: object) -> ir.Value:
-        new.append(ir.node(op_type, inputs, attributes))  # type: ignore[arg-type]
-        new[-1].outputs[0].type, new[-1].outputs[0].shape = x.type, ir.Shape(shape)
-        return new[-1].outputs[0]
-
-    def reshaped(value: ir.Value, sizes: list[int]) -> ir.Value:
-        new.append(ir.node("Constant", [], {"value": ir.tensor(np.array([0, *sizes], np.int64))}))
-        new[-1].outputs[0].type = ir.TensorType(ir.DataType.INT64)
-        return add("Reshape", [value, new[-1].outputs[0]], [batch, *sizes])
-
-    sizes = [batch, *apart]
-    turned = add("Transpose", [reshaped(x, apart)], [sizes[axis] for axis in perm], perm=perm)
-    rows = reshaped(turned, [math.prod(embedding.patches), width])
-    product = add("MatMul", [rows, columns_of(graph, embedding.weight)], list(tokens.shape))
+    rows = [math.prod(embedding.patches), channels * math.prod(embedding.patch)]
+    new, sizes = NewNodes(), [batch, *apart]
+    pixels = new.reshaped(x, [0, *apart], sizes)
+    turned = new.add("Transpose", [pixels], x, [sizes[axis] for axis in perm], {"perm": perm})
+    weight = columns_of(graph_of(embedding.last), embedding.weight)
+    product = new.add("MatMul", [new.reshaped(turned, [0, *rows], [batch, *rows]), weight], x, tokens.shape)
     if embedding.bias is not None:
-        add("Add", [product, embedding.bias], list(tokens.shape))
-    ir.convenience.replace_nodes_and_values(graph, last, [last], new, [tokens], new[-1].outputs)
+        new.add("Add", [product, embedding.bias], x, tokens.shape)
+    replace_nodes([embedding.last], new.nodes)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import NewNodes, cleaned, graph_of, replace_nodes
 from trtconvert.export.lowering.initializers import rows_of
+from trtconvert.export.lowering.projections import bias_behind
 from trtconvert.export.matching import is_read_once, producer_of
 from trtconvert.export.nodes.common import HALF
 
@@ -45,9 +46,7 @@ def split_products(model: ir.Model) -> int:
     products = [product for node in model.graph if (product := _product(node)) is not None]
     for product in products:
         _split(product)
-    if products:
-        RemoveUnusedNodesPass()(model)
-    return len(products)
+    return cleaned(model, len(products))
 
 
 def _product(matmul: ir.Node) -> _Product | None:
@@ -66,36 +65,20 @@ def _product(matmul: ir.Node) -> _Product | None:
     known = tuple(width for width in widths if isinstance(width, int))
     if len(known) != len(parts) or len(parts) < 2:
         return None
-    bias, add = _bias(matmul)
+    bias, add = bias_behind(matmul.outputs[0], weight.const_value.shape.numpy()[1])  # type: ignore[union-attr]
     return _Product(parts, known, weight, bias, add or matmul)
 
 
-def _bias(matmul: ir.Node) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
-    """Returns the constant [C] that the only reader of a product adds, and that node."""
-    product = matmul.outputs[0]
-    if not is_read_once(product):
-        return None, None
-    ((add, _),) = product.uses()
-    if add.op_type != "Add" or add.domain:
-        return None, None
-    bias = next((x for x in add.inputs if x is not None and x.const_value is not None), None)
-    return (bias, add) if bias is not None and bias.shape is not None and len(bias.shape) == 1 else (None, None)
-
-
 def _split(product: _Product) -> None:
-    graph, last = product.last.graph, product.last
-    assert isinstance(graph, ir.Graph)
+    graph, result, new = graph_of(product.last), product.last.outputs[0], NewNodes()
     starts = [sum(product.widths[:index]) for index in range(len(product.widths))]
-    new = list[ir.Node]()
     total: ir.Value | None = None
     # The narrowest first. Starts are unique, so that sorting never compares parts.
     for width, start, part in sorted(zip(product.widths, starts, product.parts, strict=True)):
-        new.append(ir.node("MatMul", [part, rows_of(graph, product.weight, start, width)]))
+        added = new.add("MatMul", [part, rows_of(graph, product.weight, start, width)], result)
         if total is not None:
-            new.append(ir.node("Add", [total, new[-1].outputs[0]]))
+            added = new.add("Add", [total, added], result)
         elif product.bias is not None:
-            new.append(ir.node("Add", [new[-1].outputs[0], product.bias]))
-        total = new[-1].outputs[0]
-    for node in new:
-        node.outputs[0].type, node.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
-    ir.convenience.replace_nodes_and_values(graph, last, [last], new, last.outputs, new[-1].outputs)
+            added = new.add("Add", [added, product.bias], result)
+        total = added
+    replace_nodes([product.last], new.nodes)

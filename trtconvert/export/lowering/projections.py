@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from trtconvert.export.building import NewNodes, graph_of
 from trtconvert.export.lowering.initializers import add_initializer
 from trtconvert.export.lowering.int8_weights import Int8Weight, all_of_one_activation
-from trtconvert.export.matching import is_same_shape, producer_of
+from trtconvert.export.matching import is_same_shape, only_reader, producer_of
 from trtconvert.export.storage import numbers_of
 
 
@@ -77,23 +78,15 @@ def join(parts: Sequence[Projection], sizes: Sequence[int], before: ir.Node) -> 
     Returns:
         [B, N, *sizes].
     """
-    graph, first = before.graph, parts[0]
-    assert isinstance(graph, ir.Graph)
-    nodes = [ir.node("MatMul", [first.x, _beside(graph, [part.weight for part in parts])])]
-    biases = [part.bias for part in parts if part.bias is not None]
-    if biases:
-        nodes.append(ir.node("Add", [nodes[0].outputs[0], _beside(graph, biases)]))
-    shape = ir.node("Constant", [], {"value": ir.tensor(np.array([0, 0, *sizes], np.int64))})  # 0: as in the input
-    nodes += [shape, ir.node("Reshape", [nodes[-1].outputs[0], shape.outputs[0]])]
-    for new in nodes:
-        new.outputs[0].type = ir.TensorType(ir.DataType.INT64) if new is shape else first.x.type
-    joined = nodes[-1].outputs[0]
-    assert first.x.shape is not None
-    tokens = first.x.shape[:2]
-    for flat in nodes[: 2 if biases else 1]:
-        flat.outputs[0].shape = ir.Shape([*tokens, math.prod(sizes)])
-    joined.shape = ir.Shape([*tokens, *sizes])
-    graph.insert_before(before, nodes)
+    graph, x, new = graph_of(before), parts[0].x, NewNodes()
+    assert x.shape is not None
+    tokens = x.shape[:2]
+    flat = [*tokens, math.prod(sizes)]
+    product = new.add("MatMul", [x, _beside(graph, [part.weight for part in parts])], x, flat)
+    if biases := [part.bias for part in parts if part.bias is not None]:
+        product = new.add("Add", [product, _beside(graph, biases)], x, flat)
+    joined = new.reshaped(product, [0, 0, *sizes], [*tokens, *sizes])
+    graph.insert_before(before, new.nodes)
     return joined
 
 
@@ -103,6 +96,13 @@ def is_weight(value: ir.Value | None, rank: int, width: int) -> bool:
         return False
     shape = value.const_value.shape
     return len(shape) == rank and shape[-1] == width
+
+
+def bias_behind(product: ir.Value, width: int) -> tuple[ir.Value, ir.Node] | tuple[None, None]:
+    """Returns the constant [N] that the only reader of a product adds, and that node."""
+    add = only_reader(product, "Add")
+    bias = next((x for x in add.inputs if is_weight(x, 1, width)), None) if add is not None else None
+    return (bias, add) if add is not None and bias is not None and bias.dtype == product.dtype else (None, None)
 
 
 def _same_tokens(x: ir.Value, heads: ir.Value) -> bool:

@@ -6,7 +6,6 @@ both in one kernel.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,12 +63,9 @@ def fuse_residual_norms(model: ir.Model) -> int:
             domain=DOMAIN,
             num_outputs=2,
         )
-        replaced = [taken.add.outputs[0], taken.norm.outputs[0]]
-        for new, old in zip(node.outputs, replaced, strict=True):
-            new.type, new.shape = copy.copy(old.type), old.shape
-        ir.convenience.replace_nodes_and_values(
-            model.graph, taken.norm, [taken.add, taken.norm], [node], replaced, node.outputs
-        )
+        old = [taken.add, taken.norm]
+        results = [of.outputs[0] for of in old]
+        ir.convenience.replace_nodes_and_values(model.graph, taken.norm, old, [node], results, node.outputs)
         count += 1
     return count
 

@@ -14,16 +14,13 @@ cos = 1 and sin = 0 for the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnx_ir.tape import Tape
 
-from trtconvert.export.lowering.tokens import runs_of
+from trtconvert.export.building import NewNodes, cleaned, graph_of
+from trtconvert.export.lowering.tokens import one_after_another, runs_of
 from trtconvert.export.matching import (
     axes_of,
     before_widening,
@@ -61,9 +58,7 @@ def fuse_rotary(model: ir.Model) -> int:
             node.replace_input_with(index, _source_of(node, tokens))
         append_input(node, "rotary", tables[key])
         count += 1
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count)
 
 
 @dataclass(frozen=True)
@@ -344,11 +339,9 @@ def _source_of(node: ir.Node, tokens: _Tokens) -> ir.Value:
     whole = _cut_in_parts(tokens)
     if whole is not None:
         return _as_heads(node, whole, heads)
-    assert node.graph is not None
-    tape, sources = Tape(), [_as_heads(node, part.source, part.heads) for part in tokens.parts]
-    joined = _op(tape, "Concat", sources, sources[0].type, axis=heads.token_axis)
+    sources = [_as_heads(node, part.source, part.heads) for part in tokens.parts]
+    joined = one_after_another(sources, heads.token_axis, before=node)
     joined.shape = ir.Shape(heads.shape)
-    node.graph.insert_before(node, tape.nodes)
     return joined
 
 
@@ -360,65 +353,48 @@ def _cut_in_parts(tokens: _Tokens) -> ir.Value | None:
 
 def _as_heads(node: ir.Node, source: ir.Value, heads: _Heads) -> ir.Value:
     """Reshapes a source to heads, in front of a node."""
-    assert node.graph is not None
     if is_same_shape(source.shape, heads.shape):
         return source
-    tape = Tape()
-    sizes = _constant(tape, np.array([0, 0, *heads.shape[2:]], np.int64))  # 0: as in the input
-    seen = _op(tape, "Reshape", [source, sizes], source.type)
-    seen.shape = ir.Shape(heads.shape)
-    node.graph.insert_before(node, tape.nodes)
+    new, sizes = NewNodes(), [size for size in heads.shape[2:] if isinstance(size, int)]  # both, see `_heads_of`
+    seen = new.reshaped(source, [0, 0, *sizes], heads.shape)
+    graph_of(node).insert_before(node, new.nodes)
     return seen
-
-
-_INT64, _SINGLE = ir.TensorType(ir.DataType.INT64), ir.TensorType(ir.DataType.FLOAT)
 
 
 def _table(node: ir.Node, tokens: _Tokens) -> ir.Value:
     """Computes the table, FP32 [N, D/2, 2], in front of a node."""
-    assert node.graph is not None
-    tape = Tape()
+    new, shape = NewNodes(), [tokens.heads.tokens, tokens.heads.pairs, 2]
     parts = [
-        _rows(tape, part) if isinstance(part, _Rotation) else _rows_of_no_rotation(tape, part) for part in tokens.parts
+        _rows(new, part) if isinstance(part, _Rotation) else _rows_of_no_rotation(new, part) for part in tokens.parts
     ]
-    table = _op(tape, "Concat", parts, _SINGLE, axis=0) if len(parts) > 1 else parts[0]
-    table.shape = ir.Shape([tokens.heads.tokens, tokens.heads.pairs, 2])
-    node.graph.insert_before(node, tape.nodes)
+    table = new.add("Concat", parts, parts[0], attributes={"axis": 0}) if len(parts) > 1 else parts[0]
+    table.shape = ir.Shape(shape)
+    graph_of(node).insert_before(node, new.nodes)
     return table
 
 
-def _rows(tape: Tape, rotation: _Rotation) -> ir.Value:
+def _rows(new: NewNodes, rotation: _Rotation) -> ir.Value:
     """Computes the table's rows of a rotation."""
-    columns = []
+    pairs, columns = rotation.heads.pairs, []
     for numbers in (rotation.cos, rotation.sin):
-        pairs = _constant(tape, np.array([-1, rotation.heads.pairs, rotation.copies]))
-        column = _op(tape, "Reshape", [numbers, pairs], numbers.type)
+        column = new.reshaped(numbers, [-1, pairs, rotation.copies], [None, pairs, rotation.copies])
         if rotation.copies > 1:
-            first = [_constant(tape, np.array([number])) for number in (0, 1, -1)]
-            column = _op(tape, "Slice", [column, *first], numbers.type)
-        columns.append(_op(tape, "Cast", [column], _SINGLE, to=_SINGLE.dtype) if numbers.type != _SINGLE else column)
-    return _op(tape, "Concat", columns, _SINGLE, axis=-1)
+            column = new.add("Slice", [column, *(new.constant([at]) for at in (0, 1, -1))], column, [None, pairs, 1])
+        if column.dtype != ir.DataType.FLOAT:
+            column = new.op("Cast", [column], {"to": ir.DataType.FLOAT})
+            column.type = ir.TensorType(ir.DataType.FLOAT)
+        columns.append(column)
+    return new.add("Concat", columns, columns[0], [None, pairs, 2], {"axis": -1})
 
 
-def _rows_of_no_rotation(tape: Tape, part: _Unrotated) -> ir.Value:
+def _rows_of_no_rotation(new: NewNodes, part: _Unrotated) -> ir.Value:
     """Returns rows of cos = 1 and sin = 0, constant if the number of tokens is fixed."""
     heads, count = part.heads, part.heads.tokens
     row = np.tile(np.array([1, 0], np.float32), (1, heads.pairs, 1))
     if isinstance(count, int):
-        return _constant(tape, row.repeat(count, 0))
-    of_tokens = _op(tape, "Shape", [part.source], _INT64, start=heads.token_axis, end=heads.token_axis + 1)
-    sizes = _op(tape, "Concat", [of_tokens, _constant(tape, np.array(row.shape[1:]))], _INT64, axis=0)
-    return _op(tape, "Expand", [_constant(tape, row), sizes], _SINGLE)
-
-
-def _op(
-    tape: Tape, op_type: str, inputs: Sequence[ir.Value], kind: ir.TypeProtocol | None, **attributes: Any
-) -> ir.Value:
-    value = tape.op(op_type, inputs, attributes)
-    value.type = kind
-    return value
-
-
-def _constant(tape: Tape, numbers: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(numbers)
-    return _op(tape, "Constant", [], ir.TensorType(tensor.dtype), value=tensor)
+        return new.constant(row.repeat(count, 0))
+    axis, rest = heads.token_axis, new.constant(row.shape[1:])
+    of_tokens = new.add("Shape", [part.source], rest, [1], {"start": axis, "end": axis + 1})
+    sizes = new.add("Concat", [of_tokens, rest], rest, [3], {"axis": 0})
+    ones = new.constant(row)
+    return new.add("Expand", [ones, sizes], ones, [count, *row.shape[1:]])

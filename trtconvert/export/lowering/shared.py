@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import cleaned
 from trtconvert.export.lowering.projections import Projection, join, projection
 from trtconvert.export.nodes.attention import attention_nodes
 
@@ -57,9 +57,7 @@ def share_projections(model: ir.Model) -> int:
         for together in _by_size(sites):
             _share(together)
         count += len(sites)
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count)
 
 
 def _site(node: ir.Node) -> _Site | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from trtconvert.export.building import NewNodes, graph_of
 from trtconvert.export.matching import producer_of
 
 
@@ -19,15 +20,11 @@ def one_after_another(runs: Sequence[ir.Value], axis: int, before: ir.Node) -> i
     """Concatenates tensors along an axis, in front of a node. A single tensor is returned as it is."""
     if len(runs) == 1:
         return runs[0]
-    join = ir.node("Concat", runs, {"axis": axis})
-    joined, shapes = join.outputs[0], [run.shape for run in runs]
-    joined.type = runs[0].type
-    known = [shape for shape in shapes if shape is not None]
-    if len(known) == len(runs):
-        counts = [shape[axis] for shape in known]
+    new = NewNodes()
+    joined = new.add("Concat", runs, runs[0], attributes={"axis": axis})
+    if joined.shape is not None:
+        counts = [run.shape[axis] if run.shape is not None else None for run in runs]
         numbers = [count for count in counts if isinstance(count, int)]
-        joined.shape = ir.Shape(known[0])
         joined.shape[axis] = sum(numbers) if len(numbers) == len(counts) else None
-    assert before.graph is not None
-    before.graph.insert_before(before, join)
+    graph_of(before).insert_before(before, new.nodes)
     return joined

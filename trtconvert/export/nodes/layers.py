@@ -127,12 +127,6 @@ def layer_body(variant: LayerVariant) -> onnx.FunctionProto:
     return function
 
 
-def check_modes(tables: LayerTables) -> str:
-    """Returns the problem of a layer's modes, "" without a problem."""
-    known = {int(mode) for mode in LayerMode} - {int(LayerMode.EXACT)}
-    return "" if set(tables.modes.tolist()) <= known else f"a mode that is not one of {sorted(known)}"
-
-
 _CONSTANTS = f"""
         zero_i = Constant<value = int64[1] {{0}}>()
         one_i = Constant<value = int64[1] {{1}}>()

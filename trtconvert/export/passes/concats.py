@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import cleaned
 from trtconvert.export.matching import cuts_of, producer_of
 
 _TO_THE_END = np.iinfo(np.int64).max
@@ -56,9 +56,7 @@ def drop_rejoins(model: ir.Model) -> int:
         if whole is not None and not node.outputs[0].is_graph_output():
             ir.convenience.replace_all_uses_with(node.outputs[0], whole)
             count += 1
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count)
 
 
 def _rejoined(concat: ir.Node) -> ir.Value | None:

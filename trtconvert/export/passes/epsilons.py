@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from trtconvert.export.building import NewNodes
 from trtconvert.export.matching import constant_of, producer_of
 
 _TAKEN_FOR_ZERO = 1e-8
@@ -23,10 +24,9 @@ def keep_epsilons(model: ir.Model) -> int:
         for index, (term, tensor) in enumerate(zip(node.inputs, reversed(node.inputs), strict=True)):
             if term is None or tensor is None or not tensor.shape or not _is_epsilon(term):
                 continue
-            axis = ir.node("Constant", [], {"value_ints": [0]})
-            with_axis = ir.node("Unsqueeze", [term, axis.outputs[0]])
-            model.graph.insert_before(node, [axis, with_axis])
-            node.replace_input_with(index, with_axis.outputs[0])
+            new = NewNodes()
+            node.replace_input_with(index, new.add("Unsqueeze", [term, new.constant([0])], term, [1]))
+            model.graph.insert_before(node, new.nodes)
             count += 1
     return count
 

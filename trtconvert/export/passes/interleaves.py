@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import NewNodes, cleaned, graph_of
 from trtconvert.export.matching import constant_of, perm_of
 
 
@@ -26,9 +26,7 @@ def join_interleaves(model: ir.Model) -> int:
         if halves is not None:
             _join(node, *halves)
             count += 1
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count)
 
 
 def _halves(last: ir.Node) -> tuple[ir.Node, ir.Node] | None:
@@ -71,19 +69,13 @@ def _start(scatter: ir.Node, data: ir.Value | None) -> int | None:
 
 def _join(scatter: ir.Node, even: ir.Node, odd: ir.Node) -> None:
     """Joins the halves before their transposes, and redirects the readers of the scatter."""
-    scattered, perm, graph = scatter.outputs[0], perm_of(even), scatter.graph
-    assert graph is not None
-    last_axis = ir.node("Constant", [], {"value": ir.tensor(np.array([-1]))})
-    columns = [ir.node("Unsqueeze", [half.inputs[0], last_axis.outputs[0]]) for half in (even, odd)]
-    pairs = ir.node("Concat", [column.outputs[0] for column in columns], {"axis": -1})
-    sizes = ir.node("Constant", [], {"value": ir.tensor(np.array([0] * (len(perm) - 1) + [-1]))})  # 0: as in the input
-    joined = ir.node("Reshape", [pairs.outputs[0], sizes.outputs[0]])
-    for new in (last_axis, *columns, pairs, sizes, joined):
-        new.outputs[0].type = ir.TensorType(ir.DataType.INT64) if new in (last_axis, sizes) else scattered.type
-    out = joined.outputs[0]
-    if scattered.shape is not None:
-        out.shape = ir.Shape([scattered.shape[perm.index(axis)] for axis in range(len(perm))])
-    graph.insert_after(scatter, [last_axis, *columns, pairs, sizes, joined])
+    scattered, perm, new = scatter.outputs[0], perm_of(even), NewNodes()
+    shape = [scattered.shape[perm.index(axis)] if scattered.shape is not None else None for axis in range(len(perm))]
+    unknown, last_axis = [None] * (len(perm) + 1), new.constant([-1])
+    columns = [new.add("Unsqueeze", [half.inputs[0], last_axis], scattered, unknown) for half in (even, odd)]
+    pairs = new.add("Concat", columns, scattered, unknown, {"axis": -1})
+    out = new.reshaped(pairs, [0] * (len(perm) - 1) + [-1], shape)
+    graph_of(scatter).insert_after(scatter, new.nodes)
     for user, _ in list(scattered.uses()):
         user.attributes["perm"] = ir.AttrInt64s("perm", [perm[axis] for axis in perm_of(user)])
         user.replace_input_with(0, out)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from trtconvert.export.building import NewNodes, cleaned
 from trtconvert.export.matching import constant_of, perm_of, producer_of
 
 
@@ -29,9 +29,7 @@ def join_overwritten(model: ir.Model) -> int:
         if write is not None:
             _join(model.graph, node, write)
             count += 1
-    if count:
-        RemoveUnusedNodesPass()(model)
-    return count
+    return cleaned(model, count)
 
 
 @dataclass(frozen=True)
@@ -83,26 +81,21 @@ def _untransposed(data: ir.Value, rows: ir.Value, result: ir.Value) -> tuple[ir.
 def _join(graph: ir.Graph, scatter: ir.Node, write: _Write) -> None:
     assert write.data.shape is not None
     size = write.data.shape[write.axis]
-    new, parts = list[ir.Node](), list[ir.Value]()
+    new, parts = NewNodes(), list[ir.Value]()
     if write.start > 0:
         parts.append(_cut(new, write, 0, write.start, write.start))
     parts.append(write.rows)
     if size != write.stop:
         left = size - write.stop if isinstance(size, int) else ir.SymbolicDim(None)
         parts.append(_cut(new, write, write.stop, np.iinfo(np.int64).max, left))
-    new.append(ir.node("Concat", parts, {"axis": write.axis}))
-    ir.convenience.replace_nodes_and_values(graph, scatter, [], new, [write.result], new[-1].outputs)
+    joined = new.op("Concat", parts, {"axis": write.axis})
+    ir.convenience.replace_nodes_and_values(graph, scatter, [], new.nodes, [write.result], [joined])
 
 
-def _cut(new: list[ir.Node], write: _Write, start: int, end: int, count: int | ir.SymbolicDim) -> ir.Value:
-    """Returns rows of the data that stay, and appends the nodes to `new`."""
+def _cut(new: NewNodes, write: _Write, start: int, end: int, count: int | ir.SymbolicDim) -> ir.Value:
+    """Returns rows of the data that stay."""
     assert write.data.shape is not None
-    bounds = [ir.node("Constant", [], {"value": ir.tensor(np.array([x]))}) for x in (start, end, write.axis)]
-    for bound in bounds:
-        bound.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-    cut = ir.node("Slice", [write.data, *(bound.outputs[0] for bound in bounds)])
+    bounds = [new.constant([bound]) for bound in (start, end, write.axis)]
     sizes = list(write.data.shape)
     sizes[write.axis] = count
-    cut.outputs[0].type, cut.outputs[0].shape = write.data.type, ir.Shape(sizes)
-    new += [*bounds, cut]
-    return cut.outputs[0]
+    return new.add("Slice", [write.data, *bounds], write.data, sizes)

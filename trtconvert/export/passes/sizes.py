@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
+from trtconvert.export.building import NewNodes, replace_nodes
 from trtconvert.export.matching import constant_of, producer_of
 
 
@@ -20,10 +20,9 @@ def fold_sizes(model: ir.Model) -> int:
     for node in list(model.graph):
         size = _size(node)
         if size is not None:
-            constant = ir.node("Constant", [], {"value": ir.tensor(np.array(size, np.int64))})
-            ir.convenience.replace_nodes_and_values(
-                model.graph, node, [node], [constant], node.outputs, constant.outputs
-            )
+            new = NewNodes()
+            new.constant(size)
+            replace_nodes([node], new.nodes)
             count += 1
     return count
 

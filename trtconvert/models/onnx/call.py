@@ -89,11 +89,11 @@ class Call:
             "sizes or places that depend on the inputs' values", "sizes that depend on the inputs' sizes"
         )
 
-    def axes(self, value: Value | None, name: str = "axes") -> list[int] | None:
+    def axes(self, value: Value | None) -> list[int] | None:
         """Returns axes from an input, or, in older opsets, from an attribute; None for none."""
         if value is not None:
             return [int(axis) for axis in self.sizes(value)]
-        return self.get(name)
+        return self.get("axes")
 
     def refused(self, got: str, expected: str) -> UserError:
         return UserError(

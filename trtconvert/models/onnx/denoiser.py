@@ -14,10 +14,11 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from trtconvert.attention.sites import Site
 from trtconvert.errors import TrtconvertError, UserError, first_line
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.models.onnx import operators, sizes
-from trtconvert.models.onnx.attention import Left, Shapes, fuse_attention
+from trtconvert.models.onnx.attention import Shapes, fuse_attention
 from trtconvert.models.onnx.call import Types, Value
 from trtconvert.models.onnx.layers import fuse_gelus, fuse_group_norms, fuse_linear
 from trtconvert.models.onnx.operators import OPERATORS
@@ -191,7 +192,7 @@ def _condition(before: Graph, values: Mapping[str, Value], types: Types, inputs:
     return bool(found.ravel()[0]) if isinstance(found, np.ndarray) else None
 
 
-def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> list[Left]:
+def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> list[Site]:
     """Fuses the steps of each attention, linear layer, group norm and GELU, in place.
 
     Args:

@@ -137,12 +137,6 @@ def _root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """Yields weights in other files, of all graphs and of constants in nodes."""
-    for _, tensor in _external(model):
-        yield tensor
-
-
 def _external(model: ir.Model) -> Iterator[tuple[ir.Value | tuple[ir.Node, str], ir.ExternalTensor]]:
     """Yields weights in other files with their holder: a value, or a node and an attribute's name."""
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
@@ -207,7 +201,7 @@ def _where_it_lies(tensor: ir.ExternalTensor) -> ir.ExternalTensor:
 
 def external_files(path: Path) -> list[Path]:
     """Returns the files of weights beside a model, sorted by name."""
-    return sorted({path.parent / os.path.normpath(tensor.location) for tensor in external_tensors(read_graph(path))})
+    return sorted({path.parent / os.path.normpath(tensor.location) for _, tensor in _external(read_graph(path))})
 
 
 def stored_type(model: ir.Model) -> ir.DataType:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 import onnx
 import onnx_ir as ir
@@ -187,24 +188,10 @@ def _unknown_type(what: str, kind: int) -> Flaw:
 
 def _cycle(calls: Mapping[Function, Iterable[Function]]) -> list[Function]:
     """Returns functions that call each other in a circle, the first again at the end; nothing without a circle."""
-    done = set[Function]()
-    for start in calls:
-        way: dict[Function, Iterator[Function]] = {}  # in order
-        following: Function | None = start
-        while following is not None or way:
-            if following is None:
-                last, left = next(reversed(way.items()))
-                following = next((other for other in left if other in calls and other not in done), None)
-                if following is None:
-                    done.add(last)
-                    del way[last]
-                continue
-            if following in way:
-                circle = list(way)
-                return [*circle[circle.index(following) :], following]
-            if following not in done:
-                way[following] = iter(calls[following])
-            following = None
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]  # each function is called by the next one there
     return []
 
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from trtconvert.attention.schedules import SIGMA_DATA, SIGMA_MAX, SIGMA_MIN
 from trtconvert.diffusion_model import InputSpec
-from trtconvert.errors import UserError, did_you_mean
+from trtconvert.errors import UserError, unknown_name
 from trtconvert.models.call_options import size_range
 
 BATCH = (1, 2, 4)
@@ -301,12 +301,8 @@ def _of_batch(shape: tuple[int | str, ...], batch: int | str) -> tuple[int | str
 
 def _named(path: Path, what: str, given: str, values: Mapping[str, Any]) -> str:
     if given not in values:
-        raise UserError(
-            f"{path} has no {'output' if what == 'output' else 'input'} '{given}'",
-            expected=", ".join(values),
-            got=f"model.options.{what}: {given}",
-            remedy=did_you_mean(given, values, f"correct model.options.{what}"),
-        )
+        problem = f"{path} has no {'output' if what == 'output' else 'input'} '{given}'"
+        raise unknown_name(problem, given, values, f"correct model.options.{what}")
     return given
 
 
@@ -370,12 +366,8 @@ def _dims(
 ) -> dict[str, tuple[int, int, int]]:
     symbols = dict.fromkeys(size for spec in specs for size in spec.shape if isinstance(size, str))
     if unknown := [name for name in sizes if name not in symbols]:
-        raise UserError(
-            f"{path} has no dimension '{unknown[0]}'",
-            expected=", ".join(symbols) or "no sizes: all of them are constants of the graph",
-            got=", ".join(unknown),
-            remedy=did_you_mean(unknown[0], symbols, "remove it from model.options.sizes"),
-        )
+        problem, remedy = f"{path} has no dimension '{unknown[0]}'", "remove it from model.options.sizes"
+        raise unknown_name(problem, unknown[0], symbols, remedy, "no sizes: all of them are constants of the graph")
     known = ({batch: list(BATCH)} if isinstance(batch, str) else {}) | dict(sizes)
     if missing := [name for name in symbols if name not in known]:
         proposed = ", ".join(f"{name}: {guessed.get(name, 77)}" for name in missing)

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site
 from trtconvert.diffusion_model import DiffusionModel, ImageEncoder, InputSpec
-from trtconvert.errors import UserError, did_you_mean, first_line
+from trtconvert.errors import UserError, did_you_mean, first_line, unfit_option
 from trtconvert.export import storage
 from trtconvert.export.float32 import widen
 from trtconvert.export.nodes.common import HALF
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.files import temporary_folder
-from trtconvert.models.onnx.attention import Left
 from trtconvert.models.onnx.call import Types
 from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed, with_branches_taken
 from trtconvert.models.onnx.files import load, read_graph, refuse_loops, stored_type
@@ -109,7 +108,7 @@ def onnx_model(
         sample=GraphSampler(trained, inputs.sample, inputs.timestep, tuple(of_sample), high, low == high, given),
         encoder=ImageEncoder((of_sample[0], of_sample[1], of_sample[2]), lambda x: x * 2 - 1) if pixels else None,
         as_passed=given.as_passed(),
-        left_sites=tuple(_as_site(part) for part in left),
+        left_sites=tuple(left),
     )
     _check_sizes(weights, found)
     _check_numbers(weights, model, inputs, found, opt)
@@ -124,17 +123,12 @@ def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any])
         if value is not None and not isinstance(value, Mapping)
     ]
     for name, expected, got in wrong:
-        raise UserError(
-            f"model.options.{name} does not fit",
-            expected=expected,
-            got=repr(got),
-            remedy="correct it in the recipe",
-        )
+        raise unfit_option(name, expected, got)
 
 
 def _denoiser(
     path: Path, model: ir.Model, inputs: Inputs, opt: Mapping[str, int]
-) -> tuple[GraphDenoiser, tuple[int | str, ...], list[Left]]:
+) -> tuple[GraphDenoiser, tuple[int | str, ...], list[Site]]:
     """Returns the graph as a module, the shape of its prediction, and the softmaxes that are not part of an attention."""
     graph, stored = graph_of(model), stored_type(model)
     graph.outputs = (inputs.output,)
@@ -155,7 +149,7 @@ def _denoiser(
         raise UserError(
             f"no attention was found in {path}",
             expected="a MatMul, a Softmax and a MatMul that form attention, or Attention of opset 23",
-            got="; ".join(f"Softmax at {part.name}: {part.reason}" for part in left) or "no Softmax in the graph",
+            got="; ".join(f"{site.obstacle}, at {site.name}" for site in left) or "no Softmax in the graph",
             remedy="export the model without fusions of other runtimes, with torch's scaled_dot_product_attention in it",
         )
     keep = kept_constants(graph, values, stored, inputs.timestep)
@@ -226,12 +220,6 @@ def _prediction(
         got=str(list(found)),
         remedy="name the right ones in model.options.sample and model.options.output",
     )
-
-
-def _as_site(left: Left) -> Site:
-    """Returns the entry in the list of sites for a softmax that is not converted."""
-    heads, tokens = (left.shape[1] if len(left.shape) == 4 else 1), left.shape[-2:] if len(left.shape) > 1 else (1, 1)
-    return Site(left.name, heads, heads, 1, 1.0, False, tokens[0], tokens[-1], f"Softmax: {left.reason}")
 
 
 def _check_sizes(path: Path, model: DiffusionModel) -> None:

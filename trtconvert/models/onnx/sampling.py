@@ -24,7 +24,7 @@ from trtconvert.attention.schedules import (
     ddpm_betas,
 )
 from trtconvert.diffusion_model import Denoiser, InputSpec, resized
-from trtconvert.errors import UserError, did_you_mean, first_line
+from trtconvert.errors import UserError, first_line, unfit_option, unknown_name
 from trtconvert.models.parametrisation import (
     DENOISED,
     FLOW,
@@ -45,14 +45,13 @@ SCHEDULES = (*BETA_SCHEDULES, FLOW, EDM)
 ODE, CONSISTENCY = "ode", "consistency"
 RANDOM = "random"
 
-_OF_NOISE = "a number from 1e-9 to 1e9"
 _FITS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "timesteps": ("a whole number from 2", lambda x: type(x) is int and 2 <= x <= 1_000_000),
     "shift": ("a number from 1e-6 to 1e6", lambda x: _is_number(x) and 1e-6 <= x <= 1e6),
-    "sigma_min": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
-    "sigma_max": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
-    "sigma_data": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
-    "timestep_factor": (_OF_NOISE, lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
+    **dict.fromkeys(
+        ("sigma_min", "sigma_max", "sigma_data", "timestep_factor"),
+        ("a number from 1e-9 to 1e9", lambda x: _is_number(x) and 1e-9 <= x <= 1e9),
+    ),
 }
 """Options that are numbers, and their ranges."""
 
@@ -105,11 +104,11 @@ class Trained:
             ("sampling", self.sampling, (ODE, CONSISTENCY)),
         ):
             if got not in known:
-                raise UserError(
+                raise unknown_name(
                     f"model.options.{option} is not known",
-                    expected="one of " + ", ".join(known),
-                    got=repr(got),
-                    remedy=did_you_mean(str(got), known, "give the value that the model was trained with"),
+                    str(got),
+                    known,
+                    "give the value that the model was trained with",
                 )
         self._refuse_unfit_numbers(schedule)
         consistency = self.sampling == CONSISTENCY
@@ -120,8 +119,7 @@ class Trained:
             )
         except UserError as error:
             options = "schedule, prediction, noise_input, sigma_min, sigma_max or sigma_data"
-            problem = f"model.options.{options}: {error.problem}"
-            raise UserError(problem, expected=error.expected, got=error.got, remedy=error.remedy) from error
+            raise error.about(f"model.options.{options}") from error
 
     def _levels(self, schedule: str) -> Schedule:
         if schedule == EDM:
@@ -138,14 +136,9 @@ class Trained:
         for option, (expected, fits) in _FITS.items():
             got = getattr(self, option)
             if got is not None and (option in without or not fits(got)):
-                raise UserError(
-                    f"model.options.{option} does not fit",
-                    expected=f"none, with the schedule {schedule}" if option in without else expected,
-                    got=repr(got),
-                    remedy="remove it from the recipe, or correct the schedule"
-                    if option in without
-                    else "correct it in the recipe",
-                )
+                if option in without:
+                    expected = f"none, with the schedule {schedule}"
+                raise unfit_option(option, expected, got, "correct it or the schedule in the recipe, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -221,21 +214,11 @@ def read_conditions(
     """
     names = [spec.name for spec in specs]
     if unknown := [name for name in values if name not in names]:
-        raise UserError(
-            f"{path} has no further input '{unknown[0]}'",
-            expected=", ".join(names) or "no values: it takes nothing else",
-            got=", ".join(unknown),
-            remedy=did_you_mean(unknown[0], names, "correct model.options.values"),
+        raise unknown_name(
+            f"{path} has no further input '{unknown[0]}'", unknown[0], names, "correct model.options.values"
         )
-    if bad := [
-        name for name, value in values.items() if isinstance(value, bool) or not isinstance(value, (int, float))
-    ]:
-        raise UserError(
-            f"model.options.values.{bad[0]} is not a number",
-            expected="a number that fills the input",
-            got=repr(values[bad[0]]),
-            remedy="correct it in the recipe",
-        )
+    if bad := [name for name, value in values.items() if not _is_number(value)]:
+        raise unfit_option(f"values.{bad[0]}", "a number that fills the input", values[bad[0]])
     left = [spec for spec in specs if spec.name not in values]
     if left and conditions is None:
         raise UserError(

@@ -101,14 +101,14 @@ typedef struct {
   float norm_epsilon;  /* finite, >= 0 where there is a norm */
   int32_t norm_across_heads; /* nonzero: the mean is over all heads and channels of a token; 0 where there is no norm */
 
-  /* 0: all tokens share the weights of the norms of each head. s > 0: tokens before s take row 0 of them, those from s on row 1,
-   * as in joint attention, where text and image have norms of their own. s < Nq = Nk; 0 where there is no norm, or one across
+  /* 0: all tokens share the weights of the norms of each head. s > 0: tokens before s take row 0 of the weights, tokens from s on take
+   * row 1, as in joint attention, where text and image have separate norms. s < Nq = Nk; 0 without a norm, or with a norm across
    * heads. */
   int32_t norm_split;
 
-  /* 0: all tokens are in the tensors above. s > 0: the tokens before s are there, and those from s on in separate tensors, like the
-   * projections of text and image in joint attention. s < Nq = Nk, in steps of 128. Shapes are those of all
-   * tokens: where Nq = Nk = N, q holds [B, s, H, D] and second_q [B, N - s, H, D]. */
+  /* 0: all tokens are in the tensors above. s > 0: the tokens before s are in the tensors above, and the tokens from s on in the
+   * separate tensors below, like the projections of text and image in joint attention. s < Nq = Nk, in steps of 128. Shapes are
+   * those of all tokens: with Nq = Nk = N, q holds [B, s, H, D] and second_q [B, N - s, H, D]. */
   int32_t token_split;
   const void* second_q; /* null, like the next three, with token_split 0 */
   const void* second_k;
@@ -117,7 +117,7 @@ typedef struct {
   TrtConvertStrides second_q_strides, second_k_strides, second_v_strides, second_out_strides;
 
   /* Blocks of 128 queries by 128 keys that are computed: one byte for each, nonzero = attend, contiguous, on the device,
-   * [block_mask_batch, block_mask_heads, ceil(Nq / 128), ceil(Nk / 128)]. The others are neither read nor computed. A query whose row
+   * [block_mask_batch, block_mask_heads, ceil(Nq / 128), ceil(Nk / 128)]. Other blocks are neither read nor computed. A query whose row
    * has no block gets zeros. A mask and key_lengths may also hide keys of these blocks. */
   const void* block_mask; /* null with block_mask_batch 0 */
 
@@ -125,9 +125,9 @@ typedef struct {
    * mask, block_mask and key_lengths count these rows. Not with layers before attention or tokens in two tensors. */
   const int32_t* key_index; /* null with source_keys 0 */
 
-  /* The natural logarithm of each row's sum of exponentials of its scaled logits, [B, H, Nq] on the device, or null: that of the
-   * weights that the output was divided by, -inf for a row without a key, NaN where the whole row of the output is. It does not
-   * depend on smooth_k. */
+  /* The natural logarithm of each row's sum of exponentials of its scaled logits, [B, H, Nq] on the device, or null. The sum is the
+   * one that divides the output; -inf for a row without a key, NaN if the whole row of the output is NaN. smooth_k does not change
+   * the logarithm. */
   float* lse;
 
   int32_t block_mask_batch; /* 0: no block mask; else 1 or B */
