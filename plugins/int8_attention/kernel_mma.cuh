@@ -302,6 +302,10 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
     const uint32_t s_k = ring.advance(2 * n);
     const TileScales& tile_scales = p.tile_scales[w.kv_tile0 + tile_at(p, n)];
     const float k_scale = kTokenScales ? tile_scales.k : tile_scales.k + tile_scales.broken_v;
+    // Mode 3 has few tiles whose tokens have scales: their scales stay in global memory.
+    const float4* const log2_of_few = reinterpret_cast<const float4*>(tile_scales.log2_v) + t;
+    const float4* const inverse_of_few = reinterpret_cast<const float4*>(tile_scales.inverse_v) + t;
+    const bool scaled = kTokenScales || tile_scales.scaled_v;
 
     int32_t s[kFragments][4];
 #pragma unroll
@@ -318,7 +322,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
     }
 
     const float scale[2] = {w.row_scale[0] * k_scale, w.row_scale[1] * k_scale};
-    float factor[2] = {kTokenScales ? 1.f : scale[0], kTokenScales ? 1.f : scale[1]};
+    float factor[2] = {scaled ? 1.f : scale[0], scaled ? 1.f : scale[1]};
     const uint32_t s_log2_v = s_k + C::kImageBytes + t * sizeof(float4);
     float z[kFragments][4];
 #pragma unroll
@@ -332,6 +336,17 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
           z[n + i][c] = __int_as_float(s[n + i][c]) - kMagic;
           if constexpr (kTokenScales) z[n + i][c] = fmaf(z[n + i][c], scale[c / 2], log2_v[2 * i + c % 2]);
         }
+    }
+    if (!kTokenScales && scaled) {
+#pragma unroll
+      for (int n = 0; n < kFragments; n += 2) {
+        const float4 given = log2_of_few[n * 2];
+        const float log2_v[4] = {given.x, given.y, given.z, given.w};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) z[n + i][c] = fmaf(z[n + i][c], scale[c / 2], log2_v[2 * i + c % 2]);
+      }
     }
     mask_logits(z, factor, p, w, tile_at(p, n) * kKeyTile);
 
@@ -349,22 +364,33 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
       state.maximum[r] = maximum;
     }
     uint32_t p8[kFragments / 4][4];
-    // In mode 2 the sum of the weights over their tokens' scales, in mode 3 the sum of P.
+    // The sum of the weights over their tokens' scales, or the sum of P if tokens have no scales.
     float tile_sum[2] = {0.f, 0.f};
     uint32_t integer_sum[2] = {0, 0};
 #pragma unroll
     for (int n = 0; n < kFragments; n += 2) {
-      float inverse_v[4];
-      if constexpr (kTokenScales) load_shared(inverse_v, s_log2_v + (kKeyTile + n * 8) * sizeof(float));
+      float weight[2][4];
       uint32_t bytes[2][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float weight = exp2_approx(fmaf(z[n + i][c], factor[c / 2], -subtracted[c / 2]));
-          if constexpr (kTokenScales) tile_sum[c / 2] = fmaf(weight, inverse_v[2 * i + c % 2], tile_sum[c / 2]);
-          bytes[i][c] = __float_as_uint(fmaf(weight, 255.f, kRoundToByte));
+          weight[i][c] = exp2_approx(fmaf(z[n + i][c], factor[c / 2], -subtracted[c / 2]));
+          bytes[i][c] = __float_as_uint(fmaf(weight[i][c], 255.f, kRoundToByte));
         }
+      if (scaled) {
+        float inverse_v[4];
+        if constexpr (kTokenScales) {
+          load_shared(inverse_v, s_log2_v + (kKeyTile + n * 8) * sizeof(float));
+        } else {
+          const float4 given = inverse_of_few[n * 2];
+          inverse_v[0] = given.x, inverse_v[1] = given.y, inverse_v[2] = given.z, inverse_v[3] = given.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) tile_sum[c / 2] = fmaf(weight[i][c], inverse_v[2 * i + c % 2], tile_sum[c / 2]);
+      }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint32_t packed = pack4(bytes[0][2 * r], bytes[0][2 * r + 1], bytes[1][2 * r], bytes[1][2 * r + 1]);
@@ -372,7 +398,7 @@ __device__ __forceinline__ void attend_int8(const Params& p, uint32_t s_memory) 
         if constexpr (!kTokenScales) integer_sum[r] = __dp4a(packed, 0x01010101u, integer_sum[r]);
       }
     }
-    if constexpr (!kTokenScales) {
+    if (!scaled) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) tile_sum[r] = float(integer_sum[r]) / 255.f;
     }

@@ -196,6 +196,45 @@ __device__ __forceinline__ float quantise_keys(const Params& p, const Work& w, b
   return scale;
 }
 
+// This thread's eight equalised channels of a value token of 16 bits.
+template <typename T>
+__device__ __forceinline__ void equalise(float (&x)[8], const uint4& raw, const float (&factor)[8], const float (&offset)[8]) {
+  unpack8<T>(raw, x);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) x[c] = (x[c] - offset[c]) * factor[c];
+}
+
+// This thread's channels of the factors and offsets that equalise values.
+__device__ __forceinline__ void load_value_tables(float (&factor)[8], float (&offset)[8], const Params& p, const Work& w, int lane) {
+  const bool has_channels = lane * 8 < p.head_dim;
+  const int64_t table_row = (int64_t(w.element.bin) * p.kv_heads + w.kv_head) * p.head_dim + lane * 8;
+  load_channels(factor, p.v_scale, table_row, has_channels);
+  load_channels(offset, p.v_offset, table_row, has_channels);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
+}
+
+// True if a value token is small. Called by the whole thread block, when all of V has arrived.
+template <typename T, int kDimQk>
+__device__ __forceinline__ bool has_small_token(const Params& p, const Work& w) {
+  constexpr int Lanes = kLanes<kDimQk>;
+  const int lane = threadIdx.x % Lanes;
+  float factor[8], offset[8];
+  load_value_tables(factor, offset, p, w, lane);
+  bool small = false;
+#pragma unroll 1
+  for (int first = 0; first < w.num_keys; first += kThreads / Lanes) {
+    const int key = first + threadIdx.x / Lanes;
+    float x[8] = {};
+    if (key < w.num_keys && lane * 8 < p.head_dim)
+      equalise<T>(x, *reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16),
+                  factor, offset);
+    const bool is_small = is_small_token<Lanes>(x);  // by whole warps
+    small |= is_small && key < w.num_keys;
+  }
+  return __syncthreads_or(small);
+}
+
 // Writes INT8 values, transposed, over the raw keys: groups of 16 permuted keys, each with kDimPv rows of 16 bytes. Called by the
 // whole thread block, when all of V has arrived and no thread needs the raw keys. `check` covers the values of this thread, if tokens
 // have no scales that show values that are not finite.
@@ -204,14 +243,10 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Work& w, 
   constexpr int Lanes = kLanes<kDimQk>;
   const int lane = threadIdx.x % Lanes;
   const bool has_channels = lane * 8 < p.head_dim;
-  const int64_t table_row = (int64_t(w.element.bin) * p.kv_heads + w.kv_head) * p.head_dim + lane * 8;
   float* const log2_v = reinterpret_cast<float*>(w.memory + w.layout.log2_v());
   float* const inverse_v = reinterpret_cast<float*>(w.memory + w.layout.inverse_v());
   float factor[8], offset[8];
-  load_channels(factor, p.v_scale, table_row, has_channels);
-  load_channels(offset, p.v_offset, table_row, has_channels);
-#pragma unroll
-  for (int c = 0; c < 8; ++c) factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
+  load_value_tables(factor, offset, p, w, lane);
   for (int word = threadIdx.x / Lanes; word < w.layout.keys / 4; word += kThreads / Lanes) {
     uint32_t v8[4][8];  // [key of the word][channel]
 #pragma unroll
@@ -222,9 +257,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Work& w, 
       if (exists && has_channels) {
         const uint4& raw = *reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16);
         if constexpr (!kTokenScales) check.take(raw);
-        unpack8<T>(raw, x);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) x[c] = (x[c] - offset[c]) * factor[c];
+        equalise<T>(x, raw, factor, offset);
       }
       float inverse = 1.f;
       if constexpr (kTokenScales) {
@@ -312,14 +345,15 @@ __device__ __forceinline__ void store_channels(T* target, float low0, float low1
   if (row_exists && (t < 2 || second_exists)) *reinterpret_cast<uint2*>(target + t * 4) = four;
 }
 
-// The part of the kernel that depends on the mode. `data` holds the first queries, in flight. All kKeyGroups groups of keys are
-// computed, even missing ones: behind branches, loads of one group could not move before products of another.
+// The part of the kernel that depends on the arithmetic, `kMode`: mode 3 has the arithmetic of mode 2 if a value token is small.
+// `data` holds the first queries, in flight. All kKeyGroups groups of keys are computed, even missing ones: behind branches, loads of
+// one group could not move before products of another.
 template <int kDimQk, int kDimPv, int kKeyGroups, typename T, int kMode>
 __device__ __forceinline__ void attend(const Params& p, Work& w, uint4 (&data)[kDimQk / 32][2], int steps) {
   constexpr int kFragments = kKeyGroups * 2;
   constexpr bool kInt8Logits = kMode != 0, kInt8Values = kMode >= 2, kTokenScales = kMode == 2;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, keys = w.layout.keys, num_keys = w.num_keys;
-  const bool from_data = p.dynamic && kMode != 3;
+  const bool from_data = p.dynamic && w.element.mode != 3;
   bool usable = w.element.valid, broken;  // a key of this thread's is not finite
   float k_scale = 1.f, q_scale = 1.f;
   if constexpr (kInt8Logits) {
@@ -558,7 +592,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
     return p.bf16 ? attend<kDimQk, kDimPv, kKeyGroups, __nv_bfloat16, decltype(mode)::value>(p, w, data, steps)
                   : attend<kDimQk, kDimPv, kKeyGroups, __half, decltype(mode)::value>(p, w, data, steps);
   };
-  switch (w.element.mode) {
+  int arithmetic = w.element.mode;
+  if (arithmetic == 3) {
+    wait_copies<0>();
+    __syncthreads();
+    if (p.bf16 ? has_small_token<__nv_bfloat16, kDimQk>(p, w) : has_small_token<__half, kDimQk>(p, w)) arithmetic = 2;
+  }
+  switch (arithmetic) {
     case 0: return attend_in(std::integral_constant<int, 0>());
     case 1: return attend_in(std::integral_constant<int, 1>());
     case 2: return attend_in(std::integral_constant<int, 2>());

@@ -70,15 +70,19 @@ TRTCONVERT_HOST_DEVICE constexpr int fp8_value_rows(int columns) { return column
 TRTCONVERT_HOST_DEVICE constexpr bool swizzled_values(int columns) { return columns % 64 == 0; }
 
 // What a key tile carries besides its images. Arrays are in permuted order: slot s of group g is key 16 g + permuted_key(s),
-// so thread t of a quad reads its four keys of a group as one float4 at 16 g + 4 t.
+// so thread t of a quad reads its four keys of a group as one float4 at 16 g + 4 t. Value tokens have scales sv in mode 2, and in
+// tiles of mode 3 with a small token.
 struct TileScales {
-  float log2_v[kKeyTile];     // mode 2: log2(sv), -inf for keys that do not exist. Not written in other modes.
-  float inverse_v[kKeyTile];  // mode 2: 1 / sv, 0 for keys that do not exist. Not written in other modes.
+  float log2_v[kKeyTile];     // log2(sv), -inf for keys that do not exist. Not written for tokens without scales.
+  float inverse_v[kKeyTile];  // 1 / sv, 0 for keys that do not exist. Not written for tokens without scales.
   union {
     float log2_v_max;         // mode 2: extremes of log2_v over the keys that exist; modes 1 and 4: zeros
     float broken_v;           // mode 3: 0, or NaN where a value is not finite
   };
-  float log2_v_min;           // mode 3: zero
+  union {
+    float log2_v_min;
+    uint32_t scaled_v;        // mode 3: 1 + the index of this tile if its tokens have scales, 0 otherwise
+  };
   float k;                    // modes 1..4: scale of K in this tile, NaN where a key is not finite
   float inverse_k;            // and its reciprocal
 };

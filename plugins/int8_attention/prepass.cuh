@@ -390,6 +390,23 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   load_channels(offset, p.v_offset, at.table_row, has_channels);
 #pragma unroll
   for (int c = 0; c < 8; ++c) factor[c] = has_channels ? reciprocal(factor[c]) : 0.f;
+  const auto equalise = [&](float (&x)[8], int i) {
+    unpack8<T>(data[i], x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) x[c] = (x[c] - offset[c]) * factor[c];
+  };
+  bool scaled = e.mode == 2;
+  if (e.mode == 3) {
+    bool small = false;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+      float x[8];
+      equalise(x, i);
+      const bool is_small = is_small_token<Lanes>(x);
+      small |= is_small && (kFull || row_of<Lanes, true>(i) < valid);
+    }
+    scaled = __syncthreads_or(small);
+  }
   float largest = -INFINITY, negated_smallest = -INFINITY;  // of log2(sv)
   FiniteCheck<T> check;
 #pragma unroll
@@ -400,10 +417,11 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
     for (int j = 0; j < 4; ++j) {
       const bool exists = kFull || row_of<Lanes, true>(i + j) < valid;
       float x[8];
-      unpack8<T>(data[i + j], x);
+      equalise(x, i + j);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) x[c] = exists ? (x[c] - offset[c]) * factor[c] : 0.f;
-      if (e.mode == 2) {
+      for (int c = 0; c < 8; ++c) x[c] = exists ? x[c] : 0.f;
+      if (e.mode == 3) check.take(data[i + j]);
+      if (scaled) {
         const float scale = token_scale<Lanes>(x);
         const float inverse = reciprocal(scale);
         if (exists) {
@@ -421,7 +439,6 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
 #pragma unroll
         for (int c = 0; c < 8; ++c) v8[j][c] = quantise<false>(x[c], inverse);
       } else if (e.mode == 3) {
-        check.take(data[i + j]);
 #pragma unroll
         for (int c = 0; c < 8; ++c) v8[j][c] = quantise<true>(x[c], 1.f);
       } else {
@@ -446,7 +463,7 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
   const bool broken = __syncthreads_or(!check.passed());
   if (e.mode == 3 && threadIdx.x == 0) {
     scales.broken_v = broken ? __int_as_float(0x7fffffff) : 0.f;
-    scales.log2_v_min = 0.f;
+    scales.scaled_v = scaled ? uint32_t(at.index) + 1 : 0;
   }
   const int rows = e.mode == 4 ? fp8_value_rows(p.dims.pv) : p.dims.pv;
   for (int d = threadIdx.x; d < p.dims.pv; d += Map<Lanes>::kThreads) {

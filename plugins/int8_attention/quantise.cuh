@@ -17,7 +17,8 @@ namespace trtconvert::attention {
 constexpr float kScaleFloor = 0x1p-50f;        // an all-zero row or tile; the product of two still is a normal number
 constexpr float kProductFloor = kScaleFloor * kScaleFloor;  // the smallest product of a row's and a tile's scale
 constexpr float kZeroRowScale = 0x1p-6f;
-constexpr float kTokenScaleFloor = 0x1p-20f;   // mode 2: the smallest sv, part of the numerics
+constexpr float kTokenScaleFloor = 0x1p-20f;   // the smallest sv, part of the numerics
+constexpr float kSmallToken = 0x1p-3f;         // mode 3: tokens of a tile have scales if one is smaller, part of the numerics
 
 __device__ __forceinline__ __half low_of(const __half2& x) { return __low2half(x); }
 __device__ __forceinline__ __half high_of(const __half2& x) { return __high2half(x); }
@@ -110,8 +111,8 @@ __device__ __forceinline__ float block_max(float x, float (&warp_values)[kWarps]
   return x;
 }
 
-// Scale of a value token of mode 2. Each of Lanes threads has eight of the token's equalised channels. The scale is NaN if a
-// channel is not finite.
+// Scale of a value token. Each of Lanes threads has eight of the token's equalised channels. The scale is NaN if a channel is not
+// finite.
 template <int Lanes>
 __device__ __forceinline__ float token_scale(const float (&x)[8]) {
   float amax = 0.f;
@@ -119,6 +120,16 @@ __device__ __forceinline__ float token_scale(const float (&x)[8]) {
   for (int c = 0; c < 8; ++c) amax = nan_max(amax, fabsf(x[c]));
   amax = row_max<Lanes>(amax);
   return nan_max(amax, 127.f * kTokenScaleFloor) * (1.f / 127.f) + broken_mark(amax);
+}
+
+// True if a value token is small, in all Lanes threads that have eight of its equalised channels each. Called by whole warps.
+template <int Lanes>
+__device__ __forceinline__ bool is_small_token(const float (&x)[8]) {
+  bool large = false;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) large |= !(fabsf(x[c]) < 127.f * kSmallToken);
+  const unsigned lanes = __ballot_sync(0xffffffffu, large) >> (threadIdx.x % 32 / Lanes * Lanes);
+  return (lanes & (Lanes == 32 ? 0xffffffffu : (1u << Lanes % 32) - 1)) == 0;
 }
 
 // Scale of a query token from its largest magnitude, NaN if the magnitude is not finite. Any scale serves a row of zeros; an

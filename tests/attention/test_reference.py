@@ -119,17 +119,39 @@ def test_fp8_products_match_a_loop_over_keys(compute_dtype):
     assert error(out, expected) < tolerances.SAME_ARITHMETIC
 
 
+@pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("make", [lambda *qkv: qkv, sink], ids=["normal", "sink"])
-def test_fp8_is_as_far_from_exact_attention_with_a_sink_as_without(make):
+def test_a_mode_is_as_far_from_exact_attention_with_a_sink_as_without(make, mode):
     generator = torch.Generator().manual_seed(0)
     q, k, v = make(*(torch.randn(1, 4, 1024, 64, generator=generator) for _ in "qkv"))
+    out = attention(q, k, v, ZERO[:1], tables_from_data(q, k, v, mode))
+    assert error(out, exact(q, k, v)) < MODE_ERROR[mode]
 
-    def of(mode):
-        return error(attention(q, k, v, ZERO[:1], tables_from_data(q, k, v, mode)), exact(q, k, v))
 
-    assert 0.02 < of(Mode.FP8) < MODE_ERROR[Mode.FP8]
-    if make is sink:
-        assert of(Mode.AGGRESSIVE) > 2 * of(Mode.FP8)
+def test_aggressive_gives_scales_to_the_tokens_of_tiles_with_a_small_token():
+    q, k, v = (torch.randn(1, 2, 256, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    of_whole = tables_from_data(q, k, v, Mode.AGGRESSIVE)
+    small = v.clone()
+    small[:, 1, 3] = of_whole.v_offset[:, 1] + 15 * of_whole.v_scale[:, 1]
+    large = v.clone()
+    large[:, 1, 3] = of_whole.v_offset[:, 1] + 17 * of_whole.v_scale[:, 1]
+    own_block = torch.eye(2, dtype=torch.bool)[None, None]  # each tile alone
+
+    def of(v, mode):
+        return attention(q, k, v, ZERO[:1], of_whole.with_modes(mode), block_mask=own_block)
+
+    found, balanced, whole = of(small, Mode.AGGRESSIVE), of(small, Mode.BALANCED), of(v, Mode.AGGRESSIVE)
+    assert torch.equal(found[:, 1, :128], balanced[:, 1, :128])
+    assert torch.equal(found[:, 0], whole[:, 0]) and torch.equal(found[:, 1, 128:], whole[:, 1, 128:])
+    assert not torch.equal(of(large, Mode.AGGRESSIVE)[:, 1, :128], of(large, Mode.BALANCED)[:, 1, :128])
+
+
+def test_a_token_beyond_the_length_is_no_small_token():
+    q, k, v = (torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    tables, lengths = tables_from_data(q, k, v, Mode.AGGRESSIVE), torch.tensor([100])
+    whole = attention(q, k, v, ZERO[:1], tables, key_lengths=lengths)
+    v[:, :, 110] = tables.v_offset
+    assert torch.equal(attention(q, k, v, ZERO[:1], tables, key_lengths=lengths), whole)
 
 
 @pytest.mark.parametrize("octaves", [-40, -1, 3, 100])

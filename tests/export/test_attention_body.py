@@ -46,6 +46,8 @@ def case(variant, keys=200, dtype=torch.float32):
     q = torch.randn(batch, heads, queries, dim, generator=generator) * 2
     k = torch.randn(batch, kv_heads, keys, dim, generator=generator) + 1
     v = torch.randn(batch, kv_heads, keys, dim, generator=generator) + 0.5
+    # A small token, in the last tile of one head.
+    v[:, 1, keys * 3 // 4] = 0.5 + 0.02 * torch.randn(batch, dim, generator=generator)
     per_mode = [tables_from_data(q, k, v, mode) for mode in Mode]
     tables = AttentionTables(*(torch.cat([getattr(t, name) for t in per_mode]) for name in TABLES))
     timestep = torch.tensor([0.0, 250.0, 450.0, 700.0, 1000.0, float("nan")])

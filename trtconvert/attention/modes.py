@@ -17,12 +17,13 @@ class Mode(IntEnum):
     BALANCED = 2
     """INT8 QKᵀ and INT8 PV with one scale per value token."""
     AGGRESSIVE = 3
-    """INT8 QKᵀ and INT8 PV with calibrated scales only: for the first, high-noise steps."""
+    """INT8 QKᵀ and INT8 PV with calibrated scales, for the first, high-noise steps. Tiles of 128 keys with a small value token
+    have the arithmetic of `BALANCED`: an attention sink, whose value is small, keeps its precision."""
     FP8 = 4
     """INT8 QKᵀ as in `PRECISION`, PV in FP8 (E4M3) with calibrated value scales: fastest for long sequences on Hopper.
-    Relative error 0.04, or 0.09 with an attention sink (`AGGRESSIVE`: 0.02 and 0.15). A GPU computes `PRECISION`, which is
-    closer to exact attention, where there is no FP8 kernel: on GPUs other than sm_90a, with at most 128 keys, more than
-    128 channels, or a general mask. The specification and the ONNX function body always compute FP8."""
+    Relative error 0.04, or 0.1 with an attention sink among 16,384 keys (`AGGRESSIVE`: 0.02 and 0.016). A GPU computes
+    `PRECISION`, which is closer to exact attention, where there is no FP8 kernel: on GPUs other than sm_90a, with at most 128
+    keys, more than 128 channels, or a general mask. The specification and the ONNX function body always compute FP8."""
 
 
 PRECISION_MODES = ("auto", *(mode.name.lower() for mode in Mode))

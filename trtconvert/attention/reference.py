@@ -25,6 +25,11 @@ BLOCK = 128
 MIN_TOKEN_SCALE = 2.0**-20
 """Floor of a value token's scale. The weights are multiplied by the scale, so its logarithm must be finite."""
 
+SMALL_TOKEN = 2.0**-3
+"""Limit of a small value token: its largest channel, in units of the calibrated largest. `Mode.AGGRESSIVE` gives a scale to each
+token of a tile with a small token. The calibrated scale would round most of a small value away, and an attention sink, whose
+value is small in trained models, has a large weight in every row."""
+
 TINY_SCALE = 2.0**-100
 """Scale of a token or tile of zeros; its codes are zeros with any scale."""
 
@@ -199,7 +204,7 @@ def attention(
         visible = (torch.arange(n_keys, device=q.device) < key_lengths.to(q.device)[:, None])[:, None, None]
         hidden = ~visible.transpose(2, 3)
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    blocks = None
+    exists, blocks = visible, None
     if block_mask is not None:
         _check_rows(block_mask)
         blocks = expand_blocks(block_mask.to(q.device), queries, n_keys)
@@ -234,8 +239,11 @@ def attention(
     # Second product. Modes 2 and 3 multiply u8 weights by INT8 values, tile by tile; mode 4 multiplies E4M3 by E4M3.
     v_scale, v_offset = rows(tables.v_scale)[:, :, None], rows(tables.v_offset)[:, :, None]
     equalised = (v - v_offset) / v_scale
-    token_scale = (equalised.abs().amax(-1, keepdim=True) / 127).clamp_min(MIN_TOKEN_SCALE)
-    token_scale = torch.where(mode == Mode.BALANCED, token_scale, torch.ones_like(token_scale))
+    token_scale = equalised.abs().amax(-1, keepdim=True) / 127
+    small = (token_scale < SMALL_TOKEN) & exists.transpose(2, 3)
+    small_in_tile = _tiles(small[..., 0], False).any(-1, keepdim=True).expand(-1, -1, -1, TILE)
+    has_scale = small_in_tile.flatten(2)[..., :n_keys, None] & (mode == Mode.AGGRESSIVE) | (mode == Mode.BALANCED)
+    token_scale = torch.where(has_scale, token_scale.clamp_min(MIN_TOKEN_SCALE), 1.0)
     int8_values, fp8_values = (mode == Mode.BALANCED) | (mode == Mode.AGGRESSIVE), mode == Mode.FP8
     w = torch.where(int8_values, z + token_scale.log().transpose(2, 3), z)
     row_max = w.amax(-1, keepdim=True)
@@ -256,9 +264,9 @@ def attention(
         weights = torch.where(fp8_values, _fp8((w * LOG2_E - fp8_reference).exp2()), weights)
         values = torch.where(fp8_values, _fp8(equalised), values)
         reference = torch.where(fp8_values, fp8_reference / LOG2_E, reference)
-    # AGGRESSIVE and FP8 sum the rounded weights: the weights of a row then add up to one.
-    exact_sum = (p / token_scale.transpose(2, 3)).sum(-1, keepdim=True)
-    row_sum = torch.where(mode >= Mode.AGGRESSIVE, weights.sum(-1, keepdim=True), exact_sum)
+    # AGGRESSIVE and FP8 sum the rounded weights, except of tokens with a scale: the weights of a row then add up to one.
+    is_rounded = (mode >= Mode.AGGRESSIVE) & ~has_scale.transpose(2, 3)
+    row_sum = torch.where(is_rounded, weights, p / token_scale.transpose(2, 3)).sum(-1, keepdim=True)
     out = weights @ values
     none = row_sum == 0  # no visible key; a NaN sum is not 0
     out = out / row_sum.masked_fill(none, 1)

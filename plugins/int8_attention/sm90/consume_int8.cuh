@@ -76,6 +76,21 @@ struct Maxima {
   float top[2], peak[2];
 };
 
+// The slow path of tokens with scales: x becomes S plus log2(sv), in units of S and relative to `offset`, less its row maximum
+// `top`. Missing keys have the scale 0, whose log2 is -infinity.
+__device__ __forceinline__ void add_token_scales(float (&x)[64], float (&top)[2], const float (&c)[2], float offset,
+                                                 const TileScales& scales, int quad, int columns) {
+  const float* const bias = scales.log2_v + 4 * quad;
+  const float inverse[2] = {reciprocal(c[0]), reciprocal(c[1])};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i] = fmaf(bias[i / 8 * 16 + i % 8 / 4 * 2 + i % 2] - offset, inverse[i / 2 % 2], x[i]);
+  if (columns < kKeyTile) hide_columns(x, columns);
+  thread_maxima(x, top);
+  quad_max(top);
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[i] -= top[i / 2 % 2];  // exact for the maximum, however large c is
+}
+
 // Missing keys have the token scale 0, whose log2 is -infinity: accumulators that start with -infinity stay there. The slow path
 // hides columns beyond `columns` itself.
 __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& state, const TileScales& scales, int quad,
@@ -95,25 +110,18 @@ __device__ __forceinline__ Maxima take_scores(float (&x)[64], const TileState& s
 #pragma unroll
     for (int r = 0; r < 2; ++r) maxima.top[r] = maxima.peak[r] - kMagic;
   } else {
-    const float* const bias = scales.log2_v + 4 * quad;
-    const float inverse[2] = {reciprocal(state.c[0]), reciprocal(state.c[1])};
 #pragma unroll
-    for (int i = 0; i < 64; ++i)
-      x[i] = fmaf(bias[i / 8 * 16 + i % 8 / 4 * 2 + i % 2] - state.offset, inverse[i / 2 % 2], x[i] - kMagic);
-    if (columns < kKeyTile) hide_columns(x, columns);
-    thread_maxima(x, maxima.top);
-    quad_max(maxima.top);
-#pragma unroll
-    for (int i = 0; i < 64; ++i) x[i] -= maxima.top[i / 2 % 2];  // exact for the maximum, however large c is
+    for (int i = 0; i < 64; ++i) x[i] -= kMagic;
+    add_token_scales(x, maxima.top, state.c, state.offset, scales, quad, columns);
     maxima.peak[0] = maxima.peak[1] = 0.f;
   }
   return maxima;
 }
 
 // P = 255 exp(w - tile maximum) of a tile, the exponents being value(i) * c + shift: the A operand of the second product in u8, and
-// this thread's part of the row sums: of P in mode 3, of the unrounded P over sv in mode 2. `meanwhile(group)` runs between the
-// groups of 16 keys: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
-template <int kMode, typename Value, typename Meanwhile>
+// this thread's part of the row sums: of P, or, if tokens have scales, of the unrounded P over sv. `meanwhile(group)` runs between
+// the groups of 16 keys: the exponential unit takes 8 cycles per instruction, and a warp issues in order.
+template <bool kTokenScales, typename Value, typename Meanwhile>
 __device__ __forceinline__ void weights(const Value& value, const float (&c)[2], const float (&shift)[2],
                                         const TileScales& scales, int quad, uint32_t (&probability)[4][4],
                                         float (&sum)[2], const Meanwhile& meanwhile) {
@@ -122,7 +130,7 @@ __device__ __forceinline__ void weights(const Value& value, const float (&c)[2],
 #pragma unroll
   for (int g = 0; g < kKeyTile / 16; ++g) {
     float inverse[4];
-    if constexpr (kMode == 2) {
+    if constexpr (kTokenScales) {
       const float4 v = *reinterpret_cast<const float4*>(&scales.inverse_v[16 * g + 4 * quad]);
       inverse[0] = v.x, inverse[1] = v.y, inverse[2] = v.z, inverse[3] = v.w;
     }
@@ -132,16 +140,16 @@ __device__ __forceinline__ void weights(const Value& value, const float (&c)[2],
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         e[i] = exp2_approx(fmaf(value(8 * g + i / 2 * 4 + 2 * r + i % 2), c[r], shift[r]));
-        if constexpr (kMode == 2) partial[r][i % 2] = fmaf(e[i], inverse[i], partial[r][i % 2]);
+        if constexpr (kTokenScales) partial[r][i % 2] = fmaf(e[i], inverse[i], partial[r][i % 2]);
       }
       const uint32_t packed = pack_u8(e[0], e[1], e[2], e[3]);
       probability[g / 2][g % 2 * 2 + r] = packed;
-      if constexpr (kMode == 3) integers[r] = __dp4a(packed, 0x01010101u, integers[r]);
+      if constexpr (!kTokenScales) integers[r] = __dp4a(packed, 0x01010101u, integers[r]);
     }
     meanwhile(g);
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) sum[r] = kMode == 2 ? partial[r][0] + partial[r][1] : float(integers[r]);
+  for (int r = 0; r < 2; ++r) sum[r] = kTokenScales ? partial[r][0] + partial[r][1] : float(integers[r]);
 }
 
 // Issues product = P V for the columns of one chunk; `value` describes the transposed V image from the chunk's first row on.
@@ -281,7 +289,18 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
         const Maxima maxima = take_scores(x, state, scales, quad, partial ? mine.last_columns : kKeyTile);
         take_shift(maxima.top, maxima.peak);
         previous_done();
-        weights<kMode>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
+        weights<true>([&](int i) { return x[i]; }, state.c, shift, scales, quad, probability, sum, meanwhile);
+      } else if (__builtin_expect(scales.scaled_v != 0, 0)) {
+        // Few tiles have token scales: the scales stay in global memory. The previous sums are promoted first, for their registers.
+        const TileScales& of_tokens = p.tile_scales[scales.scaled_v - 1];
+        previous_done();
+        if constexpr (S::kPromoteBetween) promote(0, 0, kChunk / 2);
+        float x[64], top[2];
+#pragma unroll
+        for (int i = 0; i < 64; ++i) x[i] = float(s[i]);
+        add_token_scales(x, top, state.c, 0.f, of_tokens, quad, partial ? mine.last_columns : kKeyTile);
+        take_shift(top, {0.f, 0.f});
+        weights<true>([&](int i) { return x[i]; }, state.c, shift, of_tokens, quad, probability, sum, [](int) {});
       } else {
         if (__builtin_expect(partial, 0)) hide_columns(s, mine.last_columns);
         float peak[2];
@@ -294,12 +313,12 @@ __device__ void consume_int8(const Params& p, uint8_t* shared, int consumer) {
           // is exact there.
           take_shift(peak, {0.f, 0.f});
           const int columns = partial ? mine.last_columns : kKeyTile;
-          weights<kMode>(
+          weights<false>(
               [&](int i) { return column_of(i) < columns ? float(s[i]) - peak[i / 2 % 2] : -INFINITY; }, state.c, shift,
               scales, quad, probability, sum, meanwhile);
         } else {
           take_shift(peak, peak);
-          weights<kMode>([&](int i) { return float(s[i]); }, state.c, shift, scales, quad, probability, sum, meanwhile);
+          weights<false>([&](int i) { return float(s[i]); }, state.c, shift, scales, quad, probability, sum, meanwhile);
         }
       }
       if constexpr (S::kPromoteFirst) {

@@ -13,7 +13,15 @@ from typing import Literal
 import onnx
 import onnx.parser
 
-from trtconvert.attention.reference import BLOCK, FP8_EXPONENT, LOG2_E, MIN_TOKEN_SCALE, TILE, TINY_SCALE
+from trtconvert.attention.reference import (
+    BLOCK,
+    FP8_EXPONENT,
+    LOG2_E,
+    MIN_TOKEN_SCALE,
+    SMALL_TOKEN,
+    TILE,
+    TINY_SCALE,
+)
 from trtconvert.export.nodes.common import DOMAIN, OPSET, TIMESTEP_BIN
 
 OP = "Int8Attention"
@@ -98,6 +106,7 @@ _CONSTANTS = f"""
         hidden = Neg(infinite)
         nan = Sub(infinite, infinite)
         token_floor = Constant<value = float {{{MIN_TOKEN_SCALE!r}}}>()
+        small_token = Constant<value = float {{{SMALL_TOKEN!r}}}>()
         tiny = Constant<value = float {{{TINY_SCALE!r}}}>()
         softmax_factor = Constant<value_float: float = @softmax_scale>()
         last_timestep = Constant<value_float: float = @timestep_max>()
@@ -301,8 +310,9 @@ _BLOCKS = f"""
         z = Where(block_grouped, z_masked, hidden)
 """
 
-# Modes 2 and 3 multiply u8 weights by INT8 values by tile. Mode 4 multiplies E4M3 by E4M3, with weights relative to a power of
-# two per row. Modes 3 and 4 sum the quantised weights, the others the unquantised ones.
+# Modes 2 and 3 multiply u8 weights by INT8 values by tile. Value tokens have scales in mode 2, and in mode 3 in tiles with a
+# small token. Mode 4 multiplies E4M3 by E4M3, with weights relative to a power of two per row. Modes 3 and 4 sum the quantised
+# weights, except of tokens with a scale; the other modes sum the unquantised weights.
 _SECOND_PRODUCT = """
         v_moved = Sub(v_heads, v_offset_row)
         v_equal = Div(v_moved, v_scale_row)
@@ -310,7 +320,21 @@ _SECOND_PRODUCT = """
         v_amax = ReduceMax<keepdims = 1>(v_abs, minus_one)
         v_token_raw = Div(v_amax, top)
         v_token_floored = Max(v_token_raw, token_floor)
-        v_token = Where(is_balanced, v_token_floored, one)
+        v_raw_t = Transpose<perm = [0, 1, 2, 4, 3]>(v_token_raw)
+        v_raw_padded = Pad(v_raw_t, last_axis_pads, top)
+        v_raw_tiles = Reshape(v_raw_padded, tiles)
+        v_smallest = ReduceMin<keepdims = 1>(v_raw_tiles, minus_one)
+        v_has_small = Less(v_smallest, small_token)
+        v_tiles_shape = Shape(v_raw_tiles)
+        v_has_small_tiles = Expand(v_has_small, v_tiles_shape)
+        v_has_small_padded = Reshape(v_has_small_tiles, untiled)
+        key_axis = Constant<value = int64[1] {4}>()
+        v_has_small_t = Slice(v_has_small_padded, zero_i, keys, key_axis)
+        v_scaled_if_small = And(v_has_small_t, is_aggressive)
+        has_scale_t = Or(v_scaled_if_small, is_balanced)
+        v_floored_t = Transpose<perm = [0, 1, 2, 4, 3]>(v_token_floored)
+        v_token_t = Where(has_scale_t, v_floored_t, one)
+        v_token = Transpose<perm = [0, 1, 2, 4, 3]>(v_token_t)
         v_over = Div(v_equal, v_token)
         v_round = Round(v_over)
         v_int8 = Clip(v_round, bottom, top)
@@ -319,7 +343,6 @@ _SECOND_PRODUCT = """
         v_scaled = Where(is_fp8, v_fp8, v_int8)
         v_used_keys = Where(scaled_values, v_scaled, v_heads)
         v_used = Pad(v_used_keys, token_axis_pads, zero)
-        v_token_t = Transpose<perm = [0, 1, 2, 4, 3]>(v_token)
         v_bias = Log(v_token_t)
         w_keys = Add(z, v_bias)
         w_row = ReduceMax<keepdims = 1>(w_keys, minus_one)
@@ -327,7 +350,7 @@ _SECOND_PRODUCT = """
         w_less = Sub(w_keys, row_max)
         p = Exp(w_less)
         p_unscaled = Div(p, v_token_t)
-        exact_sum = ReduceSum<keepdims = 1>(p_unscaled, minus_one)
+        p_unscaled_padded = Pad(p_unscaled, last_axis_pads, zero)
         w_padded = Pad(w_keys, last_axis_pads, hidden)
         w_tiles = Reshape(w_padded, tiles)
         w_tile_max = ReduceMax<keepdims = 1>(w_tiles, minus_one)
@@ -354,8 +377,13 @@ _SECOND_PRODUCT = """
         p_float = Where(is_fp8, p_fp8, p)
         p_padded = Pad(p_float, last_axis_pads, zero)
         p_used = Where(int8_values, p_int8, p_padded)
-        used_sum = ReduceSum<keepdims = 1>(p_used, minus_one)
-        row_sum = Where(rounded_sum, used_sum, exact_sum)
+        has_no_scale_t = Not(has_scale_t)
+        is_rounded_t = And(has_no_scale_t, rounded_sum)
+        is_rounded_marked = Cast<to = 1>(is_rounded_t)
+        is_rounded_padded = Pad(is_rounded_marked, last_axis_pads, zero)
+        is_rounded = Greater(is_rounded_padded, zero)
+        p_summed = Where(is_rounded, p_used, p_unscaled_padded)
+        row_sum = ReduceSum<keepdims = 1>(p_summed, minus_one)
         weighted = MatMul(p_used, v_used)
         none = Equal(row_sum, zero)
         divisor = Where(none, one, row_sum)
