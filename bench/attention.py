@@ -1,6 +1,7 @@
 """Attention on one GPU: our modes beside cuDNN and FlashAttention and, where importable, SageAttention and more.
 
     python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
+    python bench/attention.py --sinks
 
 Peers that need a package: SageAttention (sageattention), flash-attn-4, FlashAttention-3 in BF16 and FP8 (fa3-fwd), cuDNN's FP8
 (nvidia-cudnn-frontend). Every time includes quantisation, unless a name says otherwise. Latency is the median of CUDA events
@@ -8,6 +9,7 @@ over rotating inputs. The queue is full before the first call, so no call waits 
 between the quartiles. The kernels of a shape take turns, so that all meet the same temperature and clocks of the GPU.
 TFLOP/s = 4 B H N M D / time, of N queries and M keys. The error is relative L2 against FP32 attention of the same FP16 inputs.
 Power is sampled through NVML while a kernel loops, after all times. Writes attention.md and attention.png; nothing is asserted.
+With --sinks the script prints the errors of our modes where all queries attend to one key with a small value.
 """
 
 from __future__ import annotations
@@ -408,15 +410,52 @@ def plot(figures: list[Figure], path: Path, title: str) -> None:
     figure.savefig(path, dpi=100)
 
 
+SINKS = ((16384, 128), (16384, 64), (4096, 128), (1024, 64), (4096, 40), (77, 64))
+"""Numbers of keys and of channels."""
+
+
+def sink_inputs(keys: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k, v of 4 heads and 512 queries. All queries attend to key 5, which has a twentieth of a value."""
+    q = torch.randn(1, 4, 512, dim, device="cuda")
+    k, v = (torch.randn(1, 4, keys, dim, device="cuda") for _ in "kv")
+    direction = F.normalize(torch.randn(dim, device="cuda"), dim=0)
+    k[:, :, 5], v[:, :, 5] = 2.2 * dim**0.5 * direction, 0.05 * v[:, :, 5]
+    return (q + 4 * direction).half(), k.half(), v.half()
+
+
+def sink_table() -> str:
+    """Returns the relative L2 errors with sinks, with calibrated and with dynamic scales."""
+    modes = (Mode.PRECISION, Mode.BALANCED, Mode.AGGRESSIVE, Mode.FP8)
+    names = [f"{mode.name.lower()}, {scaling}" for mode in modes for scaling in ("calibrated", "dynamic")]
+    lines = [f"| keys | channels | {' | '.join(names)} |", "| ---: " * (2 + len(names)) + "|"]
+    timestep = torch.zeros(1, device="cuda")
+    for keys, dim in SINKS:
+        torch.manual_seed(0)
+        q, k, v = sink_inputs(keys, dim)
+        expected = exact(q, k, v)
+        errors = []
+        for mode in modes:
+            tables = reference.tables_from_data(q, k, v, mode)
+            for scaling in ("calibrated", "dynamic"):
+                out = kernel._run_cuda(q, k, v, timestep, tables, scaling=scaling).float()
+                errors.append(f"{float((out - expected).norm() / expected.norm()):.4f}")
+        lines.append(f"| {keys:,} | {dim} | {' | '.join(errors)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="also N 512…32768 and B 1…32")
     parser.add_argument(
         "--energy", type=float, default=0.0, metavar="SECONDS", help="sample power this long per kernel"
     )
+    parser.add_argument("--sinks", action="store_true", help="only the errors of our modes with attention sinks")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), metavar="FOLDER")
     arguments = parser.parse_args()
     title = f"{torch.cuda.get_device_name()}, {datetime.date.today()}"
+    if arguments.sinks:
+        print(f"{title}, torch {torch.__version__}\n\n{sink_table()}")
+        return
     by_shape = []
     for shape in SHAPES + PROMPTS + (SWEEP if arguments.sweep else []):
         by_shape.append(measure(shape))

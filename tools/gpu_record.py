@@ -82,12 +82,11 @@ def machine() -> dict[str, Any] | None:
 
 
 def _tensorrt() -> str | None:
-    """Returns TensorRT's version; None where it is not installed."""
-    try:
-        import tensorrt  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return tensorrt.__version__
+    """Returns TensorRT's version; None where it cannot build."""
+    from trtconvert.engine import tensorrt
+
+    status = tensorrt.status()
+    return status.detail if status.available else None
 
 
 def _commit() -> str | None:

@@ -14,8 +14,17 @@ from timed_sites import case, refuse, timed_site
 
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
+from trtconvert.engine import engine_choice
 from trtconvert.engine.attention_choice import Choice, one_node_model
-from trtconvert.engine.engine_choice import EngineTimes, PlainTimes, distinct_bins, fastest_engine
+from trtconvert.engine.engine_choice import (
+    MOST_ENGINES,
+    Builds,
+    EngineTimes,
+    PlainTimes,
+    distinct_bins,
+    fastest_engine,
+    planned_engines,
+)
 from trtconvert.errors import TrtconvertError
 from trtconvert.export.nodes.attention import append_input, attention_nodes
 
@@ -50,7 +59,16 @@ def test_bins_whose_masks_may_differ_are_timed_each():
 CHOICE = Choice([timed_site("d", 77, 3.0, 4.0)], [[timed_site("a"), timed_site("b")], [timed_site("c", 77)]])
 
 
-def mix(times, choice=CHOICE, build=None, build_plain=None):
+EVERYWHERE = Choice([], [[timed_site(name) for name in "abcd"]])
+NOWHERE = Choice([timed_site(name, native_us=3.0, plugin_us=4.0) for name in "abcd"], [])
+
+
+def plain():
+    """The engine without plugins, if all mixes have plugins of group norms."""
+    return b"plain"
+
+
+def mix(times, choice=CHOICE, build=None, build_plain=None, mixes=MOST_ENGINES):
     """The fastest engine of four sites, the timed engines, and the watcher."""
     watch, timed = Watch(), []
     nodes = {name: node_of(Mode.BALANCED, Mode.PRECISION) for name in "abcd"}
@@ -63,19 +81,19 @@ def mix(times, choice=CHOICE, build=None, build_plain=None):
         timed.append(plan.decode())
         return times[plan.decode()]
 
-    return fastest_engine(choice, nodes, build or build_mix, build_plain, time_engine, watch), timed, watch
+    return fastest_engine(choice, nodes, build or build_mix, build_plain, time_engine, watch, mixes), timed, watch
 
 
 @pytest.mark.parametrize(
     ("times", "kept", "timed"),
     [
-        # In the whole network the plugin is slower at some sites, at none, at all, and at all but some.
-        ({"abc": 90.0, "": 100.0, "abcd": 85.0, "ab": 80.004}, "ab", ["abc", "", "abcd", "ab"]),
-        ({"abc": 90.0, "": 100.0, "abcd": 90.0, "ab": 90.0}, "abc", ["abc", "", "abcd", "ab"]),
-        ({"abc": 110.0, "": 100.0, "abcd": 103.0, "ab": 105.0, "c": 101.0}, "", ["abc", "", "abcd", "ab", "c"]),
-        ({"abc": 110.0, "": 100.0, "abcd": 120.0, "ab": 99.0}, "ab", ["abc", "", "abcd", "ab"]),
-        # Plugins at all sites may save time between them.
-        ({"abc": 90.0, "": 100.0, "abcd": 80.0, "ab": 85.0}, "abcd", ["abc", "", "abcd", "ab"]),
+        # The plugin saves half of 3 µs or more: plugins at all sites may save time between them.
+        ({"abc": 90.0, "": 100.0, "abcd": 80.004}, "abcd", ["abc", "", "abcd"]),
+        ({"abc": 98.5, "": 100.0, "abcd": 98.5}, "abc", ["abc", "", "abcd"]),
+        # The plugin saves less: some sites may save more.
+        ({"abc": 98.6, "": 100.0, "ab": 97.0}, "ab", ["abc", "", "ab"]),
+        ({"abc": 110.0, "": 100.0, "ab": 99.0}, "ab", ["abc", "", "ab"]),
+        ({"abc": 110.0, "": 100.0, "ab": 105.0, "c": 101.0}, "", ["abc", "", "ab", "c"]),
     ],
 )
 def test_the_fastest_of_the_whole_engines_is_kept(times, kept, timed):
@@ -86,7 +104,7 @@ def test_the_fastest_of_the_whole_engines_is_kept(times, kept, timed):
         kept
     ]  # the last engine is native for another reason
     assert [site.name for site in chosen.native_sites] == native
-    assert any("with the plugin at 64 × 64 tokens only" in line for line in watch.details)
+    assert any("with the plugin at 64 × 64 tokens only" in line for line in watch.details) == ("ab" in timed)
     told = "TensorRT's own attention, which stays at every site"
     assert [told in notice for notice in watch.notices] == ([True] if not kept else [])
 
@@ -111,6 +129,47 @@ def test_the_plugin_is_tried_where_it_saves_most_first(times, kept, timed):
     assert {site.name for site in chosen.native_sites} == set("abcd") - set(kept)
 
 
+LENGTHS = Choice([], [[timed_site(name, keys)] for name, keys in (("b", 4096), ("a", 1024), ("c", 256), ("d", 77))])
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_plain", "kinds", "planned"),
+    [
+        (NOWHERE, False, 1, (0, 1)),
+        (NOWHERE, True, 2, (0, 3)),
+        (EVERYWHERE, False, 1, (0, 2)),
+        (EVERYWHERE, True, 2, (0, 4)),
+        (CHOICE, False, 1, (2, 4)),
+        (CHOICE, False, 2, (1, 4)),
+        (CHOICE, True, 2, (0, 4)),
+        (LENGTHS, True, 1, (1, 4)),
+    ],
+)
+def test_at_most_four_engines_are_built(choice, has_plain, kinds, planned):
+    """Engines without any plugin and with other layers come first."""
+    assert planned_engines(choice, 4, has_plain, kinds) == planned
+    slow = {"abc": 99.0, "abcd": 99.0, "": 100.0, "ab": 98.0, "c": 98.5, "b": 98.0, "plain": 101.0}
+    _, timed, _ = mix(slow, choice, build_plain=plain if has_plain else None, mixes=planned[0])
+    # An engine that is compared with no other is not timed.
+    assert max(1, len(timed)) + kinds - 1 <= planned[1]
+
+
+def test_builds_are_shown_as_one_work(monkeypatch):
+    """The share never falls, and a long first build is told."""
+    watch, clock = Watch(), iter([0.0, 90.0, 100.0, 101.0])
+    monkeypatch.setattr(engine_choice.time, "monotonic", lambda: next(clock))
+    builds = Builds(watch, 2)
+    for _ in range(2):
+        with builds.next() as one:
+            one.share("tactics", 0.5)
+            one.share("", 1.0)
+        builds.share("timing", 0.0)
+    assert watch.shares == [0.25, 0.5, 0.5, 0.75, 1.0, 1.0]
+    assert watch.details[0] == "engine 1 of at most 2: tactics"
+    (notice,) = watch.notices
+    assert "an engine took 90 s to build; up to 1 more are built and timed" in notice
+
+
 def test_sites_of_one_length_are_compared_with_none_only():
     _, timed, _ = mix({"abcd": 90.0, "": 100.0}, Choice([], [[timed_site(name) for name in "abcd"]]))
     assert timed == ["abcd", ""]
@@ -121,9 +180,9 @@ def test_a_mix_that_cannot_be_built_does_not_keep_a_slower_engine():
         names = "".join(name for name in "abcd" if name not in native)
         return refuse() if names == "ab" else names.encode()
 
-    chosen, timed, watch = mix({"abc": 110.0, "": 100.0, "abcd": 105.0}, build=build)
+    chosen, timed, watch = mix({"abc": 105.0, "": 100.0}, build=build)
     assert (chosen.plan, chosen.with_plugin, chosen.times) == (b"", False, EngineTimes(105.0, 100.0))
-    assert timed == ["abc", "", "abcd"] and len(watch.notices) == 2
+    assert timed == ["abc", ""] and len(watch.notices) == 2
     assert "TensorRT's own attention at every site stays, not compared with mixes of the two" in watch.notices[0]
 
 
@@ -134,17 +193,6 @@ def test_tensorrts_attention_stays_if_the_plugins_engine_fails():
     assert (chosen.plan, chosen.with_plugin, chosen.times, timed) == (b"", False, None, [])
     (notice,) = watch.notices
     assert "no INT8 attention" in notice and "no such engine: node 7 has no implementation" in notice
-
-
-def plain():
-    """The engine without plugins, if all mixes have plugins of group norms."""
-    return b"plain"
-
-
-EVERYWHERE = Choice([], [[timed_site(name) for name in "abcd"]])
-
-
-NOWHERE = Choice([timed_site(name, native_us=3.0, plugin_us=4.0) for name in "abcd"], [])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +234,7 @@ def test_plugins_stay_where_an_engine_without_any_cannot_be_built():
 
 def test_a_site_of_unknown_lengths_does_not_have_the_first_engine_built_again():
     choice = Choice([], [[timed_site("a", 4096)], [timed_site("b", 256)]])  # c and d are not timed
-    _, timed, _ = mix({"abcd": 90.0, "": 100.0, "acd": 95.0}, choice)
+    _, timed, _ = mix({"abcd": 99.5, "": 100.0, "acd": 95.0}, choice)
     assert timed == ["abcd", "", "acd"]
 
 
@@ -211,7 +259,7 @@ def test_only_the_fastest_plan_is_kept(native_us):
         return plan
 
     chosen, _, _ = mix({"abc": 90.0, "": native_us, "abcd": 85.0, "ab": 80.0, "c": 95.0}, build=build)
-    assert alive[0] == 0 and set(alive[1:]) == {1} and chosen.plan.decode() == ("ab" if native_us > 80 else "")
+    assert alive[0] == 0 and set(alive[1:]) == {1} and chosen.plan.decode() == ("abcd" if native_us > 80 else "")
 
 
 @pytest.mark.parametrize(("times", "kept"), [({}, "abc"), ({"abc": 90.0, "": 100.0}, "abc")])

@@ -39,13 +39,15 @@ def test_a_damaged_timing_cache_is_dropped_with_a_notice(tmp_path, damage):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_builds_that_end_at_the_same_time_lose_no_timings(tmp_path):
-    """Timings that were added after this build read the file are kept."""
+    """Timings that were added after this build read the file are kept; a file that is unchanged since is not merged."""
+    merged = []
 
     class Timings:
         def __init__(self, content=b""):
             self.parts = set(content.split(b"+")) - {b""}
 
         def combine(self, other, ignore_mismatch):
+            merged.append(other.parts)
             self.parts |= other.parts
             return True
 
@@ -53,10 +55,11 @@ def test_builds_that_end_at_the_same_time_lose_no_timings(tmp_path):
             return b"+".join(sorted(self.parts))
 
     path, watch = tmp_path / "a.cache", Watch()
-    for mine in (b"first", b"second", b"first"):
+    for mine, loaded in ((b"first", b""), (b"second", b""), (b"first", b""), (b"first+second+third", b"first+second")):
         config = SimpleNamespace(get_timing_cache=lambda mine=mine: Timings(mine), create_timing_cache=Timings)
-        timing_cache.store_timings(config, path, watch.notice)
-    assert timing_cache._read(path, watch.notice) == b"first+second" and watch.notices == []
+        timing_cache.store_timings(config, path, loaded, watch.notice)
+    assert timing_cache._read(path, watch.notice) == b"first+second+third" and watch.notices == []
+    assert merged == [{b"first"}, {b"first", b"second"}]
 
 
 def test_a_timing_cache_that_cannot_be_kept_ends_no_build(tmp_path):

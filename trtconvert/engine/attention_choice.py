@@ -153,6 +153,12 @@ class Choice:
     native: list[NativeSite]
     plugin: list[list[NativeSite]]
 
+    @property
+    def saved_us(self) -> float:
+        """The µs that the plugin saves, by the sites' times alone. Sites that only the plugin computes count nothing."""
+        sites = (site for group in self.plugin for site in group)
+        return sum(site.native_us - site.plugin_us for site in sites if site.native_us and site.plugin_us)
+
 
 def choose(sites: Mapping[str, SitePlan], time_case: Callable[[AttentionCase, frozenset[Mode]], CaseTimes]) -> Choice:
     """Times the attention of every site in both forms.

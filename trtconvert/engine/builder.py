@@ -70,13 +70,12 @@ def build_plan(
         for dims in profiles:
             config.add_optimization_profile(_profile(builder, inputs, dims))
         configure(config)
-        if timing_cache is not None:
-            load_timings(config, timing_cache, watch.notice)
+        loaded = b"" if timing_cache is None else load_timings(config, timing_cache, watch.notice)
         monitor = _monitor(trt, watch, signals)
         config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config) if signals.caught is None else None
         if timing_cache is not None:  # also after a failed or stopped build
-            store_timings(config, timing_cache, watch.notice)
+            store_timings(config, timing_cache, loaded, watch.notice)
     if signals.caught is not None:  # the handler raised nothing
         raise KeyboardInterrupt
     if monitor.failure is not None:

@@ -175,8 +175,10 @@ def build_engine(
     import torch
 
     from trtconvert.engine.engine_choice import (
+        Builds,
         ChosenEngine,
         fastest_engine,
+        planned_engines,
         with_fastest_layers,
         with_layers_that_build,
     )
@@ -205,7 +207,8 @@ def build_engine(
     def build(native: Collection[str], options: EngineSection = options, *, layers: LayerKind) -> SerializedEngine:
         options = options.model_copy(update={"layers": layers})
         here = lowered(model, native, options, profiles)
-        return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watch)
+        with builds.next() as watcher:
+            return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watcher)
 
     in_int8 = component.has_int8_layers and options.layers != "exact" and not options.refittable
     if in_int8 and (lacking := lowered_model.against_plugins(options)):
@@ -216,6 +219,7 @@ def build_engine(
         watch.notice(f"group norms stay TensorRT's own, with copies around them: {against}")
         with_group_norms = False
     attention = _attention_here(options, watch) if nodes else "native"
+    builds = Builds(watch, 1)
     if attention == "auto":
 
         def time_engine(plan: SerializedEngine, bins: Mapping[float, int]) -> float:
@@ -224,20 +228,23 @@ def build_engine(
             return denoiser_microseconds(trt, component.all_inputs, component.timestep_input, profiles, plan, counts)
 
         choice = choose_alone(trt, model, profiles, options, watch)
+        mixes, most = planned_engines(choice, len(nodes), with_group_norms, len(kinds))
+        builds = Builds(watch, most)
 
         def fastest(layers: LayerKind) -> ChosenEngine:
             # The last kind has no plugins for layers that quantise deltas.
             without = kinds[-1] if component.caches else layers
             plain = partial(build, list(nodes), options.model_copy(update={"channels_last": False}), layers=without)
             with_layers = partial(build, layers=layers)
-            return fastest_engine(choice, nodes, with_layers, plain if with_group_norms else None, time_engine, watch)
+            without_plugins = plain if with_group_norms else None
+            return fastest_engine(choice, nodes, with_layers, without_plugins, time_engine, builds, mixes)
 
         engine, kinds = with_layers_that_build(kinds, fastest, watch)
         if engine.is_plain and component.caches:
             kinds = kinds[::-1]
         if len(kinds) > 1:
             build_others = partial(build, options=_with_norms_of(engine, options))
-            engine = with_fastest_layers(engine, nodes, kinds, build_others, time_engine, watch)
+            engine = with_fastest_layers(engine, nodes, kinds, build_others, time_engine, builds)
     else:
         native = list(nodes) if attention == "native" else []
 

@@ -19,21 +19,32 @@ def timing_cache_path(gpu: str, version: str) -> Path | None:
     return timing_path(f"{gpu} tensorrt {version}", ".cache")
 
 
-def load_timings(config: Any, path: Path, notice: Callable[[str], None]) -> None:
-    """Loads the timings of earlier builds into a builder's configuration. Notifies about unusable timings and starts empty."""
-    if not config.set_timing_cache(config.create_timing_cache(_read(path, notice)), False):
-        notice(
-            f"the timing cache {path} belongs to another GPU or TensorRT: it is not used, and this build takes longer"
-        )
-        config.set_timing_cache(config.create_timing_cache(b""), False)
+def load_timings(config: Any, path: Path, notice: Callable[[str], None]) -> bytes:
+    """Loads the timings of earlier builds into a builder's configuration. Notifies about unusable timings and starts empty.
+
+    Returns:
+        The loaded content of the file, empty if nothing was loaded.
+    """
+    stored = _read(path, notice)
+    if config.set_timing_cache(config.create_timing_cache(stored), False):
+        return stored
+    notice(f"the timing cache {path} belongs to another GPU or TensorRT: it is not used, and this build takes longer")
+    config.set_timing_cache(config.create_timing_cache(b""), False)
+    return b""
 
 
-def store_timings(config: Any, path: Path, notice: Callable[[str], None]) -> None:
-    """Merges the timings of this build into the file, under a lock. Notifies if the file cannot be written."""
+def store_timings(config: Any, path: Path, loaded: bytes, notice: Callable[[str], None]) -> None:
+    """Writes the timings of this build to the file, under a lock. Notifies if the file cannot be written.
+
+    Args:
+        loaded: returned by `load_timings`. The file is merged only if another build has written it since: TensorRT's merge takes
+            long, and prints a line for each difference.
+    """
     cache = config.get_timing_cache()
     try:
         with one_at_a_time(path):
-            if stored := _read(path, notice):
+            stored = _read(path, notice)
+            if stored and stored != loaded:
                 # Fails for the cache of another GPU, which is replaced.
                 cache.combine(config.create_timing_cache(stored), False)
             content = bytes(cache.serialize())

@@ -35,7 +35,10 @@ class Component(ABC):
 
     @property
     def weights_memory(self) -> int:
-        """Device memory of the weights in bytes, by the driver's figures for all processes."""
+        """Device memory of the weights in bytes: what the driver had less of after loading, in all processes.
+
+        Less than the weights if the driver still had memory of closed engines.
+        """
         return self._weights_memory
 
     @property
