@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -74,6 +75,7 @@ def exported_to_onnx(
         with (
             torch.no_grad(),
             _AsExportersTakeIt(),
+            _without_stack_traces(),
             warnings.catch_warnings(),
             _stderr_of_success(),
             without_tracebacks(),
@@ -128,6 +130,23 @@ def _stderr_of_success() -> Iterator[None]:
     sys.stderr.write(written.getvalue())
 
 
+@contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Graphs get no stack traces inside the block: traces take a tenth of the export's time, and nothing reads them."""
+    before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
+
+
+_DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_REWRITTEN = frozenset(
+    (scaled_dot_product_attention, _DATA, Tensor.copy_, torch.einsum, torch.repeat_interleave, Tensor.repeat_interleave)
+)
+"""Functions whose calls `_AsExportersTakeIt` rewrites."""
+
+
 class _AsExportersTakeIt(TorchFunctionMode):
     """Rewrites calls into forms that the exporter supports, with the same results.
 
@@ -139,6 +158,8 @@ class _AsExportersTakeIt(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in _REWRITTEN:  # 1.6 million calls while SDXL is exported, most of them properties of tensors
+            return func(*args, **(kwargs or {}))
         named = dict(kwargs or {})
         if func is scaled_dot_product_attention:
             named = dict(zip(("query", "key", "value"), args, strict=False)) | named
@@ -146,7 +167,7 @@ class _AsExportersTakeIt(TorchFunctionMode):
             if all(x.dim() == 3 for x in tensors):
                 return func(*(x.unsqueeze(0) for x in tensors), *args[3:], **named).squeeze(0)
             return func(*tensors, *args[3:], **named)
-        if func == Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+        if func == _DATA:
             return args[0].detach()
         if func is Tensor.copy_ and len(args) > 1:
             return func(args[0], args[1].expand_as(args[0]), *args[2:], **named)
