@@ -155,7 +155,7 @@ class _Recorder:
                         f"the sampler of {self._model.name} cannot be recorded",
                         expected=f"the same '{spec.name}' in all calls, as it belongs to no sample",
                         got="another value than in the first call",
-                        remedy="calibrate on denoise, or give the input a dimension of samples",
+                        remedy="build without a recording (calibration.data: denoise), or give the input a dimension of samples",
                     )
 
     def _not_by_steps(self, got: str) -> UserError:
@@ -163,7 +163,7 @@ class _Recorder:
             f"the sampler of {self._model.name} cannot be recorded",
             expected="as many timesteps as calibration.steps, with the same number of the denoiser's calls at each",
             got=got,
-            remedy="record with a model whose 'ddim' takes single steps",
+            remedy="build without a recording: set calibration.data to denoise or to the prompts",
         )
 
 

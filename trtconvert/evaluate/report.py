@@ -88,7 +88,7 @@ def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
                 f"{evaluation} is the evaluation of another bundle",
                 expected=f"one of the bundle {manifest.digest[:12]}…",
                 got=f"one of {found.bundle[:12]}…",
-                remedy=f"run `trtconvert evaluate {folder}`",
+                remedy=f"run `trtconvert evaluate {folder} -o FILE`, and give this file with --evaluation",
             )
         return render(folder, manifest, found)
 

@@ -99,7 +99,7 @@ def export_triton(bundle: Path, repository: Path, settings: Settings, *, force: 
     if not _NAME.fullmatch(settings.name):
         raise UserError(
             f"{settings.name!r} is not a name of a model in a repository",
-            expected="up to 100 letters, digits, and .-_ after the first",
+            expected="1 to 100 letters, digits, '.', '-' and '_'; a letter or digit first",
             got=settings.name,
             remedy="give another name with --name",
         )
