@@ -110,10 +110,9 @@ def _require_layers(exported: ir.Model, layers: Mapping[str, ConvertedLayer]) ->
 
 
 def _exclude(section: str, lost: Collection[str]) -> str:
-    names = ", ".join(sorted(lost)) or "none"
+    names = ", ".join(sorted(lost))
     return (
-        f"add the missing ones to {section}.exclude in the recipe: {names}. Their calls may depend on the shape of the input, or "
-        "nothing may read their results"
+        f"add {names} to {section}.exclude: such calls depend on the shape of the input, or their results are not used"
     )
 
 
