@@ -34,7 +34,7 @@ from trtconvert.files import link_files, whole_folder
 from trtconvert.library import library_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
-_INSTEAD = "give another REPOSITORY with -o"
+_INSTEAD = "give another folder with -o"
 
 _TYPES = {
     "bool": "TYPE_BOOL",
