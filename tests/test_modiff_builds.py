@@ -149,13 +149,15 @@ def test_a_calibration_without_changes_is_not_taken(tmp_path):
     )
     made.save(tmp_path / "c.safetensors")
     wanted = modulated_groups(parts.layers, layers.model_copy(update={"modiff": True}))
-    with pytest.raises(UserError, match=r"(?s)lacks the scales of deltas.*calibrate again with layers\.modiff"):
+    with pytest.raises(UserError, match=r"(?s)lacks the scales of deltas.*remove calibration\.from"):
         load_calibration(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
     scales = {
         name: replace(of, change_scale=of.x_scale.clone(), x_offset=of.x_offset + 1) for name, of in made.layers.items()
     }
     replace(made, layers=scales).save(tmp_path / "moved.safetensors")
-    with pytest.raises(UserError, match=r"(?s)has offsets of layers, but deltas have no offsets.*calibrate again"):
+    with pytest.raises(
+        UserError, match=r"(?s)has offsets of layers, but deltas have no offsets.*remove calibration\.from"
+    ):
         load_calibration(tmp_path / "moved.safetensors", model, "w", 2, parts.sites, parts.layers, wanted)
     assert (
         load_calibration(tmp_path / "c.safetensors", model, "w", 2, parts.sites, parts.layers).layers.keys()

@@ -117,7 +117,7 @@ def test_dense_is_another_calibration_plan_and_model(tmp_path):
     content = json.loads(recipe.read_text()) | {"calibration": {"from": "dense.safetensors", "bins": 2}}
     recipe.write_text(json.dumps(content))
     outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
-    refusal(outcome, "lacks the blocks that attention needs", "calibrate again with attention.sparse in the recipe")
+    refusal(outcome, "lacks the blocks that attention needs", "remove calibration.from from the recipe")
 
 
 def test_a_gate_that_is_missed_names_the_masks(tmp_path):

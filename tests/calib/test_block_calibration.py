@@ -147,7 +147,7 @@ def test_a_file_without_the_blocks_is_refused(local, sites, made, tmp_path):
     replace(made, blocks={}).save(path)
     with pytest.raises(UserError, match="lacks the blocks") as refused:
         load_calibration(path, local, "x", BINS, sites, shares=(0.1,))
-    assert "calibrate again with attention.sparse" in refused.value.remedy
+    assert "remove calibration.from" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

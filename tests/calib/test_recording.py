@@ -141,7 +141,7 @@ def test_prompts_for_each_frame_are_refused_with_what_to_do(tmp_path):
     make().save_pretrained(tmp_path / "pipeline")
     model = diffusers_model(tmp_path / "pipeline", tokens=TOKENS, **options)
     section = CalibrationSection(samples=SAMPLES, batch=2, steps=STEPS)
-    with pytest.raises(UserError, match=r"(?s)cannot be recorded.*encoder_hidden_states.*calibrate on denoise"):
+    with pytest.raises(UserError, match=r"(?s)cannot be recorded.*encoder_hidden_states.*calibration.data: denoise"):
         record(model, section, PER_RUN, "weights", tmp_path / "i.safetensors", Quiet())  # type: ignore[arg-type]
 
 

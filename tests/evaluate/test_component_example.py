@@ -114,6 +114,6 @@ def test_the_worst_output_decides():
 
 
 def test_a_component_in_float32_is_not_told_to_become_float32():
-    with pytest.raises(GateError, match=r"raise verify\.max_component_error, or name the other") as raised:
+    with pytest.raises(GateError, match=r"raise verify\.max_component_error, or leave vae out") as raised:
         check_component("vae", record("x", "y", "float32"), {"y": 1.0}, 0.5)
     assert "dtype" not in str(raised.value) and "layers" not in str(raised.value)

@@ -143,36 +143,17 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: Attentio
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    timestep: Tensor,
-    tables: AttentionTables,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Any,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables,
+    *, return_lse: Literal[False] = ..., **options: Any,
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    timestep: Tensor,
-    tables: AttentionTables,
-    *,
-    return_lse: Literal[True],
-    **options: Any,
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables,
+    *, return_lse: Literal[True], **options: Any,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    timestep: Tensor,
-    tables: AttentionTables,
-    *,
-    return_lse: bool = False,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, *, return_lse: bool = False, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Calls `int8_attention` with the signature of `reference.attention`; with `return_lse` also returns the log-sum-exp."""
     run = int8_attention_lse if return_lse else int8_attention
     # torch.compile cannot trace vars() of a frozen dataclass.

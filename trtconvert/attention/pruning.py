@@ -79,13 +79,13 @@ def check_softmax_scale(softmax_scale: float | None) -> None:
 
 def check_ratio(ratio: float) -> None:
     """Raises a UserError if a share of keys to drop is not in [0, 1)."""
-    if not 0 <= ratio < 1:  # NaN fails both comparisons
-        raise UserError(
-            "the pruning ratio is not valid",
-            expected="a pruning_ratio of 0 or more and less than 1",
-            got=str(ratio),
-            remedy="use 0.2 to drop a fifth of the keys, for example",
-        )
+    _check_share("the pruning ratio", "a pruning_ratio", ratio, "use 0.2 to drop a fifth of the keys, for example")
+
+
+def _check_share(what: str, name: str, share: float, remedy: str) -> None:
+    if not 0 <= share < 1:  # NaN fails both comparisons
+        expected = f"{name} of 0 or more and less than 1"
+        raise UserError(f"{what} is not valid", expected=expected, got=str(share), remedy=remedy)
 
 
 @torch.no_grad()
@@ -192,13 +192,8 @@ def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: 
 
 
 def _check_lost(lost: float) -> None:
-    if not 0 <= lost < 1:  # NaN fails both comparisons
-        raise UserError(
-            "the share of lost attention is not valid",
-            expected="a share of 0 or more and less than 1",
-            got=str(lost),
-            remedy="use 0.01 to leave out a hundredth of the attention, for example",
-        )
+    remedy = "use 0.01 to leave out a hundredth of the attention, for example"
+    _check_share("the share of lost attention", "a share", lost, remedy)
 
 
 def no_calls(purpose: str) -> UserError:

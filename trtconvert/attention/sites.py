@@ -266,7 +266,8 @@ def find_sites(
         return call.exact()
 
     with torch.no_grad():
-        hooks = {**attention_hooks(handler), **_note_left(left), **(also or {})}
+        note_left = {left_softmax: lambda caller, args, named: left.extend(args)}
+        hooks = {**attention_hooks(handler), **note_left, **(also or {})}
         watched = InterceptedDenoiser(denoiser, inputs, timestep_input, hooks, around=lambda _: flow)
         flow.end(watched(*inputs.values()))
         for name, site in found.items():
@@ -303,10 +304,6 @@ def _site_of(call: SiteCall) -> Site:
         call.folds,
         call.softmax is not None,
     )
-
-
-def _note_left(left: list[Softmax]) -> Hooks:
-    return {left_softmax: lambda caller, args, named: left.extend(args)}
 
 
 def _left_sites(left: Sequence[Softmax], found: Collection[str]) -> Iterator[Site]:

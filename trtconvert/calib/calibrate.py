@@ -420,6 +420,9 @@ def _provenance(model: DiffusionModel, section: CalibrationSection, weights: str
     )
 
 
+_AGAIN = "remove calibration.from from the recipe, so that the model is calibrated again"
+
+
 def load_calibration(
     path: Path,
     model: DiffusionModel,
@@ -447,21 +450,21 @@ def load_calibration(
             f"{path} was calibrated for another model",
             expected=f"{model.name} with the hash {weights[:16]}",
             got=f"{made.model} with the hash {made.weights[:16]}",
-            remedy="calibrate this model: its weights, options or code differ from those of the file",
+            remedy=f"{_AGAIN}: the weights, options or code of the model differ from the file's",
         )
     if made.bins != bins:
         raise UserError(
             f"{path} has other timestep bins",
             expected=f"{bins}, as calibration.bins asks",
             got=str(made.bins),
-            remedy=f"set calibration.bins to {made.bins}, or calibrate again",
+            remedy=f"set calibration.bins to {made.bins}, or {_AGAIN}",
         )
     if missing := [site.name for site in sites if site.name not in loaded.tables]:
         raise UserError(
             f"{path} lacks attention sites",
             expected=", ".join(missing),
             got=", ".join(loaded.tables),
-            remedy="calibrate again with these sites included, or exclude them with attention.exclude",
+            remedy=f"{_AGAIN}, or exclude these sites with attention.exclude",
         )
     for site in sites:
         sizes = {"heads": site.heads, "kv_heads": site.kv_heads, "head_dim": site.head_dim}
@@ -492,23 +495,24 @@ def _require_layers(
             f"{path} lacks the ranges of layers",
             expected=", ".join(missing),
             got=", ".join(loaded.layers) or "attention only, as with layers.modes: off",
-            remedy="calibrate again, set layers.modes to off in the recipe, or exclude the layers with layers.exclude",
+            remedy=f"{_AGAIN}, set layers.modes to off, or exclude these layers with layers.exclude",
         )
     for input_group, count in channels.items():
         refuse_flaw(path, input_group, loaded.layers[input_group].flaw(count, bins), of_layer=True)
+    remedy = f"{_AGAIN}, or set layers.modiff to false"
     if lacking := [input_group for input_group in modulated if loaded.layers[input_group].change_scale is None]:
         raise UserError(
             f"{path} lacks the scales of deltas from step to step",
             expected=f"scales of deltas of {several(lacking, 3)}, which layers.modiff needs",
             got="scales of whole activations only",
-            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
+            remedy=remedy,
         )
     if moved := [input_group for input_group in modulated if loaded.layers[input_group].x_offset.any()]:
         raise UserError(
             f"{path} has offsets of layers, but deltas have no offsets",
             expected="a calibration with layers.modiff, and so without layers.offsets",
             got=f"offsets of {several(moved, 3)}",
-            remedy="calibrate again with layers.modiff in the recipe, or set it to false",
+            remedy=remedy,
         )
 
 
@@ -518,12 +522,12 @@ def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shar
         found = loaded.blocks.get(site.name)
         held = found.shares if found is not None else []
         if missing := [share for share in shares if share not in held]:
+            known = ", ".join(f"{share:g}" for share in held)
             raise UserError(
                 f"{path} lacks the blocks that attention needs",
                 expected=f"blocks of {site.name} for a lost share of {', '.join(f'{share:g}' for share in missing)}",
-                got="shares of " + ", ".join(f"{share:g}" for share in held) if held else "no blocks of this site",
-                remedy="calibrate again with attention.sparse in the recipe, or set it to off"
-                + (f"; or use the shares {', '.join(f'{share:g}' for share in held)}" if held else ""),
+                got=f"shares of {known}" if held else "no blocks of this site",
+                remedy=f"{_AGAIN}, set attention.sparse to off" + (f", or use the shares {known}" if held else ""),
             )
         counts = block_counts(site)
         if found is not None and tuple(found.block_counts.tolist()) != counts:
@@ -531,7 +535,7 @@ def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shar
                 f"{path} has blocks of other sizes",
                 expected=f"{counts[0]} × {counts[1]} blocks of {site.name}, which has {site.query_tokens} queries",
                 got=" × ".join(map(str, found.block_counts.tolist())),
-                remedy="calibrate again at the size of the engine, or set attention.sparse to off",
+                remedy=f"{_AGAIN}, or set attention.sparse to off",
             )
 
 

@@ -197,7 +197,7 @@ def dataset_folder(folder: Path) -> Examples:
             f"the dataset {folder} has no column to calibrate on",
             expected="image, " + " or ".join(CAPTION_KEYS),
             got=", ".join(loaded.column_names),
-            remedy="rename its columns",
+            remedy="rename the columns of the dataset to these names",
         )
     if has_image:
         # Not decoded here: a damaged image must fail when it is opened.

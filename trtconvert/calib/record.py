@@ -21,24 +21,13 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.drawings import with_progress
 from trtconvert.recipe import CalibrationSection
-from trtconvert.weights.tensor_files import raw_bytes
+from trtconvert.weights.tensor_files import NAMES, raw_bytes
 
 if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 PREVIOUS = "prev_"
 """Prefix of the inputs of the preceding step."""
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
-"""safetensors' names of the types that samplers pass; the reader converts to the types of the model's inputs."""
 
 
 class RowWriter:
@@ -69,7 +58,7 @@ class RowWriter:
         for name, (row, shape) in (shapes | {name: (x, list(x.shape)) for name, x in whole.items()}).items():
             start, end = end, end + math.prod(shape) * row.element_size()
             self._start[name], self._row_bytes[name] = start, row.nbytes
-            header[name] = {"dtype": _DTYPES[row.dtype], "shape": shape, "data_offsets": [start, end]}
+            header[name] = {"dtype": NAMES[row.dtype], "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # the format requires tensors to start at a multiple of 8
         file.write(len(text).to_bytes(8, "little") + text)
@@ -166,7 +155,7 @@ class _Recorder:
                         f"the sampler of {self._model.name} cannot be recorded",
                         expected=f"the same '{spec.name}' in all calls, as it belongs to no sample",
                         got="another value than in the first call",
-                        remedy="calibrate on denoise, or give the input a dimension of samples",
+                        remedy="build without a recording (calibration.data: denoise), or give the input a dimension of samples",
                     )
 
     def _not_by_steps(self, got: str) -> UserError:
@@ -174,7 +163,7 @@ class _Recorder:
             f"the sampler of {self._model.name} cannot be recorded",
             expected="as many timesteps as calibration.steps, with the same number of the denoiser's calls at each",
             got=got,
-            remedy="record with a model whose 'ddim' takes single steps",
+            remedy="build without a recording: set calibration.data to denoise or to the prompts",
         )
 
 

@@ -278,10 +278,10 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks
 
 
-def linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Returns about `count` round numbers inside a range."""
-    step = 10 ** math.floor(math.log10((high - low) / count))
-    step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= count)
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Returns at most seven round numbers inside a range."""
+    step = 10 ** math.floor(math.log10((high - low) / 6))
+    step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
     return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

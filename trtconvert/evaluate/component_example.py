@@ -60,8 +60,8 @@ class ComponentExample:
                     f"{source.name} cannot be converted: its output '{name}' is not finite in FP32",
                     expected="finite numbers from the inputs that the pipeline passes",
                     got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
-                    remedy=f"get the weights of {source.name} again; or name the other components in the recipe's section "
-                    "components, without `all`, and pass the model itself to the bundle's pipeline",
+                    remedy=f"get the weights of {source.name} again; or leave {source.name} out of the recipe's section "
+                    "components (name the others in place of `all`), and pass the model itself to the bundle's pipeline",
                 )
         return ComponentExample(inputs, {name: _kept(x) for name, x in by_name.items()})
 

@@ -116,7 +116,7 @@ def load_extractor(name: str, weights: Path | None = None, device: str = "cpu") 
         f"there is no feature extractor '{name}'",
         expected=f"{', '.join(SHIPPED_CLASSIFIERS)}, inception, or package.module:function",
         got=name,
-        remedy="correct --features",
+        remedy="correct --features, or plan.features in the recipe",
     )
 
 
@@ -178,7 +178,7 @@ def _inception(weights: Path | None, device: str) -> Extractor:
             "the inception features need weights",
             expected=what,
             got="none",
-            remedy="download the file and give its path with --features-weights; nothing is downloaded silently",
+            remedy="download the file, and give its path with --features-weights, or as plan.features_weights in the recipe",
         )
     module = require("torch_fidelity.feature_extractor_inceptionv3", "torch-fidelity")
     state = load_state(weights, what)
@@ -215,9 +215,9 @@ def _from_function(name: str, weights: Path | None) -> Extractor:
     if weights is not None:
         raise UserError(
             f"the feature extractor '{name}' loads its own weights",
-            expected="no --features-weights",
+            expected="no weights beside the function",
             got=str(weights),
-            remedy="leave the option out",
+            remedy="leave --features-weights out, or plan.features_weights in the recipe",
         )
 
     def checked(images: Tensor) -> Features:

@@ -147,7 +147,7 @@ def check_component(name: str, component: ComponentRecord, errors: Mapping[str, 
             ways.append(f"set components.{name}.dtype to float32")
         if math.isfinite(error):
             ways.append("raise verify.max_component_error")
-        ways.append("name the other components in the section components, without `all`")
+        ways.append(f"leave {name} out of the section components (name the others in place of `all`)")
         raise GateError(
             f"gate missed: error of '{output}' of {name} against float32",
             expected=f"<= {limit:g}",

@@ -26,13 +26,13 @@ def save_comparison(full: Tensor, int8: Tensor, path: Path) -> None:
     _save_rows(rows, path, COMPARED, LABEL_WIDTH)
 
 
-def save_sheet(images: Tensor, path: Path, columns: int = 10) -> None:
-    """Saves samples [N, C, H, W] in [0, 1], C 1 or 3, in rows of `columns`. A single large sample is saved as it is."""
+def save_sheet(images: Tensor, path: Path) -> None:
+    """Saves samples [N, C, H, W] in [0, 1], C 1 or 3, in rows of ten. A single large sample is saved as it is."""
     largest = max(images.shape[2:])
     if len(images) == 1 and largest >= TILE:
         picture(images[0]).save(path)
     else:
-        _save_rows([("", row) for row in images.split(columns)], path, largest, 0)
+        _save_rows([("", row) for row in images.split(10)], path, largest, 0)
 
 
 def _save_rows(rows: Sequence[tuple[str, Tensor]], path: Path, limit: int, label_width: int) -> None:

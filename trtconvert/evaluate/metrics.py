@@ -275,7 +275,7 @@ def lpips(network: LPIPS, images: Tensor, expected: Tensor) -> Tensor:
             "LPIPS cannot compare these samples",
             expected="grey or colour images, of 1 or 3 channels",
             got=f"{images.shape[1]} channels",
-            remedy="leave lpips_weights out",
+            remedy="leave --lpips-weights out; in a recipe, leave lpips_weights and max_lpips out",
         )
 
     def prepared(x: Tensor) -> Tensor:

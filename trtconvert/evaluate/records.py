@@ -158,5 +158,5 @@ def read_evaluation(path: Path) -> Evaluation:
             f"{path} is not an evaluation",
             expected="a JSON file written by `trtconvert evaluate`",
             got=error.strerror or type(error).__name__ if isinstance(error, OSError) else first_line(error),
-            remedy="evaluate the bundle again",
+            remedy="correct the path, or write the file with `trtconvert evaluate BUNDLE -o FILE`",
         ) from error

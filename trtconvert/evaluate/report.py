@@ -88,7 +88,7 @@ def write_report(folder: Path, evaluation: Path | None, output: Path) -> None:
                 f"{evaluation} is the evaluation of another bundle",
                 expected=f"one of the bundle {manifest.digest[:12]}…",
                 got=f"one of {found.bundle[:12]}…",
-                remedy=f"run `trtconvert evaluate {folder}`",
+                remedy=f"run `trtconvert evaluate {folder} -o FILE`, and give this file with --evaluation",
             )
         return render(folder, manifest, found)
 
@@ -257,7 +257,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
         (
             "Error of each site",
             "Signal to quantisation noise in dB against exact attention; more is better, and dark cells are the weakest.",
-            charts.heat_map(sqnr, starts, charts.ERROR_RAMP, lambda db: f"{db:.1f}", inverted=True),
+            _decibel_map(sqnr, starts),
         ),
         (
             "Precision of each site",
@@ -268,13 +268,7 @@ def _component_view(name: str, component: ComponentRecord, manifest: Manifest, f
             (
                 f"Range of {what}",
                 f"The magnitude that INT8 covers (127 times the scale), of the {largest}.",
-                charts.heat_map(
-                    {site: [max(row) for row in tensors[tensor]] for site, tensors in ranges.items()},
-                    starts,
-                    charts.RANGE_RAMP,
-                    lambda value: f"{value:#.3g}".rstrip("."),
-                    log=True,
-                ),
+                _range_map({site: [max(row) for row in of[tensor]] for site, of in ranges.items()}, starts),
             )
             for tensor, what, largest in (
                 ("q", "queries", "head with the largest"),
@@ -341,39 +335,30 @@ def _layer_maps(
 
     def of_errors(title: str, rows: Mapping[str, Sequence[float | None]]) -> tuple[str, str, charts.HeatMap]:
         text = "Signal to quantisation noise in dB against the layer in full precision; dark cells are the weakest."
-        return title, text, charts.heat_map(rows, starts, charts.ERROR_RAMP, lambda db: f"{db:.1f}", inverted=True)
+        return title, text, _decibel_map(rows, starts)
 
     seen = {name: [db for db in row if db is not None] for name, row in sqnr.items()}
     weakest = sorted((name for name in sqnr if seen[name]), key=lambda name: min(seen[name]))[:FOLDED_CHARTS]
     if weakest and len(converted) > FOLDED_CHARTS:
         view["weakest"] = of_errors(f"The {len(weakest)} weakest layers", {name: sqnr[name] for name in weakest})
-    view["maps"] = [
-        *([of_errors("Error of each layer", sqnr)] if weakest else []),
-        *(
-            [
-                (
-                    "Mode of each layer",
-                    "The mode of each timestep bin: INT8 weights alone, a scale per token, or the bin's static scale.",
-                    charts.mode_map(converted, starts, charts.LAYER_FILLS),
-                )
-            ]
-            if len({mode for row in converted.values() for mode in row}) > 1
-            else []
-        ),
-        (
-            "Range of each input",
-            "The magnitude that INT8 covers (127 times the scale). Layers that read the same tensor share it, under the name of "
-            f"the first. Of {len(inputs)} inputs {equalised} have channels that are equalised, {moved} that are moved.",
-            charts.heat_map(
-                {name: (scales.x_scale * LEVELS).tolist() for name, scales in inputs.items()},
-                starts,
-                charts.RANGE_RAMP,
-                lambda value: f"{value:#.3g}".rstrip("."),
-                log=True,
-            ),
-        ),
-    ]
-    return view
+    maps = [of_errors("Error of each layer", sqnr)] if weakest else []
+    if len({mode for row in converted.values() for mode in row}) > 1:
+        text = "The mode of each timestep bin: INT8 weights alone, a scale per token, or the bin's static scale."
+        maps.append(("Mode of each layer", text, charts.mode_map(converted, starts, charts.LAYER_FILLS)))
+    text = (
+        "The magnitude that INT8 covers (127 times the scale). Layers that read the same tensor share it, under the name of "
+        f"the first. Of {len(inputs)} inputs {equalised} have channels that are equalised, {moved} that are moved."
+    )
+    largest = {name: (scales.x_scale * LEVELS).tolist() for name, scales in inputs.items()}
+    return view | {"maps": [*maps, ("Range of each input", text, _range_map(largest, starts))]}
+
+
+def _decibel_map(rows: Mapping[str, Sequence[float | None]], starts: Sequence[str]) -> charts.HeatMap:
+    return charts.heat_map(rows, starts, charts.ERROR_RAMP, lambda db: f"{db:.1f}", inverted=True)
+
+
+def _range_map(rows: Mapping[str, Sequence[float]], starts: Sequence[str]) -> charts.HeatMap:
+    return charts.heat_map(rows, starts, charts.RANGE_RAMP, lambda value: f"{value:#.3g}".rstrip("."), log=True)
 
 
 def _by_tensor(counts: Mapping[str, Tensor]) -> dict[str, list[list[int]]]:

@@ -75,7 +75,7 @@ def load(path: Path) -> ir.Model:
                     f"{path}: weight '{tensor.name}' lies outside the model's folder",
                     expected=f"a file in {folder}",
                     got=str(tensor.location),
-                    remedy="copy or build the bundle again",
+                    remedy="copy the bundle again, or build it again",
                 )
             value.const_value = _moved(tensor, folder / location)
     return model

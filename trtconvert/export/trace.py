@@ -87,8 +87,7 @@ def trace(
             "the exported model does not hold the attention that was calibrated",
             expected=", ".join(sorted(tables)),
             got=", ".join(sorted(nodes)) or "no attention node",
-            remedy="exclude the missing sites by attention.exclude in the recipe, as their calls may depend on the shape of the "
-            f"input: {', '.join(sorted(tables.keys() - nodes.keys())) or 'none is missing'}",
+            remedy=_exclude("attention", tables.keys() - nodes.keys()),
         )
     _require_layers(exported, layers)
     fold_transposes(exported)
@@ -106,8 +105,15 @@ def _require_layers(exported: ir.Model, layers: Mapping[str, ConvertedLayer]) ->
             "the exported model does not hold the layers that were calibrated",
             expected=", ".join(sorted(layers)),
             got=", ".join(sorted(found)) or "no INT8 layer",
-            remedy="exclude layers whose calls depend on the shape of the input or whose results are not used",
+            remedy=_exclude("layers", layers.keys() - found.keys()),
         )
+
+
+def _exclude(section: str, lost: Collection[str]) -> str:
+    names = ", ".join(sorted(lost))
+    return (
+        f"add {names} to {section}.exclude: such calls depend on the shape of the input, or their results are not used"
+    )
 
 
 def trace_component(

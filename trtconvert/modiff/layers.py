@@ -363,14 +363,14 @@ def obstacle(layer: nn.Module) -> str:
     return ""
 
 
-def dynamic_table(parts: int, settings: Settings, bins: int = 1) -> Tensor:
-    """Returns [P, T + 1, 6] quantisers whose scales are measured at run time."""
+def dynamic_table(parts: int, settings: Settings) -> Tensor:
+    """Returns [P, 2, 6] quantisers whose scales are measured at run time."""
     one = torch.ones(parts)
     usual, first = (
         quantiser(-one, one, bits, settings.symmetric, reset)
         for bits, reset in ((settings.activation_bits, not settings.modulation), (first_bits(settings), True))
     )
-    return torch.cat([usual[:, None].expand(-1, bins, -1), first[:, None]], 1).contiguous()
+    return torch.stack([usual, first], 1)
 
 
 def first_bits(settings: Settings) -> int:

@@ -287,7 +287,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     wrong = ApiError(
         error.status_code,
-        "the path does not exist" if error.status_code == 404 else "the path has another method",
+        "the path does not exist" if error.status_code == 404 else "the path does not take this method",
         expected="POST /v1/images/generations, GET /v1/models, /health, /health/ready or /metrics",
         got=f"{request.method} {request.url.path}",
         remedy="correct the path or the method",

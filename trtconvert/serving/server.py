@@ -158,7 +158,10 @@ async def _served(cluster: Cluster, listener: socket.socket, options: Options, s
             if serving.done():
                 serving.result()
                 raise TrtconvertError(
-                    "the HTTP server ended", expected="a running server", got="an end", remedy="start the server again"
+                    "the HTTP server stopped",
+                    expected="a running server",
+                    got="its end without an error",
+                    remedy="start it again",
                 )
             if front.offer is None and cluster.offer is not None and cluster.running:
                 dispatcher.batch = min(options.batch, cluster.offer.batch)

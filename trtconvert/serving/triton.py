@@ -34,7 +34,7 @@ from trtconvert.files import link_files, whole_folder
 from trtconvert.library import library_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
-_INSTEAD = "give another REPOSITORY with -o"
+_INSTEAD = "give another folder with -o"
 
 _TYPES = {
     "bool": "TYPE_BOOL",
@@ -99,7 +99,7 @@ def export_triton(bundle: Path, repository: Path, settings: Settings, *, force: 
     if not _NAME.fullmatch(settings.name):
         raise UserError(
             f"{settings.name!r} is not a name of a model in a repository",
-            expected="up to 100 letters, digits, and .-_ after the first",
+            expected="1 to 100 letters, digits, '.', '-' and '_'; a letter or digit first",
             got=settings.name,
             remedy="give another name with --name",
         )

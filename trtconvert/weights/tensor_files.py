@@ -44,7 +44,7 @@ TYPES: dict[str, torch.dtype] = {
 }
 """Types that this program reads, as safetensors names them."""
 
-_NAMES = {dtype: name for name, dtype in TYPES.items()}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 _CHUNK = 2**22  # bytes that are copied or checked at once, and elements whose type is changed at once
 _SETTLED = 2**25  # bytes that are written to the disk and compared together, at least
 _SPOOLED = 2**24  # bytes of tensors of odd sizes that wait in memory; more wait on the disk
@@ -212,7 +212,7 @@ class TensorWriter:
             self._place(entry.name, entry.dtype, entry.shape, entry.nbytes)
         begin = 8 + self._room
         header = {
-            e.name: {"dtype": _NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start - begin, e.end - begin]}
+            e.name: {"dtype": NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [e.start - begin, e.end - begin]}
             for e in self._entries
         }
         text = _json({"__metadata__": dict(metadata)} | header)

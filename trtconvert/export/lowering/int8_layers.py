@@ -216,8 +216,8 @@ def _layer(node: ir.Node) -> _Layer | None:
     x, factor, offset = _before_moving(found.x)
     if x.dtype not in HALF:
         return None
-    layer = replace(found, x=x, factor=factor, offset=offset)
-    return _as_geglu(layer) or layer
+    layer, geglu = replace(found, x=x, factor=factor, offset=offset), geglu_behind(found.result)
+    return layer if geglu is None else replace(layer, nodes=(*layer.nodes, *geglu), geglu=True)
 
 
 def _product(node: ir.Node) -> _Layer | None:
@@ -259,11 +259,6 @@ def _before_moving(moved: ir.Value) -> tuple[ir.Value, np.ndarray | None, np.nda
             offset = numbers.astype(np.float32)
         x = node.inputs[0]
     return x, factor, offset
-
-
-def _as_geglu(layer: _Layer) -> _Layer | None:
-    geglu = geglu_behind(layer.result)
-    return replace(layer, nodes=(*layer.nodes, *geglu), geglu=True) if geglu is not None else None
 
 
 def _is_border(value: ir.Value) -> bool:

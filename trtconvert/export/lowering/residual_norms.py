@@ -98,7 +98,9 @@ def _is_last_axis(norm: ir.Node, total: ir.Value) -> bool:
 
 
 def _at_border(taken: _ResidualNorm) -> bool:
-    return any(_is_behind(value) for value in (taken.x, taken.residual)) or _is_in_front(taken.norm.outputs[0])
+    """Return whether only linear layers are between attention and the sum or the norm."""
+    readers = _readers(taken.norm.outputs[0])
+    return any(map(_is_behind, (taken.x, taken.residual))) or any(map(is_attention, readers))
 
 
 def _is_behind(value: ir.Value) -> bool:
@@ -117,11 +119,6 @@ def _source(node: ir.Node) -> ir.Value | None:
         return node.inputs[0]
     others = [value for value in node.inputs if value is not None and value.const_value is None]
     return others[0] if node.op_type in ("MatMul", "Gemm", "Add", "Sub", "Mul") and len(others) == 1 else None
-
-
-def _is_in_front(value: ir.Value) -> bool:
-    """Return whether linear layers compute attention's inputs from a value."""
-    return any(is_attention(reader) for reader in _readers(value))
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:
