@@ -456,9 +456,9 @@ class EngineSection(_Section):
     attention: Literal["auto", "plugin", "native"] = Field(
         default="auto",
         description="tensorrt: `auto` times our plugin and TensorRT's own attention on the build's GPU at each distinct shape, "
-        "and keeps the faster. `auto` then builds and times up to four whole engines, also with TensorRT's own attention at every "
-        "site, with other mixes of the two, with other layers and without any plugin, and keeps the fastest. `plugin` and `native` "
-        "use one of them at every site without timing.",
+        "and keeps the faster. `auto` then builds and times up to four whole engines, also with TensorRT's own attention at "
+        "every site, with other mixes of the two, with other layers and without any plugin, and keeps the fastest. `plugin` and "
+        "`native` use one of them at every site without timing.",
     )
     layers: Literal["auto", "plugin", "native", "exact"] = Field(
         default="auto",

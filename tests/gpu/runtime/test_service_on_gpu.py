@@ -145,7 +145,9 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(folder):
 def test_memory_of_the_weights_is_reported(folder):
     """In a process of its own: the driver serves small engines from memory that closed ones had, which counts nothing."""
     code = "import sys; from trtconvert import runtime; print(runtime.load(sys.argv[1]).device_memory.weights)"
-    printed = subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True
+    ).stdout
     assert int(printed) > WEIGHTS.stat().st_size / 4  # FP16 of a part of FP32 at the least
 
 
