@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
-from trtconvert.errors import UserError, did_you_mean
+from trtconvert.errors import TrtconvertError, UserError, did_you_mean
 from trtconvert.recipe import ONNX
 from trtconvert.weights.lora_names import DENOISER
 
@@ -216,7 +216,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
     _refuse_unfit_options(section, signature, arguments)
     try:
         model = function(**arguments)
-    except UserError:
+    except TrtconvertError:
         raise
     except Exception as error:
         raise UserError(
