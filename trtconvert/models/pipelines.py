@@ -39,7 +39,7 @@ from trtconvert.models.call_options import (
     refuse_unfit_texts,
 )
 from trtconvert.models.drawings import Stopped
-from trtconvert.models.observation import Arguments
+from trtconvert.models.observation import Arguments, DoesNotRun
 from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
 from trtconvert.models.stand_ins import EMBEDDINGS, stand_ins
@@ -96,7 +96,10 @@ class PipelineCaller:
     signature: Mapping[str, inspect.Parameter] = field(init=False)
     parameters: frozenset[str] = field(init=False)
     pads: bool = field(default=False, init=False)
+    # Some pipelines take one image for all samples, others one image for each; some take a text, and no list of one text. Only a
+    # call tells.
     _image_each: bool = field(default=False, init=False)
+    _text_alone: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
@@ -247,6 +250,9 @@ class PipelineCaller:
         arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
         left = {"class_labels", *(name for name in self.arguments if embedded and PROMPT.fullmatch(name))}
         arguments |= {name: value for name, value in self._further(seeds).items() if name not in left}
+        if self._text_alone and len(seeds) == 1:
+            texts = (name for name, x in arguments.items() if PROMPT.fullmatch(name) and isinstance(x, list))
+            arguments |= {name: arguments[name][0] for name in texts}
         if tokens is not None and (self.pads or (TOKENS in sizes and LENGTH in self.parameters)):
             arguments[LENGTH] = tokens  # a pipeline that does not pad to this length cuts prompts and embeddings at it
         try:
@@ -260,15 +266,15 @@ class PipelineCaller:
         except TrtconvertError:
             raise
         except Exception as error:  # whatever the pipeline, its models and its tokenizers raise
-            if self.images and len(seeds) > 1 and not self._image_each:
-                # Some pipelines take one image for all samples, others one image for each; only a call tells.
-                self._image_each = True
-                try:
-                    return self(seeds, steps, sizes, captions)
-                except UserError:
-                    self._image_each = False
+            for way, fits in (("_image_each", bool(self.images) and len(seeds) > 1), ("_text_alone", len(seeds) == 1)):
+                if fits and not getattr(self, way):
+                    setattr(self, way, True)
+                    try:
+                        return self(seeds, steps, sizes, captions)
+                    except UserError:
+                        setattr(self, way, False)
             refuse_missing_package(self.kind, error)
-            raise UserError(
+            raise DoesNotRun(
                 f"a call of {self.kind} failed",
                 expected="sizes and arguments that the pipeline takes, and a pipeline that runs with them",
                 got=kind_and_first_line(error),
