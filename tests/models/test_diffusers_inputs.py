@@ -167,6 +167,18 @@ def test_a_fault_of_every_batch_keeps_its_remedy(tmp_path):
     assert "intermediate_timesteps" in error.value.remedy and "batch" not in error.value.remedy
 
 
+def test_a_pipeline_of_pipelines_is_refused_with_the_one_that_denoises(tmp_path):
+    """The inner pipeline keeps its denoiser where the outer one gets another."""
+    parts = CONVERTIBLE["kandinsky22"].make().components
+    combined = tiny_pipelines.pipeline(diffusers.KandinskyV22CombinedPipeline, **parts)
+    combined.save_pretrained(tmp_path / "combined")
+    with pytest.raises(UserError, match=r"calls it through its decoder_pipe, a KandinskyV22Pipeline") as error:
+        diffusers_model(tmp_path / "combined", **SIZE)
+    assert "`pipe.decoder_pipe.save_pretrained(FOLDER)`" in error.value.remedy
+    combined.decoder_pipe.save_pretrained(tmp_path / "decoder")
+    assert diffusers_model(tmp_path / "decoder", **SIZE, batch=1).diffusers.pipeline == "KandinskyV22Pipeline"
+
+
 def test_attention_of_frames_and_of_places_is_converted(tmp_path):
     """AnimateDiff attends within each of 4 frames, and between the same places of all frames."""
     tiny_pipelines.animatediff().save_pretrained(tmp_path)

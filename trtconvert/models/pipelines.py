@@ -104,6 +104,7 @@ class PipelineCaller:
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
         self.parameters = frozenset(self.signature)
+        self._refuse_combined()
         self._refuse_unknown(
             self.images, "model.images", "correct it in the recipe, or convert a pipeline that takes images"
         )
@@ -196,6 +197,20 @@ class PipelineCaller:
                 got=", ".join(f"{name} {list(ranges[name])}" for name in varied),
                 remedy=f"give model.options.call as {{{BINNING}: false}}, or height and width as one number each",
             )
+
+    def _refuse_combined(self) -> None:
+        """Kandinsky and Stable Cascade have pipelines of a prior and a decoder, which hold models of their own."""
+        for name, part in vars(self.pipe).items():
+            held = getattr(part, "components", None)
+            if isinstance(held, dict) and any(x is self.denoiser for x in held.values()):
+                kind = type(part).__name__
+                raise UserError(
+                    f"{self.kind} is made of several pipelines, and another denoiser in its place would not draw",
+                    expected=f"the pipeline that calls the {self.component}",
+                    got=f"{self.kind}, which calls it through its {name}, a {kind}",
+                    remedy=f"save that pipeline, `pipe.{name}.save_pretrained(FOLDER)`, and convert it; then give a pipeline the "
+                    f"converted denoiser as `pipe.{name}.{self.component}`",
+                )
 
     def _refuse_unknown(self, given: Mapping[str, Any], where: str, remedy: str) -> None:
         if unknown := sorted(given.keys() - self.parameters):
