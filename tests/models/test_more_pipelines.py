@@ -31,6 +31,7 @@ from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import AttentionSection, LayersSection, load_recipe
+from trtconvert.stages.components import component_names
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -242,6 +243,25 @@ def test_a_pipeline_that_draws_one_image_at_a_time_is_not_asked_for_two(tmp_path
     assert model.dims == expected.dims and model.output == expected.output
     with pytest.raises(UserError, match="remedy: batch: 1"):
         model_of(tmp_path, "chroma", batch=[1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("inpainting", ("batch", 3, 32, 32)),
+        ("image_to_video", ("batch", 3, 1, 32, 32)),  # the first frame alone
+        ("control_net", None),  # the ControlNet takes pixels
+        ("chroma", None),
+    ],
+)
+def test_all_components_include_the_encoder_that_images_go_through(tmp_path, name, shape):
+    components = model_of(tmp_path, name).components
+    assert components is not None
+    used = ["vae_decoder"] + (["vae_encoder"] if shape else [])
+    recipe = load_recipe(save(tmp_path, name, components={"all": {}}))
+    assert [*components.used] == component_names(recipe, models.load(recipe.model)) == used
+    if shape:
+        assert [spec.shape for spec in components("vae_encoder").inputs] == [shape]
 
 
 def test_pixels_are_calibrated_on_images(tmp_path):

@@ -66,8 +66,22 @@ class PipelineComponents:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the components that the way from prompts to images uses."""
-        return tuple(name for name in self.names if name != ENCODER)
+        """Names of the components that the way from prompts, and from the recipe's images, to drawn images uses."""
+        return tuple(name for name in self.names if name != ENCODER or self._encodes_images())
+
+    def _encodes_images(self) -> bool:
+        return self._encoding(self._opt_but({})) is not None
+
+    def _encoding(self, sizes: Mapping[str, int]) -> dict[str, Any] | None:
+        """Returns the arguments of the pipeline's first call of the VAE's encoder; None if it encodes no image of the recipe."""
+        if not self.caller.images:
+            return None
+        nothing = stand_in(no_noise(self.timestep_input, self.prediction), self.record, self.timestep_input)
+        try:
+            with self.caller.denoising_with(nothing):
+                return self.caller.first_call(range(sizes["batch"]), sizes, self.caller.pipe.vae, "encode")
+        except UserError:
+            return None
 
     def module(self, name: str) -> nn.Module:
         """Returns the pipeline's model that a component belongs to."""
@@ -157,6 +171,8 @@ class PipelineComponents:
         return structure, tensors | {first: _latents_like(vae, tensors[first])}
 
     def _encoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
+        if (arguments := self._encoding(sizes)) is not None:  # of a video, the given frames may be one or all
+            return take_apart(_without_packing(arguments))
         name = next(iter(inspect.signature(self.caller.pipe.vae.encode).parameters))
         shape = self._decoded_shapes(sizes)["sample"].shape
         images = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
