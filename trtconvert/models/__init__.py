@@ -150,7 +150,11 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = (), weights: Pat
         from trtconvert.models.pipeline_sampler import pipeline_sampler
 
         sampler = pipeline_sampler(
-            _whole_pipeline(bundle, section, weights), manifest.components["denoiser"], section.options, prompts, section.images
+            _whole_pipeline(bundle, section, weights),
+            manifest.components["denoiser"],
+            section.options,
+            prompts,
+            section.images,
         )
         if prompts and not sampler.caller.takes_prompts:  # it would draw from embeddings of noise
             raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
