@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_pipelines
 import torch
 from exports import int8_weights
 from further_pipelines import CONVERTIBLE, REFUSED, cosmos2
@@ -16,13 +17,14 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 from support import run
-from tiny_pipelines import SMALL_BUILD, WIDTH, errors_beside, picture
+from tiny_pipelines import SIZE, SMALL_BUILD, WIDTH, errors_beside, picture, unet
 from tolerances import INT8_CALL
 
 from trtconvert import models, runtime
 from trtconvert.cache import Cache
 from trtconvert.calib.calibrate import parts_to_convert
 from trtconvert.data_flow import UNUSED
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.exportable import make_exportable
@@ -216,6 +218,15 @@ def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_p
         model_of(tmp_path, "bria_fibo", **options, tokens=[2, 8, 16])
     inputs = {spec.name for spec in model_of(tmp_path, "bria_fibo", prompts=["a dog on a hill"]).inputs}
     assert {"text_encoder_layers.0", "text_encoder_layers.1"} <= inputs
+
+
+def test_embeddings_that_a_unet_projects_have_the_width_before(tmp_path):
+    """As those of Kolors, DeepFloyd IF and Kandinsky 3."""
+    made = unet(in_channels=3, out_channels=6, encoder_hid_dim=48, encoder_hid_dim_type="text_proj")
+    parts = CONVERTIBLE["deepfloyd"].make().components | {"unet": made}
+    diffusers.IFPipeline(**parts, requires_safety_checker=False).save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, height=16, width=24, tokens=8)
+    assert {spec.name: spec.shape for spec in model.inputs}["encoder_hidden_states"] == ("batch", 8, 48)
 
 
 def test_an_argument_whose_default_does_not_fit_is_named(tmp_path):
