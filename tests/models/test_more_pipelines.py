@@ -220,6 +220,23 @@ def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_p
     assert {"text_encoder_layers.0", "text_encoder_layers.1"} <= inputs
 
 
+def test_a_vae_that_does_not_decode_is_told_without_a_component(tmp_path, monkeypatch):
+    """Allegro's decodes in tiles alone, which is a setting that is not saved. The remedy works."""
+
+    def decode(self, z, return_dict=True, generator=None):
+        raise NotImplementedError("Decoding without tiling has not been implemented yet.")
+
+    tiny_pipelines.stable_diffusion().save_pretrained(tmp_path)
+    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", decode)
+    with pytest.raises(UserError, match=r"(?s)cannot draw.*without tiling") as error:
+        diffusers_model(tmp_path, **SIZE, tokens=8)
+    assert '"vae": [null, null]' in error.value.remedy and "component" not in error.value.remedy
+    index = json.loads((tmp_path / PIPELINE_INDEX).read_text())
+    (tmp_path / PIPELINE_INDEX).write_text(json.dumps(index | {"vae": [None, None]}))
+    model = diffusers_model(tmp_path, **SIZE, tokens=8)
+    assert model.sample(model.denoiser, [0], steps=1, solver="ddim").isfinite().all()
+
+
 def test_embeddings_that_a_unet_projects_have_the_width_before(tmp_path):
     """As those of Kolors, DeepFloyd IF and Kandinsky 3."""
     made = unet(in_channels=3, out_channels=6, encoder_hid_dim=48, encoder_hid_dim_type="text_proj")

@@ -16,9 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import InputSpec, ModelComponent
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import UserError, unknown_name
 from trtconvert.models.call_options import BINNING, LENGTH, SIZE_ARGUMENTS, TOKENS
-from trtconvert.models.observation import Arguments, Observe, Observed, observe_sizes, refuse_numbers, shapes_of
+from trtconvert.models.observation import (
+    Arguments,
+    DoesNotRun,
+    Observe,
+    Observed,
+    observe_sizes,
+    refuse_numbers,
+    shapes_of,
+)
 from trtconvert.models.pipelines import PipelineCaller, replaced
 from trtconvert.models.probes import no_noise, stand_in
 from trtconvert.models.prompt_lengths import PromptLengths
@@ -194,7 +203,15 @@ class PipelineComponents:
             for index in (1, 0, 2)
         )
         for wanted in [opt] if opt == low == high else [opt, low, high]:
-            image = next(iter(self._decoded_shapes(wanted).values()))
+            try:
+                image = next(iter(self._decoded_shapes(wanted).values()))
+            except DoesNotRun as error:
+                raise DoesNotRun(
+                    f"{self.caller.kind} cannot draw: {error.problem}",
+                    expected="a VAE that decodes as it was loaded: settings such as tiling are not saved",
+                    got=error.got,
+                    remedy=f'write "vae": [null, null] in the pipeline\'s {PIPELINE_INDEX} to convert and compare latents',
+                ) from error
             sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
             if image.dim() == 5:
                 sizes["frames"] = image.shape[2]
