@@ -216,6 +216,10 @@ def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_p
         model_of(tmp_path, "bria_fibo", **options)
     with pytest.raises(UserError, match=r"(?s)does not let its caller say.*take model.options.tokens out.*as one text"):
         model_of(tmp_path, "bria_fibo", **options, tokens=[2, 8, 16])
+    with pytest.raises(
+        UserError, match=r"6 for 'a b c d', 8 for 'abcdef'"
+    ):  # the shortest and the longest text are alike
+        model_of(tmp_path, "bria_fibo", prompts=["a b c d", "abcdef", "abcd"])
     inputs = {spec.name for spec in model_of(tmp_path, "bria_fibo", prompts=["a dog on a hill"]).inputs}
     assert {"text_encoder_layers.0", "text_encoder_layers.1"} <= inputs
 
