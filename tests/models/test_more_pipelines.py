@@ -224,6 +224,33 @@ def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_p
     assert {"text_encoder_layers.0", "text_encoder_layers.1"} <= inputs
 
 
+def test_tensors_are_no_remedy_in_a_recipe(tmp_path, monkeypatch):
+    """diffusers names embeddings and masks in its errors."""
+
+    def failing(self, prompt=None, prompt_embeds: torch.Tensor | None = None, max_steps: int = 3, **named):
+        raise ValueError("provide `prompt_embeds`, or fewer `max_steps`")
+
+    tiny_pipelines.with_text("stable_diffusion").save_pretrained(tmp_path)
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", failing)
+    with pytest.raises(UserError) as error:
+        diffusers_model(tmp_path)
+    assert error.value.remedy == "set max_steps in model.options.call (the default is 3)"
+
+
+def test_embeddings_that_a_pipeline_takes_beside_prompts_are_refused(tmp_path, monkeypatch):
+    """Kandinsky 2.1 takes those of its prior."""
+    own = diffusers.StableDiffusionPipeline.__call__
+
+    def with_embeddings(self, prompt, image_embeds: torch.Tensor, **named):
+        return own(self, prompt, **named)
+
+    tiny_pipelines.with_text("stable_diffusion").save_pretrained(tmp_path)
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", with_embeddings)
+    with pytest.raises(UserError, match=r"takes image_embeds beside its prompts") as error:
+        diffusers_model(tmp_path)
+    assert "images:" not in error.value.remedy and "unet" in error.value.remedy
+
+
 def test_a_vae_that_does_not_decode_is_told_without_a_component(tmp_path, monkeypatch):
     """Allegro's decodes in tiles alone, which is a setting that is not saved. The remedy works."""
 

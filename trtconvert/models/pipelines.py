@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,9 @@ def refuse_missing_package(kind: str, error: BaseException) -> None:
             remedy=f"pip install {_OPTIONAL.get(name, name)}",
         ) from error
 
+
+_NO_KIND = {"Optional", "None", "NoneType", "Union", "list", "List", "typing", "torch", "class"}
+"""Words in an annotation that name no type of a value."""
 
 _LONG = 80
 """Characters of a default that messages do not print."""
@@ -217,15 +221,27 @@ class PipelineCaller:
             problem = f"{where} has {unknown[0]}, which {self.kind} does not take"
             raise unknown_name(problem, unknown[0], sorted(self.parameters), remedy)
 
-    def _refuse_lacking(self) -> None:
-        given = {"prompt", "class_labels", "batch_size", *EMBEDDINGS, *(f"negative_{name}" for name in EMBEDDINGS)}
-        wanted = [
+    @property
+    def _required(self) -> list[str]:
+        """Names of the call's arguments that have no default."""
+        return [
             name
             for name, parameter in self.signature.items()
-            if parameter.default is parameter.empty
-            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-            and name not in given | self.images.keys() | self.arguments.keys()
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
+
+    def _refuse_lacking(self) -> None:
+        embeddings = {*EMBEDDINGS, *(f"negative_{name}" for name in EMBEDDINGS)}
+        given = {"prompt", "class_labels", "batch_size", *embeddings}
+        if self.takes_prompts and (beside := [x for x in self._required if x in embeddings]):
+            raise UserError(
+                f"{self.kind} takes {' and '.join(beside)} beside its prompts",
+                expected="prompts, or embeddings of noise instead of prompts",
+                got="embeddings that another pipeline computes from the prompts",
+                remedy=f"keep the pipeline's own {self.component}, or convert it through a function of your own, model.source: "
+                "package.module:function",
+            )
+        wanted = [name for name in self._required if name not in given | self.images.keys() | self.arguments.keys()]
         if wanted:
             raise UserError(
                 f"{self.kind} is not called without {' and '.join(wanted)}",
@@ -304,7 +320,9 @@ class PipelineCaller:
         defaults = {
             name: parameter.default
             for name, parameter in self.signature.items()
-            if name not in SET_ELSEWHERE and parameter.default is not parameter.empty
+            if name not in SET_ELSEWHERE
+            and parameter.default is not parameter.empty
+            and not _is_tensor(parameter)  # a recipe has none
         }
         named = [name for name in defaults if "_" in name and name.replace("_", " ") in said]
         given = [name for name in named if self.arguments.get(name) is not None]
@@ -508,6 +526,12 @@ def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[
             delattr(model, method)
         else:
             setattr(model, method, before)
+
+
+def _is_tensor(parameter: inspect.Parameter) -> bool:
+    """Whether an argument is declared as a tensor, such as embeddings or a mask, and nothing else."""
+    kinds = {name for name in re.findall(r"\w+", str(parameter.annotation)) if name not in _NO_KIND}
+    return bool(kinds) and all(kind.endswith("Tensor") for kind in kinds)
 
 
 def _about_default(default: Any) -> str:
