@@ -35,7 +35,9 @@ def denoiser_among(models: Collection[str], asked: str | None, pipeline: str) ->
     for name in wanted:
         if name in models:
             return name
-    remedy = "name the model that denoises in model.options.denoiser, or convert a pipeline that denoises with one model"
+    remedy = (
+        "name the model that denoises in model.options.denoiser, or convert a pipeline that denoises with one model"
+    )
     raise UserError(
         f"{pipeline} has no denoiser" + (f" '{asked}'" if asked else ""),
         expected=" or ".join(wanted) + " among its models",
