@@ -70,6 +70,35 @@ def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_p
     assert "config: FOLDER # of the pipeline, with model_index.json" in text
 
 
+def test_prompts_that_nothing_reads_are_refused(tmp_path):
+    """A denoiser that embeds tokens itself has a tokenizer alone."""
+    folder, prompts = tmp_path / "pipeline", tmp_path / "prompts.txt"
+    prompts.write_text("a cat\n")
+    index = {"_class_name": "AnyPipeline", "transformer": ["diffusers", "DiT"]}
+    for part in ("transformer", "tokenizer"):
+        (folder / part).mkdir(parents=True)
+    (folder / "model_index.json").write_text(json.dumps(index))
+    outcome = run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts)
+    refusal(outcome, "reads no prompts", "leave --prompts out")
+    (folder / "model_index.json").write_text(json.dumps(index | {"tokenizer": ["transformers", "T5Tokenizer"]}))
+    assert run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts).exit_code == 0
+
+
+def test_models_that_stay_in_torch_are_named(tmp_path):
+    folder = tmp_path / "pipeline"
+    parts = {"unet": "UNet", "text_encoder": "CLIP", "controlnet": "ControlNet", "scheduler": "DDIM", "vae": "VAE"}
+    for part in (*parts, "image_encoder"):
+        (folder / part).mkdir(parents=True)
+        name = "scheduler_config.json" if part == "scheduler" else "config.json"
+        (folder / part / name).write_text("{}")
+    index = {"_class_name": "AnyPipeline", **{part: ["diffusers", kind] for part, kind in parts.items()}}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    text = recipe_text(str(folder), tmp_path / "r.yaml")
+    assert "become engines; in torch: controlnet" in text
+    (folder / "model_index.json").write_text(json.dumps(index | {"image_encoder": ["transformers", "CLIP"]}))
+    assert "; in torch: controlnet, image_encoder" in recipe_text(str(folder), tmp_path / "r.yaml")
+
+
 def recipe_of_saved(pipe, folder):
     """Return the text and the recipe of `init` for a saved pipeline."""
     pipe.save_pretrained(folder)

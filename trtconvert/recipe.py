@@ -632,7 +632,8 @@ class Recipe(_Section):
     components: dict[ComponentName, ComponentSection] = Field(
         default_factory=dict,
         description="With model.source diffusers: further models of the pipeline to convert: `text_encoder`, `text_encoder_2`, "
-        "…, `vae_decoder`, `vae_encoder`. `all` means the text encoders and the VAE decoder, and sets their defaults.",
+        "…, `vae_decoder`, `vae_encoder`. `all` means the text encoders, the VAE decoder, and the VAE encoder if the pipeline "
+        "encodes images of the recipe; it sets their defaults.",
     )
     compute: ComputeSection = ComputeSection()
     engine: EngineSection = EngineSection()

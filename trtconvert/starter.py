@@ -18,7 +18,7 @@ from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
 from trtconvert.models.saved import is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
-from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, parts_of, saved_sizes
+from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, models_in_torch, parts_of, saved_sizes
 from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection, PlanSection
 from trtconvert.shipped import shipped_folder, shipped_models, shipped_recipe
 
@@ -131,6 +131,8 @@ class _Found:
         sizes: default sizes of an unknown model's pipeline.
         few_steps: why the model takes few steps; empty if it does not.
         has_text: True if the model has text encoders, or may have some.
+        has_tokens: True if there are tokenizers: some denoisers embed tokens themselves.
+        others: models that stay in torch.
     """
 
     title: str
@@ -142,6 +144,8 @@ class _Found:
     is_large: bool = True
     few_steps: str = ""
     has_text: bool = True
+    has_tokens: bool = True
+    others: Sequence[str] = ()
 
 
 def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequence[Path] = ()) -> str:
@@ -169,6 +173,13 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     if model in shipped_models() and not Path(model).exists():
         return _shipped(model, prompts, loras)
     found = _published(model) if model in PUBLISHED and not Path(model).exists() else _looked_at(Path(model), at)
+    if prompts is not None and not found.has_text and not found.has_tokens:
+        raise UserError(
+            f"{model} reads no prompts",
+            expected="a pipeline that was saved with its text encoders and tokenizers",
+            got=f"--prompts {prompts}, and a folder without these",
+            remedy="save the whole pipeline, or leave --prompts out to calibrate on the model's own runs",
+        )
     known = found.known
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
     lines += [f"# {note}" for note in (known.notes if known else ())]
@@ -188,7 +199,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     lines += _options(known, found.sizes)
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
-    lines += _components(known is not None and known.second_encoder, found.has_text)
+    lines += _components(known is not None and known.second_encoder, found.has_text, found.others)
     is_large = found.is_large if known is None else known.is_large
     lines += _quality(is_large, prompts, at, known is not None and _has_long_sequences(known), found.few_steps)
     return "\n".join(lines) + "\n"
@@ -280,6 +291,8 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
         is_large=is_large,
         few_steps=few_steps(folder),
         has_text=not parts or any(part.startswith("text_encoder") for part in parts),
+        has_tokens=any(part.startswith(("tokenizer", "processor")) for part in parts),
+        others=models_in_torch(folder),
     )
 
 
@@ -396,10 +409,12 @@ def _options(known: Published | None, sizes: Mapping[str, int]) -> list[str]:
     return lines
 
 
-def _components(second_encoder: bool, has_text: bool) -> list[str]:
+def _components(second_encoder: bool, has_text: bool, others: Sequence[str]) -> list[str]:
     what = "text encoders and the VAE's decoder become engines, and the bundle draws from prompts alone"
     if not has_text:
         what = "the VAE's decoder becomes an engine; the folder has no text encoder"
+    elif others:
+        what = f"text encoders and the VAE's decoder become engines; in torch: {', '.join(others)}"
     lines = ["", "components:", f"  all: {{}} # {what}"]
     return (
         [*lines, "  text_encoder_2: {layers: int8} # T5; INT8 layers take half the memory"] if second_encoder else lines

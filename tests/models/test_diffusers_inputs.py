@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from typing import cast
@@ -12,7 +13,8 @@ import tiny_models
 import tiny_pipelines
 import torch
 from found_sites import sites_to_convert
-from tiny_pipelines import PIPELINES, picture
+from further_pipelines import CONVERTIBLE
+from tiny_pipelines import PIPELINES, SIZE, picture
 
 from trtconvert import models
 from trtconvert.diffusion_model import InputSpec
@@ -123,6 +125,58 @@ def test_a_list_with_an_entry_for_each_image_is_taken_in_for_one_batch(tmp_path)
     model = diffusers_model(tmp_path, **sizes, batch=1)
     assert model.dims == {"batch": (1, 1, 1)}
     assert model.denoiser(**model.example(0, {"batch": 1})).isfinite().all()
+
+
+def test_a_vae_that_decodes_one_video_is_told_by_the_batch(tmp_path):
+    tiny = CONVERTIBLE["hunyuan_video_15"]
+    tiny.make().save_pretrained(tmp_path)
+    options = {**tiny.options, "tokens": 8}
+    assert options.pop("batch") == 1
+    with pytest.raises(UserError, match="draws one sample in a call: AutoencoderKLHunyuanVideo15") as error:
+        diffusers_model(tmp_path, **options)
+    assert error.value.remedy == "give model.options.batch as 1"
+
+
+def test_a_pipeline_that_takes_a_text_and_no_list_draws_one_sample_at_a_time(tmp_path, monkeypatch):
+    """DreamLite takes one text, whatever the number of seeds."""
+    tiny_pipelines.with_text("stable_diffusion").save_pretrained(tmp_path)
+    own, taken = diffusers.StableDiffusionPipeline.__call__, []
+
+    @functools.wraps(own)
+    def of_texts(self, prompt, *, negative_prompt=None, **named):
+        if not isinstance(prompt, str):
+            raise ValueError(f"`prompt` has to be of type `str` but is {type(prompt)}")
+        taken.append((prompt, negative_prompt))
+        return own(self, prompt=prompt, negative_prompt=negative_prompt, **named)
+
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", of_texts)
+    options = {"height": 32, "width": 32, "prompts": ["a cat", "a dog"], "call": {"negative_prompt": ["a", "b"]}}
+    with pytest.raises(UserError, match=r"(?s)draws one sample in a call.*has to be of type `str`") as error:
+        diffusers_model(tmp_path, **options)
+    assert error.value.remedy == "give model.options.batch as 1"
+    model = diffusers_model(tmp_path, **options, batch=1)
+    taken.clear()
+    drawn = model.sample(model.denoiser, [0, 1], steps=2, solver="ddim")
+    assert taken == [("a cat", "a"), ("a dog", "b")] and (drawn[0] - drawn[1]).abs().max() > 0.01
+
+
+def test_a_fault_of_every_batch_keeps_its_remedy(tmp_path):
+    CONVERTIBLE["sana_sprint"].make().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"^a call of SanaSprintPipeline failed") as error:
+        diffusers_model(tmp_path, **SIZE, tokens=8, call={"use_resolution_binning": False})
+    assert "intermediate_timesteps" in error.value.remedy and "batch" not in error.value.remedy
+
+
+def test_a_pipeline_of_pipelines_is_refused_with_the_one_that_denoises(tmp_path):
+    """The inner pipeline keeps its denoiser where the outer one gets another."""
+    parts = CONVERTIBLE["kandinsky22"].make().components
+    combined = tiny_pipelines.pipeline(diffusers.KandinskyV22CombinedPipeline, **parts)
+    combined.save_pretrained(tmp_path / "combined")
+    with pytest.raises(UserError, match=r"calls it through its decoder_pipe, a KandinskyV22Pipeline") as error:
+        diffusers_model(tmp_path / "combined", **SIZE)
+    assert "`pipe.decoder_pipe.save_pretrained(FOLDER)`" in error.value.remedy
+    combined.decoder_pipe.save_pretrained(tmp_path / "decoder")
+    assert diffusers_model(tmp_path / "decoder", **SIZE, batch=1).diffusers.pipeline == "KandinskyV22Pipeline"
 
 
 def test_attention_of_frames_and_of_places_is_converted(tmp_path):

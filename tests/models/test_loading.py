@@ -194,6 +194,21 @@ def test_a_misnamed_weights_file_is_not_called_missing(folder, tmp_path):
         load_pipeline(tmp_path / "nowhere")
 
 
+def test_a_link_to_weights_that_are_gone_is_told(folder, tmp_path):
+    """A cache's file of weights was deleted, or a folder was copied without it."""
+    (folder / "unet" / UNET).unlink()
+    (folder / "unet" / UNET).symlink_to(tmp_path / "blob")
+    with pytest.raises(UserError, match="no weights of unet") as error:
+        load_pipeline(folder)
+    assert error.value.got == f"no {tmp_path.resolve() / 'blob'}" and "rename" not in error.value.remedy
+
+
+def test_the_nearest_name_of_a_denoiser_is_told(folder):
+    with pytest.raises(UserError, match="no denoiser 'unett'") as error:
+        diffusers_model(folder, denoiser="unett")
+    assert error.value.remedy == "did you mean 'unet'?"
+
+
 def test_a_pointer_of_git_lfs_is_told(folder):
     (folder / "unet" / UNET).write_text("version https://git-lfs/spec/v1\noid sha256:0\nsize 3\n")
     with pytest.raises(UserError, match=r"(?s)diffusion_pytorch_model.safetensors have not been fetched.*git lfs pull"):

@@ -10,9 +10,11 @@ import tiny_pipelines
 import torch
 from tiny_pipelines import PIPELINES
 
+from trtconvert import models
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.loading import load_pipeline
+from trtconvert.recipe import ModelSection
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -25,10 +27,10 @@ def test_a_package_that_cleans_prompts_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "diffusers.pipelines.wan.pipeline_wan.is_ftfy_available", lambda: True
     )  # the other pipelines do not ask
-    with pytest.raises(
-        BackendUnavailable, match=r"(?s)ftfy is not installed, which WanPipeline uses.*pip install ftfy"
-    ):
-        diffusers_model(tmp_path, tokens=8, **PIPELINES["wan"][1])
+    section = ModelSection(source="diffusers", weights=tmp_path, options={"tokens": 8, **PIPELINES["wan"][1]})
+    with pytest.raises(BackendUnavailable, match=r"^ftfy is not installed, which WanPipeline uses") as error:
+        models.load(section)
+    assert error.value.remedy == "pip install ftfy"
 
 
 def test_a_component_is_not_pickled_and_is_copied(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_pipelines
 import torch
 from exports import int8_weights
 from further_pipelines import CONVERTIBLE, REFUSED, cosmos2
@@ -16,13 +17,14 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 from support import run
-from tiny_pipelines import SMALL_BUILD, WIDTH, errors_beside, picture
+from tiny_pipelines import SIZE, SMALL_BUILD, WIDTH, errors_beside, picture, unet
 from tolerances import INT8_CALL
 
 from trtconvert import models, runtime
 from trtconvert.cache import Cache
 from trtconvert.calib.calibrate import parts_to_convert
 from trtconvert.data_flow import UNUSED
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.exportable import make_exportable
@@ -31,6 +33,7 @@ from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import AttentionSection, LayersSection, load_recipe
+from trtconvert.stages.components import component_names
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -213,8 +216,65 @@ def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_p
         model_of(tmp_path, "bria_fibo", **options)
     with pytest.raises(UserError, match=r"(?s)does not let its caller say.*take model.options.tokens out.*as one text"):
         model_of(tmp_path, "bria_fibo", **options, tokens=[2, 8, 16])
+    with pytest.raises(
+        UserError, match=r"6 for 'a b c d', 8 for 'abcdef'"
+    ):  # the shortest and the longest text are alike
+        model_of(tmp_path, "bria_fibo", prompts=["a b c d", "abcdef", "abcd"])
     inputs = {spec.name for spec in model_of(tmp_path, "bria_fibo", prompts=["a dog on a hill"]).inputs}
     assert {"text_encoder_layers.0", "text_encoder_layers.1"} <= inputs
+
+
+def test_tensors_are_no_remedy_in_a_recipe(tmp_path, monkeypatch):
+    """diffusers names embeddings and masks in its errors."""
+
+    def failing(self, prompt=None, prompt_embeds: torch.Tensor | None = None, max_steps: int = 3, **named):
+        raise ValueError("provide `prompt_embeds`, or fewer `max_steps`")
+
+    tiny_pipelines.with_text("stable_diffusion").save_pretrained(tmp_path)
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", failing)
+    with pytest.raises(UserError) as error:
+        diffusers_model(tmp_path)
+    assert error.value.remedy == "set max_steps in model.options.call (the default is 3)"
+
+
+def test_embeddings_that_a_pipeline_takes_beside_prompts_are_refused(tmp_path, monkeypatch):
+    """Kandinsky 2.1 takes those of its prior."""
+    own = diffusers.StableDiffusionPipeline.__call__
+
+    def with_embeddings(self, prompt, image_embeds: torch.Tensor, **named):
+        return own(self, prompt, **named)
+
+    tiny_pipelines.with_text("stable_diffusion").save_pretrained(tmp_path)
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", with_embeddings)
+    with pytest.raises(UserError, match=r"takes image_embeds beside its prompts") as error:
+        diffusers_model(tmp_path)
+    assert "images:" not in error.value.remedy and "unet" in error.value.remedy
+
+
+def test_a_vae_that_does_not_decode_is_told_without_a_component(tmp_path, monkeypatch):
+    """Allegro's decodes in tiles alone, which is a setting that is not saved. The remedy works."""
+
+    def decode(self, z, return_dict=True, generator=None):
+        raise NotImplementedError("Decoding without tiling has not been implemented yet.")
+
+    tiny_pipelines.stable_diffusion().save_pretrained(tmp_path)
+    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", decode)
+    with pytest.raises(UserError, match=r"(?s)cannot draw.*without tiling") as error:
+        diffusers_model(tmp_path, **SIZE, tokens=8)
+    assert '"vae": [null, null]' in error.value.remedy and "component" not in error.value.remedy
+    index = json.loads((tmp_path / PIPELINE_INDEX).read_text())
+    (tmp_path / PIPELINE_INDEX).write_text(json.dumps(index | {"vae": [None, None]}))
+    model = diffusers_model(tmp_path, **SIZE, tokens=8)
+    assert model.sample(model.denoiser, [0], steps=1, solver="ddim").isfinite().all()
+
+
+def test_embeddings_that_a_unet_projects_have_the_width_before(tmp_path):
+    """As those of Kolors, DeepFloyd IF and Kandinsky 3."""
+    made = unet(in_channels=3, out_channels=6, encoder_hid_dim=48, encoder_hid_dim_type="text_proj")
+    parts = CONVERTIBLE["deepfloyd"].make().components | {"unet": made}
+    diffusers.IFPipeline(**parts, requires_safety_checker=False).save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, height=16, width=24, tokens=8)
+    assert {spec.name: spec.shape for spec in model.inputs}["encoder_hidden_states"] == ("batch", 8, 48)
 
 
 def test_an_argument_whose_default_does_not_fit_is_named(tmp_path):
@@ -242,6 +302,25 @@ def test_a_pipeline_that_draws_one_image_at_a_time_is_not_asked_for_two(tmp_path
     assert model.dims == expected.dims and model.output == expected.output
     with pytest.raises(UserError, match="remedy: batch: 1"):
         model_of(tmp_path, "chroma", batch=[1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("inpainting", ("batch", 3, 32, 32)),
+        ("image_to_video", ("batch", 3, 1, 32, 32)),  # the first frame alone
+        ("control_net", None),  # the ControlNet takes pixels
+        ("chroma", None),
+    ],
+)
+def test_all_components_include_the_encoder_that_images_go_through(tmp_path, name, shape):
+    components = model_of(tmp_path, name).components
+    assert components is not None
+    used = ["vae_decoder"] + (["vae_encoder"] if shape else [])
+    recipe = load_recipe(save(tmp_path, name, components={"all": {}}))
+    assert [*components.used] == component_names(recipe, models.load(recipe.model)) == used
+    if shape:
+        assert [spec.shape for spec in components("vae_encoder").inputs] == [shape]
 
 
 def test_pixels_are_calibrated_on_images(tmp_path):

@@ -30,7 +30,7 @@ from trtconvert.models.saved import copy_without_models
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.runtime import pipeline as pipeline_module
-from trtconvert.runtime.pipeline import make_pipeline
+from trtconvert.runtime.pipeline import MissingParts, make_pipeline
 from trtconvert.serving.drawing import Drawer
 from trtconvert.serving.jobs import Batch, Offer, Order, Range, Refusal, Shape
 
@@ -300,7 +300,7 @@ def test_a_bundle_without_a_pipeline_makes_none(tiny_build):
         bundle.pipeline()
 
 
-def test_missing_parts_of_a_bundle_are_named_and_may_be_given(half, tmp_path):
+def test_missing_parts_of_a_bundle_are_named_and_may_be_given(half, tmp_path, monkeypatch):
     model = {"dtype": "float16", "options": options("flux", height=[32, 32, 64])}
     folder = half.pipeline.parent  # its cache has all stages
     text = {"text_encoder": {}, "text_encoder_2": {}}
@@ -315,3 +315,20 @@ def test_missing_parts_of_a_bundle_are_named_and_may_be_given(half, tmp_path):
         assert loaded.pipeline(vae=pipe.vae).vae is pipe.vae
         with pytest.raises(UserError, match=r"(?s)no component 'vae'.*expected: denoiser, text_encoder"):
             loaded.as_diffusers("vae")
+    drawn = tmp_path / "x.png"
+    rest = ("-p", "a cat", "--steps", 1, "-o", drawn)
+    monkeypatch.chdir(tmp_path)  # a folder without the original pipeline
+    outcome = run("run", "bundle", *rest)
+    refusal(outcome, "has no vae for FluxPipeline", "add vae_decoder to components", "`trtconvert run --weights`")
+    outcome = run("run", "bundle", *rest, "--weights", half.pipeline)
+    assert outcome.exit_code == 0, outcome.output
+    given = drawn.read_bytes()
+    monkeypatch.chdir(folder)
+    outcome = run("run", tmp_path / "bundle", *rest)
+    assert outcome.exit_code == 0 and drawn.read_bytes() == given, outcome.output
+    refusal(run("run", half.bundle, *rest, "--weights", half.pipeline), "needs no weights")
+
+
+def test_models_that_are_no_components_have_no_remedy_in_the_recipe():
+    error = MissingParts(["controlnet", "image_encoder"], "AnyPipeline", ["unet", "vae"])
+    assert "components" not in error.remedy and "controlnet=…, image_encoder=…" in error.remedy

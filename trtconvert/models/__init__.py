@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
-from trtconvert.errors import UserError, did_you_mean
+from trtconvert.errors import TrtconvertError, UserError, did_you_mean
 from trtconvert.recipe import ONNX
 from trtconvert.weights.lora_names import DENOISER
 
@@ -131,13 +131,15 @@ def _shipped(source: str) -> tuple[Callable[[Path], DiffusionModel], PixelSample
     return function, sampler
 
 
-def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
+def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = (), weights: Path | None = None) -> Sampler:
     """Returns the sampler for a bundle's denoiser.
 
-    The samplers of the shipped models, and of bundles with the whole pipeline, need no weights; other models are loaded.
+    The samplers of the shipped models, and of bundles with the whole pipeline, need no weights; other models are loaded. Models
+    of a pipeline that do not become components, such as a ControlNet, are loaded from the original pipeline.
 
     Args:
         prompts: what samples show, by turns with their seeds; the recipe's by default.
+        weights: place of the original pipeline; by default that of the recipe, in the current folder.
     Raises:
         UserError: see `load`; weights are looked for in the current folder, as bundles do not hold them. Or there are prompts,
             and the bundle has no text encoder for them.
@@ -148,7 +150,11 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
         from trtconvert.models.pipeline_sampler import pipeline_sampler
 
         sampler = pipeline_sampler(
-            bundle.pipeline(), manifest.components["denoiser"], section.options, prompts, section.images
+            _whole_pipeline(bundle, section, weights),
+            manifest.components["denoiser"],
+            section.options,
+            prompts,
+            section.images,
         )
         if prompts and not sampler.caller.takes_prompts:  # it would draw from embeddings of noise
             raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
@@ -156,6 +162,26 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = ()) -> Sampler:
     if prompts:
         raise _no_prompts(bundle, f"a bundle of {section.source} without components")
     return load_conditional_sampler(bundle)[0]
+
+
+def _whole_pipeline(bundle: LoadedBundle, section: ModelSection, weights: Path | None) -> Any:
+    from trtconvert.runtime.pipeline import MissingParts
+
+    try:
+        return bundle.pipeline()
+    except MissingParts as lacking:
+        place = weights or section.weights
+        if place is None or not place.exists():
+            raise
+        import torch
+
+        from trtconvert.models.loading import load_parts
+
+        parts = load_parts(lacking.names, place, section.config, section.options.get("variant"))
+        # Embeddings decide the type of a pipeline's latents; embeddings of noise are FP32.
+        encodes = any(name.startswith("text_encoder") for name in bundle.manifest.components)
+        dtype = getattr(torch, section.dtype) if encodes else torch.float32
+        return bundle.pipeline(**{name: part.to(dtype) for name, part in parts.items()})
 
 
 def load_conditional_sampler(
@@ -216,7 +242,7 @@ def _from_function(section: ModelSection) -> DiffusionModel:
     _refuse_unfit_options(section, signature, arguments)
     try:
         model = function(**arguments)
-    except UserError:
+    except TrtconvertError:
         raise
     except Exception as error:
         raise UserError(

@@ -16,9 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import InputSpec, ModelComponent
+from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import UserError, unknown_name
 from trtconvert.models.call_options import BINNING, LENGTH, SIZE_ARGUMENTS, TOKENS
-from trtconvert.models.observation import Arguments, Observe, Observed, observe_sizes, refuse_numbers, shapes_of
+from trtconvert.models.observation import (
+    Arguments,
+    DoesNotRun,
+    Observe,
+    Observed,
+    observe_sizes,
+    refuse_numbers,
+    shapes_of,
+)
 from trtconvert.models.pipelines import PipelineCaller, replaced
 from trtconvert.models.probes import no_noise, stand_in
 from trtconvert.models.prompt_lengths import PromptLengths
@@ -66,8 +75,22 @@ class PipelineComponents:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the components that the way from prompts to images uses."""
-        return tuple(name for name in self.names if name != ENCODER)
+        """Names of the components that the way from prompts, and from the recipe's images, to drawn images uses."""
+        return tuple(name for name in self.names if name != ENCODER or self._encodes_images())
+
+    def _encodes_images(self) -> bool:
+        return self._encoding(self._opt_but({})) is not None
+
+    def _encoding(self, sizes: Mapping[str, int]) -> dict[str, Any] | None:
+        """Returns the arguments of the pipeline's first call of the VAE's encoder; None if it encodes no image of the recipe."""
+        if not self.caller.images:
+            return None
+        nothing = stand_in(no_noise(self.timestep_input, self.prediction), self.record, self.timestep_input)
+        try:
+            with self.caller.denoising_with(nothing):
+                return self.caller.first_call(range(sizes["batch"]), sizes, self.caller.pipe.vae, "encode")
+        except UserError:
+            return None
 
     def module(self, name: str) -> nn.Module:
         """Returns the pipeline's model that a component belongs to."""
@@ -157,6 +180,8 @@ class PipelineComponents:
         return structure, tensors | {first: _latents_like(vae, tensors[first])}
 
     def _encoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
+        if (arguments := self._encoding(sizes)) is not None:  # of a video, the given frames may be one or all
+            return take_apart(_without_packing(arguments))
         name = next(iter(inspect.signature(self.caller.pipe.vae.encode).parameters))
         shape = self._decoded_shapes(sizes)["sample"].shape
         images = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -178,7 +203,15 @@ class PipelineComponents:
             for index in (1, 0, 2)
         )
         for wanted in [opt] if opt == low == high else [opt, low, high]:
-            image = next(iter(self._decoded_shapes(wanted).values()))
+            try:
+                image = next(iter(self._decoded_shapes(wanted).values()))
+            except DoesNotRun as error:
+                raise DoesNotRun(
+                    f"{self.caller.kind} cannot draw: {error.problem}",
+                    expected="a VAE that decodes as it was loaded: settings such as tiling are not saved",
+                    got=error.got,
+                    remedy=f'write "vae": [null, null] in the pipeline\'s {PIPELINE_INDEX} to convert and compare latents',
+                ) from error
             sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
             if image.dim() == 5:
                 sizes["frames"] = image.shape[2]

@@ -21,7 +21,7 @@ from trtconvert.models.call_options import BATCH, LENGTH, PROMPTS, TIMESTEPS, TO
 from trtconvert.models.components import PipelineComponents, plain_attributes, plain_config
 from trtconvert.models.exportable import make_exportable
 from trtconvert.models.loading import load_pipeline
-from trtconvert.models.observation import Observed, observe_sizes, shapes_of
+from trtconvert.models.observation import DoesNotRun, Observed, observe_sizes, shapes_of
 from trtconvert.models.pipeline_sampler import PipelineSampler, notices_of_sound, read_pictures
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_inputs, first_step
@@ -85,7 +85,25 @@ def diffusers_model(
     wanted = {"batch": BATCH if batch is None else batch, "height": height, "width": width, "frames": frames}
     ranges = {name: size_range(name, size) for name, size in wanted.items() if size is not None}
     with in_float32_shapes(getattr(pipe, component).requires_grad_(False)), caller.encoding_once():
-        return _observed(caller, length, ranges)
+        try:
+            return _observed(caller, length, ranges)
+        except DoesNotRun as error:
+            if ranges["batch"][2] == 1 or not _draws_alone(caller, length, ranges):
+                raise
+            raise UserError(
+                f"{caller.kind} draws one sample in a call: {error.problem}",
+                expected="batch: 1",
+                got=f"batch: {list(ranges['batch'])}, and {error.got}",
+                remedy="give model.options.batch as 1",
+            ) from error
+
+
+def _draws_alone(caller: PipelineCaller, length: Range | None, ranges: Mapping[str, Range]) -> bool:
+    try:
+        _observed(caller, length, {**ranges, "batch": (1, 1, 1)})
+    except UserError:
+        return False
+    return True
 
 
 def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Range]) -> DiffusionModel:

@@ -101,6 +101,25 @@ def load_pipeline(
     return loaded
 
 
+def load_parts(
+    names: Collection[str], weights: Path, config: Path | None = None, variant: str | None = None
+) -> dict[str, nn.Module]:
+    """Loads some models of a pipeline. Returns them by name.
+
+    Args: names of the models; see `Weights` for the others.
+    Raises:
+        UserError: there is no pipeline, or a model lacks weights.
+    """
+    import diffusers
+
+    asked = Weights(weights, config, None, variant, ())
+    folder = _index_folder(asked)
+    index = json.loads((folder / PIPELINE_INDEX).read_text())
+    entries = component_entries(getattr(diffusers, index["_class_name"]), index)
+    with _without_progress():
+        return _load_models(folder, {name: entry for name in names if (entry := entries.get(name))}, asked)
+
+
 def _refuse_attention_of_environment() -> None:
     """Torch's attention alone is converted; exporters do not know the libraries that diffusers can use instead."""
     chosen = os.environ.get(_ATTENTION)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ def load_model(
         )
         name = "diffusion_pytorch_model" if _is_diffusers_class(kind) else "model"
         others = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+        if dangling := [path for path in others if not path.exists()]:
+            raise UserError(
+                f"there are no weights of {title}",
+                expected=f"the file that {dangling[0].name} is a link to",
+                got=f"no {os.path.realpath(dangling[0])}",
+                remedy="get the file again, or copy the pipeline with the files that its links lead to (cp -rL)",
+            )
         raise UserError(
             f"there are no weights of {title}",
             expected=f"files as `save_pretrained` names them, such as {name}.safetensors",

@@ -30,6 +30,10 @@ Observe = Callable[[Mapping[str, int]], Arguments]
 """Maps sizes to the arguments that a pipeline passes to a model at these sizes."""
 
 
+class DoesNotRun(UserError):
+    """A pipeline, or one of its models, fails with its arguments."""
+
+
 @dataclass(frozen=True)
 class Observed:
     """The arguments that a pipeline passes to a model.
@@ -190,8 +194,8 @@ def shapes_of(
     Args:
         title, remedy: for the message.
     Raises:
-        UserError: the shapes depend on the tensors' values, an operation's shapes are not known beforehand, or the function
-            fails.
+        DoesNotRun: the function fails.
+        UserError: the shapes depend on the tensors' values, or an operation's shapes are not known beforehand.
     """
     try:
         # In the compiling state models keep no tensors for the next call, as QwenImage keeps its rotations.
@@ -207,7 +211,7 @@ def shapes_of(
     except TrtconvertError:
         raise
     except Exception as error:  # whatever the model raises
-        raise UserError(
+        raise DoesNotRun(
             f"{title} cannot be converted",
             expected="a model that accepts the inputs of its pipeline: "
             + ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()),

@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ from trtconvert.models.call_options import (
     refuse_unfit_texts,
 )
 from trtconvert.models.drawings import Stopped
-from trtconvert.models.observation import Arguments
+from trtconvert.models.observation import Arguments, DoesNotRun
 from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
 from trtconvert.models.stand_ins import EMBEDDINGS, stand_ins
@@ -72,6 +73,9 @@ def refuse_missing_package(kind: str, error: BaseException) -> None:
         ) from error
 
 
+_NO_KIND = {"Optional", "None", "NoneType", "Union", "list", "List", "typing", "torch", "class"}
+"""Words in an annotation that name no type of a value."""
+
 _LONG = 80
 """Characters of a default that messages do not print."""
 
@@ -96,11 +100,15 @@ class PipelineCaller:
     signature: Mapping[str, inspect.Parameter] = field(init=False)
     parameters: frozenset[str] = field(init=False)
     pads: bool = field(default=False, init=False)
+    # Some pipelines take one image for all samples, others one image for each; some take a text, and no list of one text. Only a
+    # call tells.
     _image_each: bool = field(default=False, init=False)
+    _text_alone: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
         self.parameters = frozenset(self.signature)
+        self._refuse_combined()
         self._refuse_unknown(
             self.images, "model.images", "correct it in the recipe, or convert a pipeline that takes images"
         )
@@ -194,20 +202,46 @@ class PipelineCaller:
                 remedy=f"give model.options.call as {{{BINNING}: false}}, or height and width as one number each",
             )
 
+    def _refuse_combined(self) -> None:
+        """Kandinsky and Stable Cascade have pipelines of a prior and a decoder, which hold models of their own."""
+        for name, part in vars(self.pipe).items():
+            held = getattr(part, "components", None)
+            if isinstance(held, dict) and any(x is self.denoiser for x in held.values()):
+                kind = type(part).__name__
+                raise UserError(
+                    f"{self.kind} is made of several pipelines, and another denoiser in its place would not draw",
+                    expected=f"the pipeline that calls the {self.component}",
+                    got=f"{self.kind}, which calls it through its {name}, a {kind}",
+                    remedy=f"save that pipeline, `pipe.{name}.save_pretrained(FOLDER)`, and convert it; then give a pipeline the "
+                    f"converted denoiser as `pipe.{name}.{self.component}`",
+                )
+
     def _refuse_unknown(self, given: Mapping[str, Any], where: str, remedy: str) -> None:
         if unknown := sorted(given.keys() - self.parameters):
             problem = f"{where} has {unknown[0]}, which {self.kind} does not take"
             raise unknown_name(problem, unknown[0], sorted(self.parameters), remedy)
 
-    def _refuse_lacking(self) -> None:
-        given = {"prompt", "class_labels", "batch_size", *EMBEDDINGS, *(f"negative_{name}" for name in EMBEDDINGS)}
-        wanted = [
+    @property
+    def _required(self) -> list[str]:
+        """Names of the call's arguments that have no default."""
+        return [
             name
             for name, parameter in self.signature.items()
-            if parameter.default is parameter.empty
-            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-            and name not in given | self.images.keys() | self.arguments.keys()
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
+
+    def _refuse_lacking(self) -> None:
+        embeddings = {*EMBEDDINGS, *(f"negative_{name}" for name in EMBEDDINGS)}
+        given = {"prompt", "class_labels", "batch_size", *embeddings}
+        if self.takes_prompts and (beside := [x for x in self._required if x in embeddings]):
+            raise UserError(
+                f"{self.kind} takes {' and '.join(beside)} beside its prompts",
+                expected="prompts, or embeddings of noise instead of prompts",
+                got="embeddings that another pipeline computes from the prompts",
+                remedy=f"keep the pipeline's own {self.component}, or convert it through a function of your own, model.source: "
+                "package.module:function",
+            )
+        wanted = [name for name in self._required if name not in given | self.images.keys() | self.arguments.keys()]
         if wanted:
             raise UserError(
                 f"{self.kind} is not called without {' and '.join(wanted)}",
@@ -247,6 +281,9 @@ class PipelineCaller:
         arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
         left = {"class_labels", *(name for name in self.arguments if embedded and PROMPT.fullmatch(name))}
         arguments |= {name: value for name, value in self._further(seeds).items() if name not in left}
+        if self._text_alone and len(seeds) == 1:
+            texts = (name for name, x in arguments.items() if PROMPT.fullmatch(name) and isinstance(x, list))
+            arguments |= {name: arguments[name][0] for name in texts}
         if tokens is not None and (self.pads or (TOKENS in sizes and LENGTH in self.parameters)):
             arguments[LENGTH] = tokens  # a pipeline that does not pad to this length cuts prompts and embeddings at it
         try:
@@ -260,15 +297,15 @@ class PipelineCaller:
         except TrtconvertError:
             raise
         except Exception as error:  # whatever the pipeline, its models and its tokenizers raise
-            if self.images and len(seeds) > 1 and not self._image_each:
-                # Some pipelines take one image for all samples, others one image for each; only a call tells.
-                self._image_each = True
-                try:
-                    return self(seeds, steps, sizes, captions)
-                except UserError:
-                    self._image_each = False
+            for way, fits in (("_image_each", bool(self.images) and len(seeds) > 1), ("_text_alone", len(seeds) == 1)):
+                if fits and not getattr(self, way):
+                    setattr(self, way, True)
+                    try:
+                        return self(seeds, steps, sizes, captions)
+                    except UserError:
+                        setattr(self, way, False)
             refuse_missing_package(self.kind, error)
-            raise UserError(
+            raise DoesNotRun(
                 f"a call of {self.kind} failed",
                 expected="sizes and arguments that the pipeline takes, and a pipeline that runs with them",
                 got=kind_and_first_line(error),
@@ -283,7 +320,9 @@ class PipelineCaller:
         defaults = {
             name: parameter.default
             for name, parameter in self.signature.items()
-            if name not in SET_ELSEWHERE and parameter.default is not parameter.empty
+            if name not in SET_ELSEWHERE
+            and parameter.default is not parameter.empty
+            and not _is_tensor(parameter)  # a recipe has none
         }
         named = [name for name in defaults if "_" in name and name.replace("_", " ") in said]
         given = [name for name in named if self.arguments.get(name) is not None]
@@ -487,6 +526,12 @@ def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[
             delattr(model, method)
         else:
             setattr(model, method, before)
+
+
+def _is_tensor(parameter: inspect.Parameter) -> bool:
+    """Whether an argument is declared as a tensor, such as embeddings or a mask, and nothing else."""
+    kinds = {name for name in re.findall(r"\w+", str(parameter.annotation)) if name not in _NO_KIND}
+    return bool(kinds) and all(kind.endswith("Tensor") for kind in kinds)
 
 
 def _about_default(default: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
-from trtconvert.models.call_options import LENGTH, TOKENS
+from trtconvert.models.call_options import LENGTH, PROMPTS, TOKENS
 from trtconvert.models.observation import Observed, refuse_numbers
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_step
@@ -86,12 +86,14 @@ def _shortest_and_longest(caller: PipelineCaller) -> tuple[str, ...]:
 
 
 def _refuse_different(caller: PipelineCaller, sizes: Mapping[str, int]) -> None:
-    texts = _shortest_and_longest(caller)
+    # Characters do not tell which of a few prompts has the most tokens; many are not worth their time.
+    few = len(caller.prompts) <= len(PROMPTS)
+    texts = tuple(dict.fromkeys(caller.prompts)) if few else _shortest_and_longest(caller)
     if not caller.takes_prompts or len(texts) < 2:
         return
     shapes = [_shapes_without_length(caller, sizes, text) for text in texts]
     for name, shape in shapes[0].items():
-        axis = next((i for i, size in enumerate(shape) if shapes[1][name][i] != size), None)
+        axis = next((i for i, size in enumerate(shape) if any(other[name][i] != size for other in shapes)), None)
         if axis is None:
             continue
         found = [of[name][axis] for of in shapes]
@@ -100,7 +102,7 @@ def _refuse_different(caller: PipelineCaller, sizes: Mapping[str, int]) -> None:
         raise UserError(
             f"the pipeline passes '{name}' with as many tokens as its longest prompt has",
             expected="a number of tokens that prompts are padded to, or a range of them",
-            got=", ".join(f"{size} for {text!r}" for size, text in zip(found, texts, strict=True)),
+            got=", ".join(f"{size} for {texts[found.index(size)]!r}" for size in (min(found), max(found))),
             remedy=f"give model.options.tokens as [min, opt, max], such as {[min(found), max(found), most]}"
             if caller.takes_embeddings
             else _other_than_a_range(caller),

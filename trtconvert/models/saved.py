@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trtconvert.documents import PIPELINE_INDEX, parse_json, safetensors_header
-from trtconvert.errors import UserError
+from trtconvert.errors import UserError, did_you_mean
 from trtconvert.recipe import ONNX, ModelSection
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
@@ -35,11 +35,14 @@ def denoiser_among(models: Collection[str], asked: str | None, pipeline: str) ->
     for name in wanted:
         if name in models:
             return name
+    remedy = (
+        "name the model that denoises in model.options.denoiser, or convert a pipeline that denoises with one model"
+    )
     raise UserError(
         f"{pipeline} has no denoiser" + (f" '{asked}'" if asked else ""),
         expected=" or ".join(wanted) + " among its models",
         got=", ".join(models) or "no models",
-        remedy="name the model that denoises in model.options.denoiser, or convert a pipeline that denoises with one model",
+        remedy=did_you_mean(asked, models, remedy) if asked else remedy,
     )
 
 

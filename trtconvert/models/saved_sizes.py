@@ -44,6 +44,18 @@ def parts_of(folder: Path) -> dict[str, str]:
     return {name: entry[1] for name, entry in named if names_class(entry) and (folder / name).is_dir()}
 
 
+def models_in_torch(folder: Path) -> list[str]:
+    """Returns the names of a pipeline's models that a build does not convert, such as a ControlNet; safety checkers, which a
+    bundle does without, are no part of them."""
+    return [
+        name
+        for name in parts_of(folder)
+        if name not in (*DENOISERS, "vae", "safety_checker")
+        and not name.startswith("text_encoder")
+        and (folder / name / "config.json").is_file()
+    ]
+
+
 def denoiser_config(folder: Path) -> Mapping[str, Any]:
     """Returns the denoiser's configuration; an empty one where none can be read."""
     return next(filter(None, (saved_config(folder, name) for name in DENOISERS)), {})

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trtconvert.models.pipelines import PipelineCaller
 
 _TEXT_WIDTHS = (
+    "encoder_hid_dim",  # Kolors, DeepFloyd IF and Kandinsky 3 project embeddings to cross_attention_dim
     "caption_channels",
     "cap_feat_dim",
     "joint_attention_dim",
@@ -128,7 +129,12 @@ def _masks(caller: PipelineCaller, name: str, samples: int, tokens: int) -> dict
     if not name.startswith("prompt_embeds") or EMBEDDINGS[name][1] is None:
         return {}
     rest = name.removeprefix("prompt_embeds")
-    names = (f"prompt_attention_mask{rest}", f"prompt_embeds_mask{rest}", "prompt_cu_seqlens")
+    names = (
+        f"prompt_attention_mask{rest}",
+        f"prompt_embeds_mask{rest}",
+        f"attention_mask{rest}",
+        "prompt_cu_seqlens",
+    )
     # Chroma adds its mask to the products of queries and keys; the others select keys by it.
     dtype = torch.float32 if "approximator_layers" in caller.denoiser.config else torch.int64
     ones = torch.ones(samples, tokens, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -13,6 +13,32 @@ from trtconvert.runtime.libraries import library_class
 
 _CHANGES_NO_IMAGE = ("safety_checker",)
 """Optional models that do not change images."""
+
+_CONVERTIBLE = ("text_encoder", "vae")
+"""Prefixes of the names of models that become components. Others, such as a ControlNet or an image encoder, stay in torch."""
+
+
+class MissingParts(UserError):
+    """A bundle lacks models of its pipeline.
+
+    Args:
+        names: of the models, in the pipeline.
+        pipeline: its class.
+        parts: names of the models that are there.
+    """
+
+    def __init__(self, names: Sequence[str], pipeline: str, parts: Collection[str]) -> None:
+        self.names = tuple(names)
+        convertible = ["vae_decoder" if name == "vae" else name for name in names if name.startswith(_CONVERTIBLE)]
+        passed = ", ".join(f"{name}=…" for name in names)
+        super().__init__(
+            f"the bundle has no {', '.join(names)} for {pipeline}",
+            expected="each model of the saved pipeline, from the bundle or from the caller",
+            got=", ".join(sorted(parts)),
+            remedy=(f"add {', '.join(convertible)} to components in the recipe; or " if convertible else "")
+            + f"pass {passed} to bundle.pipeline(), where None leaves one out; or give `trtconvert run --weights` the folder of "
+            "the original pipeline",
+        )
 
 
 def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
@@ -60,14 +86,7 @@ def make_pipeline(folder: Path, parts: Mapping[str, Any]) -> Any:
         else:
             missing.append(name)
     if missing:
-        raise UserError(
-            f"the bundle has no {', '.join(missing)} for {title}",
-            expected="each model of the saved pipeline among the bundle's components",
-            got=", ".join(sorted(parts)),
-            remedy="add them to components in the recipe, or pass them as "
-            + ", ".join(f"{name}=…" for name in missing)
-            + "; None leaves one out",
-        )
+        raise MissingParts(missing, title, parts)
     if given.get("safety_checker") is None and "requires_safety_checker" in parameters:
         given["requires_safety_checker"] = False
     try:

@@ -30,7 +30,7 @@ def component_stages(build: Build) -> dict[str, Stage]:
         return {}
 
     def name_them(folder: Path) -> None:
-        (folder / NAMES).write_text(json.dumps(_component_names(recipe, build.source.model())))
+        (folder / NAMES).write_text(json.dumps(component_names(recipe, build.source.model())))
 
     reads = {"weights": build.weights, "asked": sorted(recipe.components)}
     named = build.cache.stage("components", {__name__, *build.code}, reads, name_them)
@@ -61,7 +61,7 @@ def component_stage(build: Build, name: str) -> Stage:
         from trtconvert.export.trace import OF_COMPONENTS, trace_component
 
         components = build.source.model().components
-        assert components is not None  # otherwise `_component_names` raised
+        assert components is not None  # otherwise `component_names` raised
         source = components(name)
         dtype = asked.get("dtype") or ("float32" if source.high_precision else recipe.model.dtype)
         if dtype == "float16" and source.overflows:
@@ -99,7 +99,7 @@ def component_stage(build: Build, name: str) -> Stage:
     return build.stage(f"export {name}", reads, make)
 
 
-def _component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:
+def component_names(recipe: Recipe, model: DiffusionModel) -> list[str]:
     """Returns the names of the components to convert; UserError if the model lacks one."""
     if model.components is None:
         raise UserError(
