@@ -132,7 +132,7 @@ def test_a_vae_that_decodes_one_video_is_told_by_the_batch(tmp_path):
     tiny.make().save_pretrained(tmp_path)
     options = {**tiny.options, "tokens": 8}
     assert options.pop("batch") == 1
-    with pytest.raises(UserError, match="draws one sample in a call: AutoencoderKLHunyuanVideo15") as error:
+    with pytest.raises(UserError, match="HunyuanVideo15Pipeline draws one sample in a call") as error:
         diffusers_model(tmp_path, **options)
     assert error.value.remedy == "give model.options.batch as 1"
 

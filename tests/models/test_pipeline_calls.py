@@ -123,7 +123,8 @@ def test_prompts_are_heeded_where_the_first_of_two_text_encoders_is_absent(tmp_p
         found.append(model.sample(model.denoiser, [0], steps=4, solver="ddim"))
     assert (found[0] - found[1]).abs().max() > 1e-3
     assert model.condition is not None and model.components is not None
-    assert model.components.used == ("text_encoder_2", "vae_decoder")
+    encoder = ("vae_encoder",) if refines else ()
+    assert model.components.used == ("text_encoder_2", "vae_decoder", *encoder)
 
 
 def test_a_text_encoder_that_the_pipeline_cannot_do_with_alone_reads_nothing():

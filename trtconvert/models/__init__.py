@@ -177,7 +177,8 @@ def _whole_pipeline(bundle: LoadedBundle, section: ModelSection, weights: Path |
 
         from trtconvert.models.loading import load_parts
 
-        parts = load_parts(lacking.names, place, section.config, section.options.get("variant"))
+        variant = section.options.get("variant")
+        parts = load_parts(lacking.names, place, section.config, variant if isinstance(variant, str) else None)
         # Embeddings decide the type of a pipeline's latents; embeddings of noise are FP32.
         encodes = any(name.startswith("text_encoder") for name in bundle.manifest.components)
         dtype = getattr(torch, section.dtype) if encodes else torch.float32

@@ -91,7 +91,7 @@ def diffusers_model(
             if ranges["batch"][2] == 1 or not _draws_alone(caller, length, ranges):
                 raise
             raise UserError(
-                f"{caller.kind} draws one sample in a call: {error.problem}",
+                f"{caller.kind} draws one sample in a call",
                 expected="batch: 1",
                 got=f"batch: {list(ranges['batch'])}, and {error.got}",
                 remedy="give model.options.batch as 1",
