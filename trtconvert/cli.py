@@ -479,15 +479,8 @@ def _sampler(bundle: LoadedBundle, prompts: Sequence[str], weights: Path | None)
 
     if weights is None or (prompts and not bundle.manifest.pipeline):
         return models.load_sampler(bundle, prompts)
-    if bundle.lacks_models:
-        return models.load_sampler(bundle, prompts, weights)
     if bundle.manifest.pipeline:
-        raise UserError(
-            f"{bundle.folder} needs no weights",
-            expected="no --weights: the bundle holds its pipeline",
-            got=f"--weights {weights}",
-            remedy="leave --weights out",
-        )
+        return models.load_sampler(bundle, prompts, weights)
     from trtconvert.evaluate.evaluation import full_precision
 
     model = full_precision(bundle, weights)

@@ -91,7 +91,7 @@ def test_auto_keeps_the_plugin_where_the_whole_engine_is_no_slower_with_it(build
     builds.times = {mixed: 80.0, b"": native_us} | ({ALL: 85.0} if alone else {})
     plan, record = (built := builds.build()).plan, built.record
     faster = native_us > 80
-    # Of the modes precision, balanced, balanced and aggressive.
+    # The four bins have the modes precision, balanced, balanced and aggressive. Bins of equal modes are timed once.
     timed = (mixed, b"", ALL)[: 3 if alone and faster else 2]
     assert builds.timed == [(plan, {125.0: 1, 375.0: 2, 875.0: 1}) for plan in timed]
     assert (plan, record.attention) == ((mixed, "plugin") if faster else (b"", "native"))

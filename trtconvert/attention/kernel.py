@@ -143,17 +143,36 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: Attentio
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables,
-    *, return_lse: Literal[False] = ..., **options: Any,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Any,
+) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables,
-    *, return_lse: Literal[True], **options: Any,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, *, return_lse: bool = False, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    timestep: Tensor,
+    tables: AttentionTables,
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Calls `int8_attention` with the signature of `reference.attention`; with `return_lse` also returns the log-sum-exp."""
     run = int8_attention_lse if return_lse else int8_attention
     # torch.compile cannot trace vars() of a frozen dataclass.

@@ -6,8 +6,8 @@ all sites the layers between them become plugins (`lower_to_plugin`), so that th
 
 Group norms are plugins in all of these engines. The fastest one is compared with an engine without plugins at the end.
 
-To build an engine of a large model takes minutes, so that `auto` builds `MOST_ENGINES` at most. Mixes come last: on SD 1.5 the
-best of six was 1.4 % faster than the plugin where it is faster alone.
+Building an engine of a large model takes minutes, so `auto` builds `MOST_ENGINES` at most. Mixes of the plugin and TensorRT's own
+attention gain least (docs/figures.md, auto-keeps), so the limit drops mixes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Builds:
         self._watch, self._most, self._built = watch, most, 0
 
     def share(self, detail: str, done: float) -> None:
-        """Reports work between two builds; `done` of such work has no share of its own."""
+        """Reports work between two builds. Such work has no share of its own: `done` is ignored."""
         self._watch.share(detail, min(1.0, self._built / self._most))
 
     def notice(self, text: str) -> None:

@@ -132,7 +132,7 @@ def _stderr_of_success() -> Iterator[None]:
 
 @contextmanager
 def _without_stack_traces() -> Iterator[None]:
-    """Graphs get no stack traces inside the block: traces take a tenth of the export's time, and nothing reads them."""
+    """Graphs get no stack traces inside the block: traces take time, and nothing reads them."""
     before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
     try:
         yield
@@ -158,7 +158,7 @@ class _AsExportersTakeIt(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func not in _REWRITTEN:  # 1.6 million calls while SDXL is exported, most of them properties of tensors
+        if func not in _REWRITTEN:  # nearly all of the calls; most of them read properties of tensors
             return func(*args, **(kwargs or {}))
         named = dict(kwargs or {})
         if func is scaled_dot_product_attention:

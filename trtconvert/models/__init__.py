@@ -142,7 +142,7 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = (), weights: Pat
         weights: place of the original pipeline; by default that of the recipe, in the current folder.
     Raises:
         UserError: see `load`; weights are looked for in the current folder, as bundles do not hold them. Or there are prompts,
-            and the bundle has no text encoder for them.
+            and the bundle has no text encoder for them. Or weights are given, and the bundle holds its whole pipeline.
     """
     manifest = bundle.manifest
     section = model_section(bundle.folder, manifest)
@@ -168,7 +168,7 @@ def _whole_pipeline(bundle: LoadedBundle, section: ModelSection, weights: Path |
     from trtconvert.runtime.pipeline import MissingParts
 
     try:
-        return bundle.pipeline()
+        pipeline = bundle.pipeline()
     except MissingParts as lacking:
         place = weights or section.weights
         if place is None or not place.exists():
@@ -183,6 +183,14 @@ def _whole_pipeline(bundle: LoadedBundle, section: ModelSection, weights: Path |
         encodes = any(name.startswith("text_encoder") for name in bundle.manifest.components)
         dtype = getattr(torch, section.dtype) if encodes else torch.float32
         return bundle.pipeline(**{name: part.to(dtype) for name, part in parts.items()})
+    if weights is not None:
+        raise UserError(
+            f"{bundle.folder} needs no weights",
+            expected="no --weights: the bundle holds its pipeline",
+            got=f"--weights {weights}",
+            remedy="leave --weights out",
+        )
+    return pipeline
 
 
 def load_conditional_sampler(

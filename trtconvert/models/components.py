@@ -63,7 +63,7 @@ class PipelineComponents:
     timestep_input: str
     prediction: tuple[int | str, ...]
     lengths: PromptLengths | tuple[int, int, int] | None = None
-    _decoding: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict, init=False)
+    _calls: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = field(default_factory=dict, init=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,22 +75,27 @@ class PipelineComponents:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the components that the way from prompts, and from the recipe's images, to drawn images uses."""
-        return tuple(name for name in self.names if name != ENCODER or self._encodes_images())
-
-    def _encodes_images(self) -> bool:
-        return self._encoding(self._opt_but({})) is not None
+        """Names of the components that draw images from prompts and from the recipe's images."""
+        return tuple(name for name in self.names if name != ENCODER or self._encoding(self._opt_but({})) is not None)
 
     def _encoding(self, sizes: Mapping[str, int]) -> dict[str, Any] | None:
         """Returns the arguments of the pipeline's first call of the VAE's encoder; None if it encodes no image of the recipe."""
         if not self.caller.images:
             return None
-        nothing = stand_in(no_noise(self.timestep_input, self.prediction), self.record, self.timestep_input)
         try:
-            with self.caller.denoising_with(nothing):
-                return self.caller.first_call(range(sizes["batch"]), sizes, self.caller.pipe.vae, "encode")
+            return self._first_call("encode", sizes)
         except UserError:
             return None
+
+    def _first_call(self, method: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Returns the arguments of the pipeline's first call of a method of the VAE, by name. Computing them runs the text
+        encoders, so that they are kept."""
+        key = method, tuple(sizes.values())
+        if key not in self._calls:
+            nothing = stand_in(no_noise(self.timestep_input, self.prediction), self.record, self.timestep_input)
+            with self.caller.denoising_with(nothing):
+                self._calls[key] = self.caller.first_call(range(sizes["batch"]), sizes, self.caller.pipe.vae, method)
+        return self._calls[key]
 
     def module(self, name: str) -> nn.Module:
         """Returns the pipeline's model that a component belongs to."""
@@ -169,15 +174,10 @@ class PipelineComponents:
         return structure, tensors if length is None else _repeated_to_length(tensors, length)
 
     def _decoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
-        vae, asked = self.caller.pipe.vae, tuple(sizes.values())
-        if asked not in self._decoding:  # both halves of the VAE need it, and computing it runs the text encoders
-            nothing = no_noise(self.timestep_input, self.prediction)
-            # The decoded latents have the right shapes, and not the right magnitude.
-            with self.caller.denoising_with(stand_in(nothing, self.record, self.timestep_input)):
-                self._decoding[asked] = self.caller.first_call(range(sizes["batch"]), sizes, vae, "decode")
-        structure, tensors = take_apart(_without_packing(self._decoding[asked]))
+        structure, tensors = take_apart(_without_packing(self._first_call("decode", sizes)))
         first = next(iter(tensors))
-        return structure, tensors | {first: _latents_like(vae, tensors[first])}
+        # Without a denoiser, the decoded latents have the right shapes, and not the right magnitude.
+        return structure, tensors | {first: _latents_like(self.caller.pipe.vae, tensors[first])}
 
     def _encoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
         if (arguments := self._encoding(sizes)) is not None:  # of a video, the given frames may be one or all

@@ -106,7 +106,8 @@ def load_parts(
 ) -> dict[str, nn.Module]:
     """Loads some models of a pipeline. Returns them by name.
 
-    Args: names of the models; see `Weights` for the others.
+    Args:
+        names: of the models. See `Weights` for the other arguments.
     Raises:
         UserError: there is no pipeline, or a model lacks weights.
     """

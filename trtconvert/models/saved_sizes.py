@@ -45,8 +45,8 @@ def parts_of(folder: Path) -> dict[str, str]:
 
 
 def models_in_torch(folder: Path) -> list[str]:
-    """Returns the names of a pipeline's models that a build does not convert, such as a ControlNet; safety checkers, which a
-    bundle does without, are no part of them."""
+    """Returns the names of a pipeline's models that a build does not convert, such as a ControlNet. Safety checkers are left out:
+    a bundle needs none."""
     return [
         name
         for name in parts_of(folder)

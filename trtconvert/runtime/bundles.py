@@ -167,19 +167,6 @@ class LoadedBundle:
         return pipe
 
     @property
-    def lacks_models(self) -> bool:
-        """Whether the bundle holds a pipeline, without some of its models."""
-        from trtconvert.runtime.pipeline import MissingParts
-
-        if not self.manifest.pipeline:
-            return False
-        try:
-            self.pipeline()
-        except MissingParts:
-            return True
-        return False
-
-    @property
     def device_memory(self) -> DeviceMemory:
         """The bundle's memory on GPUs; zeros on the CPU."""
         if not self._scratches:

@@ -35,9 +35,9 @@ class Component(ABC):
 
     @property
     def weights_memory(self) -> int:
-        """Device memory of the weights in bytes: what the driver had less of after loading, in all processes.
+        """Device memory of the weights in bytes: the decrease of the driver's free memory during loading, by all processes.
 
-        Less than the weights if the driver still had memory of closed engines.
+        The figure is too small if the driver reuses memory of closed engines.
         """
         return self._weights_memory
 

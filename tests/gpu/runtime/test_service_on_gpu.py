@@ -143,7 +143,7 @@ def test_engines_on_one_stream_do_not_mix_their_kernels(folder):
 
 
 def test_memory_of_the_weights_is_reported(folder):
-    """In a process of its own: the driver serves small engines from memory that closed ones had, which counts nothing."""
+    """A process of its own loads the engine: elsewhere the driver may reuse memory of closed engines, and report no change."""
     code = "import sys; from trtconvert import runtime; print(runtime.load(sys.argv[1]).device_memory.weights)"
     printed = subprocess.run(
         [sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True
