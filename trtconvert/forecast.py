@@ -13,7 +13,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.calib.calibrate import Parts
 from trtconvert.calib.candidates import MOST_EXACT, PROBES_FORWARDS
 from trtconvert.calib.data import SITE_STEPS_PER_BIN, samples_for_errors
-from trtconvert.calib.frontier import BISECTIONS, FRONTIER_DB, MOST_RIVALS
+from trtconvert.calib.frontier import MOST_RIVALS, usual_drawings
 from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.models.drawings import CountedDenoiser, WatchedSampler
 from trtconvert.models.placed import Place
@@ -25,9 +25,6 @@ OBSERVED = {"cpu": 1.0, "cuda": 1.5}
 
 IN_INT8 = {"cpu": 3.0, "cuda": 1.3}
 """Time of an INT8 call, in calls in full precision: on a CPU by the specification, on a GPU by the kernels in torch."""
-
-FIXED_PLANS = 6
-"""Approximate number of plans without a search that a search samples for comparison."""
 
 LEAST_SECONDS = 60.0
 """Shorter builds get no forecast."""
@@ -57,7 +54,7 @@ def forecast(
         steps["calibration"] = recipe.calibration.samples * recipe.calibration.steps * passes * observed / processes
     if recipe.attention.modes == "auto":
         exact = plan.sensitivity == "exact" or (plan.sensitivity == "auto" and choices <= MOST_EXACT)
-        shared = (choices if exact else 0) + bins + 1 + (FIXED_PLANS + len(FRONTIER_DB) + BISECTIONS) * in_int8
+        shared = (choices if exact else 0) + bins + 1 + usual_drawings(masks=bool(recipe.sparse_shares)) * in_int8
         repeated = 1 + (0 if exact else PROBES_FORWARDS)
         steps["the search"] = plan.samples * plan.steps * (repeated + shared / processes)
     if recipe.steps.computed != "all":

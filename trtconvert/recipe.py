@@ -350,7 +350,8 @@ class PlanSection(_Section):
     point: str | None = Field(
         default=None,
         description="Build this plan of an earlier search in place of the fastest one; the bundle's frontier.json and report "
-        "list the names. The plan must keep the budget too.",
+        "list the names. The plan of a mode of attention, such as `precision everywhere`, is also built if no search took the "
+        "mode. The plan must keep the budget too.",
     )
     samples: Count = Field(default=8, description="Seeds sampled with every tried plan.")
     steps: Count = Field(

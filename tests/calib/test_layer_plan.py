@@ -85,12 +85,12 @@ def test_a_layer_that_one_bin_cannot_bear_is_int8_in_none():
 # The search -----------------------------------------------------------------------------------------------------------
 
 
-def searched(psnr, *, layer_error=1e-4, layer_seconds=1.0, steps=(0.5,) * BINS):
+def searched(psnr, *, layer_error=1e-4, layer_seconds=1.0, steps=(0.5,) * BINS, named=None):
     """A search over a site and two groups of layers whose samples match the error model.
 
     Args:
         layer_error: of a group in INT8; layer_seconds: its time then, of 4 in 16 bits.
-        steps: share of the steps in each bin.
+        steps: share of the steps in each bin. named: of a fixed plan to sample.
     """
     error = torch.full((3, BINS, len(Mode)), math.nan, dtype=torch.float64)
     error[..., 0] = 0
@@ -98,15 +98,14 @@ def searched(psnr, *, layer_error=1e-4, layer_seconds=1.0, steps=(0.5,) * BINS):
     error[1:, :, 1] = layer_error
     error[:, torch.tensor(steps) == 0] *= 0  # NaN stays NaN
     seconds = [torch.tensor(row) for row in ([4.0, 3, 2, 1, math.inf], *[[4.0, layer_seconds]] * 2)]
-    points, _ = points_of([*SITE, layer_unit("q"), layer_unit("skip")], error, seconds, steps, psnr)
+    points, _ = points_of([*SITE, layer_unit("q"), layer_unit("skip")], error, seconds, steps, psnr, named)
     return Frontier(gpu="", date="", limits={"psnr": psnr}, points=points)
 
 
 def test_attention_alone_layers_alone_and_both_are_compared():
-    points = {point.name: point for point in searched(20.0).points}
+    names = ("aggressive everywhere", "fp16 everywhere, layers static", "aggressive everywhere, layers static")
     alone, layers, both = (
-        points[name]
-        for name in ("aggressive everywhere", "fp16 everywhere, layers static", "aggressive everywhere, layers static")
+        next(point for point in searched(20.0, named=name).points if point.name == name) for name in names
     )
     assert alone.layers == {"q": [0, 0], "skip": [0, 0]} and alone.modes == {"site": [3, 3]}
     assert layers.layers == {"q": [3, 3], "skip": [3, 3]} and layers.modes == {"site": [0, 0]}
@@ -333,8 +332,6 @@ def test_a_build_searches_one_plan_for_attention_and_layers(tmp_path):
     assert outcome.exit_code == 0, outcome.output
     frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
     component = read_manifest(tmp_path / "bundle").components["denoiser"]
-    names = {point.name for point in frontier.points}
-    assert {"aggressive everywhere", "fp16 everywhere, layers static", "aggressive everywhere, layers static"} <= names
     chosen = next(point for point in frontier.points if point.name == frontier.chosen)
     assert set(chosen.layers) == set(CHOSEN)
     assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == {
@@ -344,10 +341,10 @@ def test_a_build_searches_one_plan_for_attention_and_layers(tmp_path):
     # Layers of one input group share a mode, so that the input is quantised once.
     assert all(point.layers["q"] == point.layers["k"] == point.layers["v"] for point in frontier.points)
 
-    # Other plans of the same search by name: layers only, and attention only.
+    # Fixed plans by name: layers only, and attention only.
     outcome = planned(tmp_path, point="fp16 everywhere, layers static")
     component = read_manifest(tmp_path / "bundle").components["denoiser"]
-    assert reused(outcome)["search"] and not any(site.in_int8 for site in component.sites)
+    assert reused(outcome)["calibrate"] and not any(site.in_int8 for site in component.sites)
     assert [layer.name for layer in component.layers if layer.in_int8] == [name for name in CHOSEN if name != "conv"]
     (conv,) = (layer for layer in component.layers if layer.name == "conv")
     assert conv.reason == (
@@ -355,7 +352,7 @@ def test_a_build_searches_one_plan_for_attention_and_layers(tmp_path):
     )
     outcome = planned(tmp_path, point="balanced everywhere")
     component = read_manifest(tmp_path / "bundle").components["denoiser"]
-    assert reused(outcome)["search"] and component.sites[0].modes == [Mode.BALANCED] * 2
+    assert reused(outcome)["calibrate"] and component.sites[0].modes == [Mode.BALANCED] * 2
     assert not component.has_int8_layers
     assert "9 in the model's type by the plan" in " ".join(outcome.output.replace("│", " ").split())
 

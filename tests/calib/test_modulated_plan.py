@@ -75,7 +75,7 @@ def test_caches_hold_a_budget_that_static_layers_miss():
     chosen, points = searched(40.0)
     assert chosen.modulated == ["q"]  # not "skip": its caches would cost time without a gain
     assert chosen.layers == {name: [LayerMode.STATIC] * BINS for name in ("q", "skip")}
-    assert {"fp16 everywhere, layers static", "fp16 everywhere, layers static by deltas"} <= {p.name for p in points}
+    assert any(p.keeps_budget and not any(map(any, p.layers.values())) for p in points)
 
 
 @pytest.mark.parametrize(("psnr", "seconds"), [(10.0, 1.3), (40.0, 5.0)])

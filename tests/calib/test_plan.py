@@ -9,6 +9,7 @@ import math
 import pytest
 import scipy.optimize
 import torch
+from decided import layer_unit, points_of
 from found_sites import sites_to_convert
 from support import Quiet, refusal, reused, run, tiny_recipe
 
@@ -19,7 +20,7 @@ from trtconvert.bundle import read_manifest
 from trtconvert.calib.budget import Measure, limits
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import ALWAYS_MEASURED, AttentionShape, KernelCost
-from trtconvert.calib.frontier import BISECTIONS, Frontier, PlanPoint, read_frontier
+from trtconvert.calib.frontier import Frontier, PlanPoint, read_frontier, usual_drawings
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.plan import search_plan
@@ -81,7 +82,7 @@ def test_the_solver_leaves_the_standard_output_to_results(capfd, monkeypatch):
     assert found.out == "result\n" and "of the solver" in found.err
 
 
-def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp8=math.inf, together=1):
+def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp8=math.inf, together=1, named=None):
     """A search over two sites whose error model is off by a factor of three, as real ones may be.
 
     Args:
@@ -89,6 +90,7 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
         steps: share of the steps in each bin. Samples do not depend on the modes of a bin without steps.
         fp8: time of both sites in this mode; None: unknown, as in older tables.
         together: number of plans that are measured at once, ahead of the search; 1: none.
+        named: of a fixed plan to sample.
     """
     cost, _ = random_choices(1)
     seconds = torch.tensor([[4.0, 3.0, 2.0, 1.0, fp8], [8.0, 7.0, 5.0, 4.0, fp8]], dtype=torch.float64)
@@ -101,14 +103,19 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
         Measure(name, lambda *_: 0.0, higher, limit) for (name, higher), limit in zip(kinds, budget, strict=False)
     ]
 
-    known, needed = [], []
+    known, expected, calls = [], usual_drawings(masks=False), 0
 
-    def ahead(plans, count):
+    def ahead(plans, needed):
         known.extend(plans)
-        needed.append(count)
-        assert count <= len(plans) <= max(count, together)
+        assert needed <= len(plans) <= max(needed, together)
+
+    def more(count):
+        nonlocal expected
+        expected += count
 
     def measure(plan):
+        nonlocal calls
+        calls += 1
         assert together <= 2 or plan in known  # two processes bisect once at a time
         chosen = torch.tensor([plan.attention[site].modes for site in SITES])
         error = 3 * float((cost * 1e-3).gather(-1, chosen.long()[..., None]).sum())
@@ -117,10 +124,11 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
 
     times = list(seconds[:, None].expand(-1, BINS, -1))
     points = search_plan(
-        sensitivity, times, compute_sigma_schedule(1000, "linear"), measures, measure, ahead=ahead, together=together
-    )
-    bisections_at_once = (together + 1).bit_length() - 1
-    assert together == 1 or len(needed) == 2 + (math.ceil(BISECTIONS / bisections_at_once) if together > 2 else 0)
+        sensitivity, times, compute_sigma_schedule(1000, "linear"), measures, measure, named=named, more=more,
+        ahead=ahead, together=together,
+    )  # fmt: skip
+    # The last plans that are measured at once may not all be needed.
+    assert calls <= expected < calls + together
     return Frontier(gpu="", date="", limits=limits(measures), points=points)
 
 
@@ -143,16 +151,47 @@ def test_the_chosen_plan_is_the_fastest_sampled_one_that_keeps_the_budget(psnr):
     assert next(p for p in frontier.points if p.name == "fp16 everywhere").speed == 1.0
 
 
+@pytest.mark.parametrize("psnr", [20.0, 35.0, 200.0])
+def test_fixed_plans_that_cannot_be_chosen_are_not_sampled(psnr):
+    frontier = searched(psnr)
+    best = frontier.choose(None)
+    of_search = ("model", "search", *(f"{mode.name.lower()} everywhere" for mode in Mode))
+    others = [point for point in frontier.points if not point.name.startswith(of_search)]
+    assert all(point.speed >= best.speed for point in others)
+    assert any(point.name == "sigma rule" for point in searched(psnr, named="sigma rule").points)
+
+
+@pytest.mark.parametrize("psnr", [15.0, 33.0, 48.0, 70.0])
+def test_the_chosen_plan_is_as_fast_as_the_fastest_of_a_modelled_error_that_is_little_smaller(psnr):
+    """Little is 0.2 decades, wherever the budget lies."""
+    generator = torch.Generator().manual_seed(0)
+    units = [*attention_units({"site": "dynamic"}, {Mode.FP16}), *(layer_unit(f"layer {index}") for index in range(24))]
+    error = torch.full((len(units), 1, len(Mode)), math.inf, dtype=torch.float64)
+    error[..., 0] = 0
+    error[1:, 0, 1] = 10 ** (-8 + 6 * torch.rand(24, generator=generator, dtype=torch.float64))
+    seconds = torch.full((len(units), 1, len(Mode)), math.inf, dtype=torch.float64)
+    seconds[..., 0] = 4
+    seconds[1:, 0, 1] = 3 * torch.rand(24, generator=generator, dtype=torch.float64)
+    of_units = [of_unit[:, : len(unit.choices)] for unit, of_unit in zip(units, seconds, strict=True)]
+    points, _ = points_of(units, error, of_units, [1.0], psnr)
+    chosen = Frontier(gpu="", date="", limits={"psnr": psnr}, points=points).choose(None)
+    forms = [[choice.form for choice in unit.choices] for unit in units]
+    best = fastest(error, seconds, 10 ** (-psnr / 10 - 0.2), forms)
+    assert chosen.psnr >= psnr
+    assert chosen.speed >= float(seconds[..., 0].sum() / seconds.gather(-1, best[..., None]).sum()) - 1e-9
+
+
 @pytest.mark.parametrize("mode", [Mode.PRECISION, Mode.BALANCED])
 def test_a_search_chooses_among_its_candidates(mode):
-    """Aggressive is the fastest and within the budget, but fixed plans serve only for comparison."""
-    frontier = searched(20.0, allowed=(Mode.FP16, mode))
+    """Aggressive is the fastest and within the budget, but only a named plan may have modes that are no candidates."""
+    assert "aggressive" not in {p.name.split()[0] for p in searched(20.0, allowed=(Mode.FP16, mode)).points}
+    frontier = searched(20.0, allowed=(Mode.FP16, mode), named="aggressive everywhere")
     chosen = frontier.choose(None)
     assert {m for row in chosen.modes.values() for m in row} == {int(mode)}
     assert next(p for p in frontier.points if p.name == "aggressive everywhere").keeps_budget
     of_the_search = [p for p in frontier.points if p.name.startswith(("model", "search"))]
     assert of_the_search and all({m for row in p.modes.values() for m in row} <= {0, int(mode)} for p in of_the_search)
-    assert frontier.choose("aggressive everywhere").speed > chosen.speed  # a named plan may be any that was sampled
+    assert frontier.choose("aggressive everywhere").speed > chosen.speed
 
 
 def test_fp8_is_chosen_where_it_is_a_candidate_and_has_a_time():
@@ -162,8 +201,8 @@ def test_fp8_is_chosen_where_it_is_a_candidate_and_has_a_time():
     assert chosen.int8_values == 0  # its second product is not in INT8
     assert searched(20.0, fp8=0.5, allowed=(Mode.FP16, Mode.AGGRESSIVE)).choose(None).int8_values == 1
 
-    # Not a candidate, but of known time: sampled for comparison.
-    compared = searched(20.0, fp8=0.5, allowed=without)
+    # Not a candidate, but of known time: sampled if it is named.
+    compared = searched(20.0, fp8=0.5, allowed=without, named="fp8 everywhere")
     uniform = next(point for point in compared.points if point.name == "fp8 everywhere")
     assert uniform.keeps_budget and not uniform.allowed and uniform.speed > compared.choose(None).speed
     others = [point for point in compared.points if point is not uniform]
@@ -171,7 +210,7 @@ def test_fp8_is_chosen_where_it_is_a_candidate_and_has_a_time():
 
     # A mode of unknown time is never sampled, candidate or not.
     for allowed in (without, tuple(Mode)):
-        unknown = searched(20.0, allowed=allowed)
+        unknown = searched(20.0, allowed=allowed, named="fp8 everywhere")
         assert not any(int(Mode.FP8) in row for point in unknown.points for row in point.modes.values())
         assert all(math.isfinite(point.speed) for point in unknown.points) and unknown.choose(None).speed > 1
 
@@ -420,13 +459,19 @@ def test_a_recipe_sets_the_budget_and_chooses_among_the_plans(tmp_path):
     assert frontier.chosen == fastest.name and fastest.modes["denoiser"] == modes
     assert all(point.figures.keys() == {"psnr", "feature_distance"} for point in frontier.points)
 
-    # Another plan of the same search samples nothing again.
+    # A fixed plan that the search did not sample.
     outcome, modes = planned(tmp_path, features="tiny_features:pixels", point="balanced everywhere")
-    assert modes == [Mode.BALANCED] * 2 and reused(outcome)["search"] and not reused(outcome)["plan"]
-    assert read_frontier(tmp_path / "bundle" / "frontier.json").chosen == "balanced everywhere"
+    assert modes == [Mode.BALANCED] * 2 and reused(outcome)["calibrate"]
+    named = read_frontier(tmp_path / "bundle" / "frontier.json")
+    assert named.chosen == "balanced everywhere" and len(named.points) == len(frontier.points) + 1
+
+    # Another plan of the same search samples nothing again.
+    slower = frontier.points[frontier.points.index(fastest) + 1].name
+    outcome, _ = planned(tmp_path, features="tiny_features:pixels", point=slower)
+    assert reused(outcome)["search"] == slower.startswith(("model", "search"))
 
     # A limit that this plan exceeds.
-    (missed,) = (p.figures["feature_distance"] for p in frontier.points if p.name == "balanced everywhere")
+    (missed,) = (p.figures["feature_distance"] for p in named.points if p.name == "balanced everywhere")
     strict = {"features": "tiny_features:pixels", "max_feature_distance": missed / 2}
     outcome, _ = planned(tmp_path, **strict)
     assert outcome.exit_code == 0, outcome.output

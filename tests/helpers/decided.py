@@ -26,13 +26,19 @@ def layer_unit(*members: str, choices: Sequence[Choice] = (STATIC,)) -> Unit:
 
 
 def points_of(
-    units: Sequence[Unit], error: Tensor, seconds: Sequence[Tensor], steps: Sequence[float], min_psnr: float
+    units: Sequence[Unit],
+    error: Tensor,
+    seconds: Sequence[Tensor],
+    steps: Sequence[float],
+    min_psnr: float,
+    named: str | None = None,
 ) -> tuple[list[PlanPoint], list[Plan]]:
     """What a search finds whose samples have the sum of the errors [S, T, choices] of their choices, in bins with steps, and all
     plans that it sampled.
 
     Args:
         seconds: of each unit, [T, choices] or the same in all bins; steps: share of the steps in each bin.
+        named: of a fixed plan to sample.
     """
     seen, sampled = torch.tensor(steps, dtype=torch.float64), []
 
@@ -46,4 +52,5 @@ def points_of(
     sensitivity = Sensitivity(units, error, torch.ones_like(seen), seen)
     budget = [Measure("psnr", lambda *_: 0.0, True, min_psnr)]
     times = [of_unit.expand(len(steps), -1) for of_unit in seconds]
-    return search_plan(sensitivity, times, compute_sigma_schedule(1000, "linear"), budget, measure), sampled
+    sigmas = compute_sigma_schedule(1000, "linear")
+    return search_plan(sensitivity, times, sigmas, budget, measure, named=named), sampled

@@ -35,6 +35,11 @@ def _sigma_rule(sigmas: Tensor, bins: int) -> list[Choice]:
     return [Choice(Mode(mode)) for mode in sigma_rule_modes(sigmas, bins).tolist()]
 
 
+def uniform_plan(mode: int) -> str:
+    """Returns the name of the plan with one mode of attention everywhere, and layers in 16 bits."""
+    return f"{Mode(mode).name.lower()} everywhere"
+
+
 def fixed_plans(
     units: Sequence[Unit], seconds: Iterable[Tensor], sigmas: Tensor, steps: Tensor
 ) -> dict[str, dict[Unit, list[Choice]]]:
@@ -71,7 +76,7 @@ def fixed_plans(
 
     modes, rule = everywhere(sites), _sigma_rule(sigmas, bins)
     late = [Choice(Mode.FP16 if choice.mode == Mode.PRECISION else Mode.AGGRESSIVE) for choice in rule]
-    rows = {f"{choice.mode.name.lower()} everywhere": [choice] * bins for choice in modes}
+    rows = {uniform_plan(choice.mode): [choice] * bins for choice in modes}
     rows |= {"sigma rule": rule, "aggressive, late steps fp16": late}
     of_layers = everywhere([unit for unit in units if unit.kind == "layer"])
     layers = {"": Choice(LayerMode.EXACT)}

@@ -146,14 +146,33 @@ class Frontier(_Record):
 
 _SHARES_OF_ERROR = (0.5, 0.1)
 
-BISECTIONS = 6
-"""Bisections of the modelled error's range in decades, to 2**-6 of the range."""
-
 FRONTIER_DB = (60, 50, 40, 30)
 """PSNR that the error model predicts at points of the frontier; each point is then sampled."""
 
+DECADES = 0.2
+"""A search bisects until its limits on the modelled error are this close, in decades."""
+
+USUAL_BISECTIONS, USUAL_FIXED = 3, 4
+"""Numbers of bisections and of fixed plans that most searches sample."""
+
+
+def usual_drawings(*, masks: bool) -> int:
+    """Returns the number of plans that most searches sample; masks: with and without block masks."""
+    return (len(FRONTIER_DB) + USUAL_BISECTIONS) * (1 + masks) + USUAL_FIXED
+
+
 MOST_RIVALS = 1 + len(_SHARES_OF_ERROR)
 """Largest number of `Frontier.rivals`."""
+
+
+MODELLED, SEARCHED = "model, {} dB", "search, error 10^{:.2f}"
+"""Names of the plans that a search makes: of a predicted PSNR, and of a limit on the modelled error."""
+
+
+def named_fixed(point: str | None) -> str | None:
+    """Returns `plan.point` if it names a fixed plan, which a search must sample; None for plans that searches make."""
+    made = tuple(name.partition("{")[0] for name in (MODELLED, SEARCHED))
+    return None if point is None or point.startswith(made) else point
 
 
 def read_frontier(path: Path) -> Frontier:

@@ -2,12 +2,13 @@
 
 `auto` searches the fastest plan within a budget: a least PSNR, and limits on SSIM, LPIPS or a distance of features if the recipe
 sets them. For a limit on the modelled error (`Sensitivity`) the plan of least time is a multiple-choice knapsack, which HiGHS
-solves to proven optimality. A bisection over the limit samples with each candidate.
+solves to proven optimality. The search samples plans of a few limits, then bisects between the last limit that keeps the budget
+and the first that exceeds it.
 
 Guaranteed:
 - the chosen plan was sampled on the plan's seeds, and every figure is within its limit there;
-- the chosen plan is the fastest of all sampled plans within the budget, so never slower than a uniform mode, the σ rule or INT8
-  with late FP16 steps if those are within the budget;
+- the chosen plan is never slower than a uniform mode, the σ rule or INT8 with late FP16 steps if those have only modes that the
+  search may choose, and are within the budget: each fixed plan that is faster than the search's own plan is sampled;
 - each candidate of the search is the fastest of all plans whose modelled error is within its limit, to proven optimality;
 - every plan is FP16 in timestep bins without a step of the search, as no other mode was measured there.
 Not guaranteed: that no plan outside of the error model is faster, or that other seeds give the same figures. The gates of a build
@@ -17,14 +18,14 @@ check the figures on other seeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trtconvert.attention.modes import INT8_VALUES
+from trtconvert.attention.modes import INT8_VALUES, Mode
 from trtconvert.attention.sites import Site
 from trtconvert.bars import Steps
 from trtconvert.calib import shared_drawing
@@ -32,8 +33,19 @@ from trtconvert.calib.block_plan import density
 from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE, Ranks
-from trtconvert.calib.fixed_plans import fixed_plans
-from trtconvert.calib.frontier import BISECTIONS, FRONTIER_DB, Frontier, PlanPoint
+from trtconvert.calib.fixed_plans import fixed_plans, uniform_plan
+from trtconvert.calib.frontier import (
+    DECADES,
+    FRONTIER_DB,
+    MODELLED,
+    SEARCHED,
+    USUAL_BISECTIONS,
+    USUAL_FIXED,
+    Frontier,
+    PlanPoint,
+    named_fixed,
+    usual_drawings,
+)
 from trtconvert.calib.kept_search import KeptSearch
 from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.search_space import SearchSpace
@@ -45,6 +57,9 @@ from trtconvert.models.drawings import WatchedSampler
 from trtconvert.models.int8_denoiser import int8_denoiser
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 from trtconvert.recipe import Recipe
+
+_Decided = Mapping[Unit, Sequence[Choice]]
+"""The choices of each unit by timestep bin."""
 
 
 def search(
@@ -75,8 +90,7 @@ def search(
     """
     section, bins = recipe.plan, recipe.calibration.bins
     space = SearchSpace.of(model, recipe, sites, layers, calibration, scalings, batch)
-    compared = fixed_plans(space.units, space.seconds, model.sigmas, torch.ones(bins))
-    bar.total(len(compared) + (len(FRONTIER_DB) + BISECTIONS) * (2 if space.blocks else 1))
+    bar.total(usual_drawings(masks=bool(space.blocks)))
     seeds = range(section.seed, section.seed + section.samples)
 
     def measured_sensitivity() -> Sensitivity:
@@ -117,7 +131,7 @@ def search(
     def measure(plan: Plan) -> dict[str, float]:
         measure_all([plan])
         if plan not in measured:
-            bar.skip()
+            bar.skip()  # an earlier search, or another point of this search, measured the plan
         found = kept.figures(plan)
         assert found is not None
         return found
@@ -127,10 +141,10 @@ def search(
         measure_all(plans)
 
     together = max(1, ranks.size // WatchedSampler(model.sample).chunks(len(seeds)))
-    ahead = measure_ahead if together > 1 else None
     points = search_plan(
-        sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated, ahead, together
-    )
+        sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated, named=named_fixed(section.point),
+        more=bar.more, ahead=measure_ahead if together > 1 else None, together=together,
+    )  # fmt: skip
     densities = [density(point.sparse, space.blocks, len(sites), sensitivity.steps) for point in points]
     points = [point.model_copy(update={"density": x}) for point, x in zip(points, densities, strict=True)]
     return Frontier(gpu=space.cost.gpu, date=space.cost.date, limits=limits(budget), points=points)
@@ -143,6 +157,9 @@ def search_plan(
     budget: Budget,
     measure: Callable[[Plan], dict[str, float]],
     stated: Mapping[str, Decision] | None = None,
+    *,
+    named: str | None = None,
+    more: Callable[[int], None] = lambda _: None,
     ahead: Callable[[Sequence[Plan], int], None] | None = None,
     together: int = 1,
 ) -> list[PlanPoint]:
@@ -154,12 +171,15 @@ def search_plan(
         budget: the limits of a plan.
         measure: samples with a plan and returns every figure of the budget.
         stated: decisions about layers outside of the units, the same in all plans.
+        named: a fixed plan that is sampled even if the search may not choose its modes, or if it is slow.
+        more: gets the number of calls of `measure` beyond those of `usual_drawings`.
         ahead: measures plans at once that `measure` is about to measure, and gets the number of those that will be needed.
         together: number of plans that `ahead` measures in the time of one.
     Returns:
-        All sampled points, fastest first; FP16 everywhere is one of them. Fixed plans are sampled for comparison; they, too, are
-        FP16 in bins without steps: modes for such bins must be set in attention.modes. If there are block masks, the search
-        runs with and without them.
+        All sampled points, fastest first; FP16 everywhere is one of them. Of the other fixed plans, those of one mode are
+        sampled for comparison, and those that are faster than the search's plan because one of them may keep the budget. Fixed
+        plans, too, are FP16 in bins without steps: modes for such bins must be set in attention.modes. If there are block
+        masks, the search runs with and without them.
     """
     units, steps = sensitivity.units, sensitivity.steps
     padded = pad_sequence([x.T for x in seconds], True, math.inf).mT.contiguous()
@@ -168,17 +188,23 @@ def search_plan(
     forms = [[choice.form for choice in unit.choices] for unit in units]
     int8_values = torch.tensor(INT8_VALUES)
 
-    def point(name: str, decided: Mapping[Unit, Sequence[Choice]]) -> PlanPoint:
-        plan = Plan.of(decided, stated)
+    def speed(decided: _Decided) -> float:
         taken = torch.tensor([[unit.choices.index(choice) for choice in row] for unit, row in decided.items()])
+        return float(time[..., 0].sum() / time.gather(-1, taken[..., None]).sum())
+
+    def allowed(decided: _Decided) -> bool:
+        return not any(unit.compared & set(row) for unit, row in decided.items())
+
+    def point(name: str, decided: _Decided) -> PlanPoint:
+        plan = Plan.of(decided, stated)
         of_sites = torch.tensor([*plan.site_modes.values()])
         found = measure(plan)
         return PlanPoint(
             name=name,
-            speed=float(time[..., 0].sum() / time.gather(-1, taken[..., None]).sum()),
+            speed=speed(decided),
             figures=found,
             keeps_budget=keeps_budget(budget, found),
-            allowed=not any(unit.compared & set(row) for unit, row in decided.items()),
+            allowed=allowed(decided),
             int8_values=float((torch.isin(of_sites, int8_values).double().mean(0) * steps).sum()),
             modes=plan.site_modes,
             layers=plan.layer_modes,
@@ -186,45 +212,67 @@ def search_plan(
             sparse=plan.shares,
         )
 
-    def measure_ahead(decisions: Sequence[Mapping[Unit, Sequence[Choice]]], needed: int) -> None:
+    def measure_ahead(decisions: Iterable[_Decided], needed: int) -> None:
         if ahead is not None:
             ahead([Plan.of(decided, stated) for decided in decisions], needed)
-
-    fixed = fixed_plans(units, seconds, sigmas, steps)
-    measure_ahead([*fixed.values()], len(fixed))
-    points = [point(name, decided) for name, decided in fixed.items()]
 
     def search_choices(cost: Tensor, suffix: str) -> Iterator[PlanPoint]:
         """Yields points around the fastest plan for a cost of the choices."""
 
         @cache
         def decided(limit: float) -> dict[Unit, list[Choice]]:
-            taken = fastest(cost, time, limit, forms).tolist()
+            taken = fastest(cost, time, 10**limit, forms).tolist()
             return {unit: [unit.choices[index] for index in row] for unit, row in zip(units, taken, strict=True)}
 
-        measure_ahead([decided(10 ** (-db / 10)) for db in FRONTIER_DB], len(FRONTIER_DB))
-        for db in FRONTIER_DB:
-            yield point(f"model, {db} dB{suffix}", decided(10 ** (-db / 10)))
-        # Bisects the decades of the modelled error for the largest limit whose plan, when sampled, is within the budget.
-        worst = cost.nan_to_num(posinf=0.0).amax(-1).sum()
-        low, high = -12.0, float(worst.clamp_min(1e-12).log10())
+        # Limits are decades of the modelled error. Above `high` every choice is within the limit.
+        low, high = -12.0, float(cost.nan_to_num(posinf=0.0).amax(-1).sum().clamp_min(1e-12).log10())
+        measure_ahead((decided(-db / 10) for db in FRONTIER_DB), len(FRONTIER_DB))
+        found = {-db / 10: point(MODELLED.format(db) + suffix, decided(-db / 10)) for db in FRONTIER_DB}
+        yield from found.values()
+        low = max((limit for limit, of_limit in found.items() if of_limit.keeps_budget), default=low)
+        high = min(
+            (limit for limit, of_limit in found.items() if limit > low and not of_limit.keeps_budget), default=high
+        )
+        bisections = math.ceil(math.log2(max(high - low, DECADES) / DECADES))
         depth = (together + 1).bit_length() - 1
-        for index in range(BISECTIONS):
+        more(bisections - USUAL_BISECTIONS)
+        for index in range(bisections):
             if index % depth == 0 and depth > 1:
-                following = min(depth, BISECTIONS - index)
-                measure_ahead([decided(10**x) for x in _middles(low, high, following)], following)
+                following = min(depth, bisections - index)
+                measure_ahead((decided(x) for x in _middles(low, high, following)), following)
             middle = (low + high) / 2
-            candidate = point(f"search, error 10^{middle:.2f}{suffix}", decided(10**middle))
+            candidate = point(SEARCHED.format(middle) + suffix, decided(middle))
             yield candidate
             low, high = (middle, high) if candidate.keeps_budget else (low, middle)
 
     masks = [torch.tensor([choice.mask_share is not None for choice in unit.choices]) for unit in units]
     masked = pad_sequence(masks, True)[:, None]
-    points += search_choices(cost.masked_fill(masked, math.inf), "")
+    searched = [*search_choices(cost.masked_fill(masked, math.inf), "")]
     if masked.any():
-        points += search_choices(cost, ", block masks")
+        searched += search_choices(cost, ", block masks")
 
-    return _distinct(sorted(points, key=lambda p: (-p.speed, -p.psnr)))
+    def until_one_keeps(plans: Sequence[tuple[str, _Decided]]) -> Iterator[PlanPoint]:
+        """Yields points up to the first that keeps the budget."""
+        for index, (name, decided) in enumerate(plans):
+            if index % together == 0:
+                some = plans[index : index + together]
+                more(len(some))
+                measure_ahead((x for _, x in some), len(some))
+            found = point(name, decided)
+            yield found
+            if found.keeps_budget:
+                break
+
+    fixed = fixed_plans(units, seconds, sigmas, steps)
+    uniform = {name for name in map(uniform_plan, Mode) if name in fixed and allowed(fixed[name])}
+    wanted = [name for name in fixed if name in uniform or name == named]
+    more(len(wanted) - USUAL_FIXED)
+    measure_ahead((fixed[name] for name in wanted), len(wanted))
+    points = [point(name, fixed[name]) for name in wanted]
+    best = max((p.speed for p in (*points, *searched) if p.keeps_budget and p.allowed), default=0.0)
+    faster = [(name, x) for name, x in fixed.items() if name not in wanted and allowed(x) and speed(x) > best]
+    points += until_one_keeps(sorted(faster, key=lambda named: -speed(named[1])))
+    return _distinct(sorted(points + searched, key=lambda p: (-p.speed, -p.psnr)))
 
 
 def _middles(low: float, high: float, depth: int) -> list[float]:

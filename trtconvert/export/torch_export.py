@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError, first_line
+from trtconvert.export.decompositions import decomposed_in_place
 from trtconvert.export.nodes.common import OPSET
 from trtconvert.export.optimisation import optimise
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
@@ -78,6 +79,7 @@ def exported_to_onnx(
             _without_stack_traces(),
             warnings.catch_warnings(),
             _stderr_of_success(),
+            decomposed_in_place(),
             without_tracebacks(),
         ):
             # Several inputs share one symbol on purpose.

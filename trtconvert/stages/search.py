@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtconvert.cache import Stage
+from trtconvert.calib.frontier import named_fixed
 from trtconvert.calib.identity import measured_reads, search_reads
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import FRONTIER, SCALINGS
@@ -40,7 +41,7 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
     if recipe.layers.modiff == "auto":
         shared["dtype"] = recipe.model.dtype  # the type of caches
     of_plan = search_reads(recipe.plan)
-    reads = shared | {"plan": of_plan}
+    reads = shared | {"plan": of_plan | {"point": named_fixed(recipe.plan.point)}}
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.budget import limits_alone
