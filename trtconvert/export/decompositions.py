@@ -71,6 +71,8 @@ _Change = Callable[[Node], Callable[[], None] | None]
 
 
 def _without_effect(node: Node) -> Callable[[], None]:
+    if any(user.op == "output" for user in node.users):  # the program's signature has the node's name
+        return lambda: _become(node, _ATEN.clone.default, _input(node))
     return lambda: node.replace_all_uses_with(_input(node))
 
 
@@ -86,8 +88,8 @@ def _conversion(node: Node) -> Callable[[], None]:
     return lambda: _become(node, _ATEN._to_copy.default, _input(node), dtype=dtype)
 
 
-def _reshape(node: Node) -> Callable[[], None]:
-    return lambda: _become(node, _ATEN.view.default, *node.args)
+def _unchanged(_node: Node) -> Callable[[], None]:
+    return lambda: None
 
 
 def _chunk(node: Node) -> Callable[[], None] | None:
@@ -105,7 +107,7 @@ def _flatten(node: Node) -> Callable[[], None]:
     def change() -> None:
         merged = node.meta["val"].shape[first]
         sizes = [*_sizes(node, x, range(first)), merged if isinstance(merged, int) else -1]
-        _become(node, _ATEN.view.default, x, [*sizes, *_sizes(node, x, range(last + 1, rank))])
+        _become(node, _ATEN.reshape.default, x, [*sizes, *_sizes(node, x, range(last + 1, rank))])
 
     return change
 
@@ -116,7 +118,7 @@ def _unflatten(node: Node) -> Callable[[], None]:
 
     def change() -> None:
         before, after = _sizes(node, x, range(axis % rank)), _sizes(node, x, range(axis % rank + 1, rank))
-        _become(node, _ATEN.view.default, x, [*before, *sizes, *after])
+        _become(node, _ATEN.reshape.default, x, [*before, *sizes, *after])
 
     return change
 
@@ -154,11 +156,11 @@ _CHANGES: dict[Any, _Change] = {
     _ATEN.detach_.default: _without_effect,
     _ATEN.dropout.default: _dropout,
     _ATEN.flatten.using_ints: _flatten,
-    _ATEN.reshape.default: _reshape,
+    _ATEN.reshape.default: _unchanged,
     _ATEN.to.device: _conversion,
     _ATEN.to.dtype: _conversion,
     _ATEN.to.dtype_layout: _conversion,
     _ATEN.type_as.default: _conversion,
     _ATEN.unflatten.int: _unflatten,
 }
-"""Operators that a second trace would rewrite, with the same results."""
+"""Operators that a second trace would rewrite, with the same results. Inputs of reshapes have any strides, those of views do not."""
