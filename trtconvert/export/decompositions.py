@@ -73,7 +73,12 @@ _Change = Callable[[Node], Callable[[], None] | None]
 def _without_effect(node: Node) -> Callable[[], None]:
     if any(user.op == "output" for user in node.users):  # the program's signature has the node's name
         return lambda: _become(node, _ATEN.clone.default, _input(node))
-    return lambda: node.replace_all_uses_with(_input(node))
+
+    def change() -> None:
+        node.replace_all_uses_with(_input(node))
+        node.graph.erase_node(node)
+
+    return change
 
 
 def _dropout(node: Node) -> Callable[[], None] | None:
@@ -163,4 +168,4 @@ _CHANGES: dict[Any, _Change] = {
     _ATEN.type_as.default: _conversion,
     _ATEN.unflatten.int: _unflatten,
 }
-"""Operators that a second trace would rewrite, with the same results. Inputs of reshapes have any strides, those of views do not."""
+"""Operators that a second trace would rewrite, with the same results. Inputs of reshapes may have any strides."""
