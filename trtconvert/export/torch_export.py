@@ -135,6 +135,9 @@ def _stderr_of_success() -> Iterator[None]:
 @contextmanager
 def _without_stack_traces() -> Iterator[None]:
     """Graphs get no stack traces inside the block: traces take time, and nothing reads them."""
+    if not hasattr(config, "do_not_emit_stack_traces"):  # torch 2.11
+        yield
+        return
     before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, True
     try:
         yield
