@@ -158,6 +158,23 @@ def test_a_pipeline_without_its_image_is_told_so(tmp_path):
         diffusers_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("StableDiffusionImg2ImgPipeline", "`images: {image: FILE.png}`"),
+        ("StableDiffusionInpaintPipeline", "`images: {image: FILE.png, mask_image: FILE.png}`"),
+    ],
+)
+def test_a_call_that_fails_without_its_images_names_them(tmp_path, kind, remedy):
+    """Their signatures have a default, and the call fails with it."""
+    parts = tiny_pipelines.with_text("stable_diffusion").components
+    made = tiny_pipelines.pipeline(getattr(diffusers, kind), **parts, requires_safety_checker=False)
+    made.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"call of .* failed") as error:
+        diffusers_model(tmp_path, prompts=["a cat"])
+    assert error.value.remedy == f"name files of images under model, {remedy}"
+
+
 class Guardrail(torch.nn.Module):
     """A stand-in for the package that judges prompts and videos for Cosmos, and for its models."""
 

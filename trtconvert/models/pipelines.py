@@ -39,6 +39,7 @@ from trtconvert.models.call_options import (
     TOKENS,
     refuse_unfit_texts,
 )
+from trtconvert.models.call_source import ImageArgument, image_arguments
 from trtconvert.models.drawings import Stopped
 from trtconvert.models.observation import Arguments, DoesNotRun
 from trtconvert.models.offloading import move
@@ -340,7 +341,11 @@ class PipelineCaller:
         self._image_each, self.follows_batch = (ways[0], True) if ways else (None, False)
 
     def _remedy(self, error: Exception) -> str:
-        """Returns the remedy for a failed call: set the arguments that the error names, else correct the given ones."""
+        """Returns the remedy for a failed call: give the images that the call lacks, set the arguments that the error names, or
+        correct the given ones."""
+        lacking = [x for x in image_arguments(self.kind) if x.name not in {*self.images, *self.arguments}]
+        if needed := [x for x in lacking if x.needed]:
+            return _give_images(needed)
         said = str(error).lower().replace("_", " ")
         defaults = {
             name: parameter.default
@@ -355,8 +360,9 @@ class PipelineCaller:
             name for name in named if name not in self.arguments and (defaults[name] is not None or not given)
         ]:
             return "; ".join(f"set {name} in model.options.call{_about_default(defaults[name])}" for name in unset)
+        without = f"{_give_images(lacking)}, if the pipeline needs images; or " if lacking and not self.images else ""
         return (
-            "correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
+            f"{without}correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
             "pipeline itself; --debug shows where it failed"
         )
 
@@ -607,6 +613,11 @@ def _is_tensor(parameter: inspect.Parameter) -> bool:
     """Whether an argument is declared as a tensor, such as embeddings or a mask, and nothing else."""
     kinds = {name for name in re.findall(r"\w+", str(parameter.annotation)) if name not in _NO_KIND}
     return bool(kinds) and all(kind.endswith("Tensor") for kind in kinds)
+
+
+def _give_images(arguments: Sequence[ImageArgument]) -> str:
+    files = ", ".join(f"{x.name}: {'[FILE.png, …]' if x.frames else 'FILE.png'}" for x in arguments)
+    return f"name files of images under model, `images: {{{files}}}`"
 
 
 def _about_default(default: Any) -> str:
