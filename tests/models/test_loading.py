@@ -385,3 +385,15 @@ def test_a_damaged_index_is_refused_by_everything_that_reads_it(folder, damage):
             UserError, match=r"(?s)the pipeline in .* cannot be loaded.*remedy: save the pipeline again"
         ):
             read(folder)
+
+
+@pytest.mark.parametrize("library", ["diffusers", "wuerstchen"])
+def test_a_class_that_is_not_installed_is_named_with_its_component(folder, library):
+    """diffusers keeps Stable Cascade's decoder where it does not look for it."""
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": [library, "PaellaVQModel"]}))
+    with pytest.raises(UserError, match=rf"(?s)no class for vae.*got: PaellaVQModel of {library}") as error:
+        load_pipeline(folder)
+    assert '"vae": [null, null]' in error.value.remedy
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
+    assert load_pipeline(folder).vae is None

@@ -222,6 +222,15 @@ def _load_models(folder: Path, parts: Mapping[str, tuple[str, str]], asked: Weig
         parts: library and class of each component, by name.
     """
     kinds = {name: _class_in_index(entry) for name, entry in parts.items()}
+    if lacking := [name for name, kind in kinds.items() if kind is None]:
+        name, (module, title) = lacking[0], parts[lacking[0]]
+        raise UserError(
+            f"the pipeline in {folder} cannot be loaded: there is no class for {name}",
+            expected="classes of the installed diffusers and transformers",
+            got=f"{title} of {module}",
+            remedy="save the pipeline again with such a class, or install a version that has the class; or, if the pipeline can "
+            f'do without, write "{name}": [null, null] in {PIPELINE_INDEX}',
+        )
     kinds = {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
     models: dict[str, Any] = {}
     if asked.place.is_file():
@@ -266,7 +275,7 @@ def _class_in_index(entry: tuple[str, str]) -> Any:
     module, name = entry
     if module in ("diffusers", "transformers"):
         library = importlib.import_module(module)
-        return getattr(library, current_name(library, name))
+        return getattr(library, current_name(library, name), None)
     return getattr(getattr(diffusers.pipelines, module, None), name, None)
 
 
