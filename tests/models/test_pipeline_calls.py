@@ -79,14 +79,35 @@ INPAINTED = {"image": 1, "mask_image": 1}
         ("StableDiffusion3InpaintPipeline", INPAINTED, tiny_pipelines.stable_diffusion_3),
         ("StableDiffusionXLInpaintPipeline", INPAINTED, tiny_pipelines.stable_diffusion_xl),
         ("Kandinsky3Img2ImgPipeline", {"image": 1}, further_pipelines.kandinsky3),
+        (
+            "KandinskyV22Img2ImgPipeline",
+            {"image": 1},
+            further_pipelines.kandinsky22,
+        ),  # takes embeddings of an image too
+        ("ZImageInpaintPipeline", INPAINTED, further_pipelines.z_image),  # takes Optional[List[Tensor]] as embeddings
     ],
 )
 def test_a_sample_of_several_with_an_image_is_the_sample_alone(tmp_path, kind, images, make):
     """One image for all samples would take noise from the first sample's generator, or draw one sample for Kandinsky 3."""
     pipe = tiny_pipelines.pipeline(getattr(diffusers, kind), **make().components)
-    sizes = {} if kind.startswith("Kandinsky") else {"height": 32, "width": 32}
+    sizes: dict[str, Any] = {} if kind.startswith("Kandinsky3") else {"height": 32, "width": 32}
     model, difference = samples_beside(tmp_path, pipe, images, tokens=8, **sizes)
     assert difference.abs().max() <= 2e-3 and not model.notices
+
+
+def test_features_of_an_image_are_those_of_each_sample(tmp_path):
+    """An adapter's features of one image have rows for both halves of guidance, and none for a second sample."""
+    parts = tiny_pipelines.with_text("stable_diffusion").components
+    parts.pop("image_encoder")
+    adapter = diffusers.T2IAdapter(channels=[32, 64], num_res_blocks=1, downscale_factor=4)
+    pipe = tiny_pipelines.pipeline(
+        diffusers.StableDiffusionAdapterPipeline,
+        **parts,
+        adapter=tiny_pipelines.randomised(adapter),
+        requires_safety_checker=False,
+    )
+    _, difference = samples_beside(tmp_path, pipe, {"image": 1}, height=32, width=32, prompts=["a cat"])
+    assert difference.abs().max() <= 2e-3
 
 
 def test_a_sample_that_follows_its_batch_is_told_before_the_calibration(tmp_path):

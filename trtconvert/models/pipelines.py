@@ -507,18 +507,20 @@ def is_second_of(both: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
     pairs = [
         (x, one)
         for x, one in _pairs(both, alone)
-        if isinstance(x, Tensor) and isinstance(one, Tensor) and one.dim() and x.dim() == one.dim()
+        if isinstance(x, Tensor) and isinstance(one, Tensor) and one.dim() and x.shape[1:] == one.shape[1:]
     ]
-    of_samples = [pair for pair in pairs if len(pair[0]) == 2 * len(pair[1]) and pair[0].shape[1:] == pair[1].shape[1:]]
-    if not of_samples or of_samples[0] is not pairs[0]:
+    samples = len(pairs[0][1]) if pairs else 0
+    if not pairs or len(pairs[0][0]) != 2 * samples:
         return False  # as many noisy samples as for one
-    return all(_has_second(x, one) for x, one in of_samples)
+    if any(len(x) == len(one) == samples > 1 for x, one in pairs):
+        return False  # rows for the halves of guidance alone, which two samples cannot share
+    return all(_has_second(x, one) for x, one in pairs if len(x) == 2 * len(one))
 
 
 def _pairs(both: Mapping[str, Any], alone: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     for name, one in alone.items():
         x = both.get(name)
-        if isinstance(x, list) and isinstance(one, list) and len(x) == 2 * len(one):  # a list of samples
+        if isinstance(x, list) and isinstance(one, list) and len(x) == 2 * len(one) > 0:  # a list of samples
             if all(isinstance(row, Tensor) and row.shape == x[0].shape for row in (*x, *one)):
                 yield torch.stack(x), torch.stack(one)
         else:
