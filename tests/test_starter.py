@@ -72,6 +72,7 @@ def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_p
 
 def test_prompts_that_nothing_reads_are_refused(tmp_path):
     """A denoiser that embeds tokens itself has a tokenizer alone."""
+    pytest.importorskip("diffusers")
     folder, prompts = tmp_path / "pipeline", tmp_path / "prompts.txt"
     prompts.write_text("a cat\n")
     index = {"_class_name": "AnyPipeline", "transformer": ["diffusers", "DiT"]}
@@ -80,7 +81,12 @@ def test_prompts_that_nothing_reads_are_refused(tmp_path):
     (folder / "model_index.json").write_text(json.dumps(index))
     outcome = run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts)
     refusal(outcome, "reads no prompts", "leave --prompts out")
-    (folder / "model_index.json").write_text(json.dumps(index | {"tokenizer": ["transformers", "T5Tokenizer"]}))
+    with_tokens = index | {"tokenizer": ["transformers", "T5Tokenizer"]}
+    # The text encoder reads an empty prompt.
+    (folder / "model_index.json").write_text(json.dumps(with_tokens | {"_class_name": "MarigoldDepthPipeline"}))
+    outcome = run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts)
+    refusal(outcome, "reads no prompts", "a call without a prompt", "leave --prompts out")
+    (folder / "model_index.json").write_text(json.dumps(with_tokens))
     assert run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts).exit_code == 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
-from trtconvert.models.call_source import ImageArgument, image_arguments
+from trtconvert.models.call_source import ImageArgument, image_arguments, takes_prompt
 from trtconvert.models.saved import is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
 from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, models_in_torch, parts_of, saved_sizes
 from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection, PlanSection
@@ -134,6 +134,7 @@ class _Found:
         has_text: True if the model has text encoders, or may have some.
         has_tokens: True if there are tokenizers: some denoisers embed tokens themselves.
         others: models that stay in torch.
+        takes_prompt: False if the pipeline's call has no prompt.
         images: arguments of the pipeline's call that take images.
     """
 
@@ -148,6 +149,7 @@ class _Found:
     has_text: bool = True
     has_tokens: bool = True
     others: Sequence[str] = ()
+    takes_prompt: bool = True
     images: Sequence[ImageArgument] = ()
 
 
@@ -182,6 +184,13 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
             expected="a pipeline that was saved with its text encoders and tokenizers",
             got=f"--prompts {prompts}, and a folder without these",
             remedy="save the whole pipeline, or leave --prompts out to calibrate on the model's own runs",
+        )
+    if prompts is not None and not found.takes_prompt:
+        raise UserError(
+            f"{model} reads no prompts",
+            expected="a pipeline whose call takes a prompt",
+            got=f"--prompts {prompts}, and a call without a prompt",
+            remedy="leave --prompts out to calibrate on the model's own runs",
         )
     known = found.known
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
@@ -296,6 +305,7 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
         has_text=not parts or any(part.startswith("text_encoder") for part in parts),
         has_tokens=any(part.startswith(("tokenizer", "processor")) for part in parts),
         others=models_in_torch(folder),
+        takes_prompt=takes_prompt(kind),
         images=image_arguments(kind) if known is None else _of_known(known),
     )
 

@@ -55,6 +55,12 @@ def image_arguments(pipeline: str) -> list[ImageArgument]:
     return found
 
 
+def takes_prompt(pipeline: str) -> bool:
+    """Returns whether a pipeline's call takes a prompt; True for a class that the installed diffusers does not define."""
+    call = _call_of(pipeline)
+    return not call or any(argument.arg == "prompt" for argument, _ in call)
+
+
 def _outside_brackets(declared: str) -> str:
     while (shorter := re.sub(r"\[[^\[\]]*\]", "", declared)) != declared:
         declared = shorter
