@@ -110,6 +110,14 @@ def test_features_of_an_image_are_those_of_each_sample(tmp_path):
     assert difference.abs().max() <= 2e-3
 
 
+def test_an_image_for_an_ip_adapter_is_refused(saved, tmp_path):
+    """A saved pipeline holds no IP-Adapter. Without the image the pipeline converts."""
+    image = {"ip_adapter_image": picture(tmp_path / "image.png", 0)}
+    with pytest.raises(UserError, match=r"ip_adapter_image through an IP-Adapter") as error:
+        diffusers_model(saved, **TWO, images=image)
+    assert error.value.remedy.startswith("remove ip_adapter_image from model.images")
+
+
 def test_a_sample_that_follows_its_batch_is_told_before_the_calibration(tmp_path):
     """LTX draws the latents of one image for all samples of a call, and takes several images for one sample."""
     pipe = tiny_pipelines.pipeline(diffusers.LTXConditionPipeline, **tiny_pipelines.ltx().components)

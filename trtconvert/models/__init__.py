@@ -159,7 +159,10 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = (), weights: Pat
             section.images,
         )
         if prompts and not sampler.caller.takes_prompts:  # it would draw from embeddings of noise
-            raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
+            got = "a pipeline that was saved without text encoders"
+            if "prompt" not in sampler.caller.parameters:
+                got = f"{sampler.caller.kind}, whose call takes no prompt"
+            raise _no_prompts(bundle, got)
         return sampler
     if prompts:
         raise _no_prompts(bundle, f"a bundle of {section.source} without components")

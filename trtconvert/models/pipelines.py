@@ -117,6 +117,7 @@ class PipelineCaller:
             self.images, "model.images", "correct it in the recipe, or convert a pipeline that takes images"
         )
         self._refuse_unknown(self.arguments, "model.options.call", "remove it from the recipe")
+        self._refuse_ip_adapters()
         self._refuse_lacking()
         if not self.parameters & {"prompt", *EMBEDDINGS}:
             self._image_each = True  # the number of images is the number of samples
@@ -224,6 +225,16 @@ class PipelineCaller:
         if unknown := sorted(given.keys() - self.parameters):
             problem = f"{where} has {unknown[0]}, which {self.kind} does not take"
             raise unknown_name(problem, unknown[0], sorted(self.parameters), remedy)
+
+    def _refuse_ip_adapters(self) -> None:
+        """A saved pipeline holds no IP-Adapter."""
+        if given := [name for name in self.images if "ip_adapter" in name]:
+            raise UserError(
+                f"{self.kind} takes {given[0]} through an IP-Adapter, which an engine does not take",
+                expected="images that the pipeline takes as it was saved",
+                got=f"model.images.{given[0]}",
+                remedy=f"remove {' and '.join(given)} from model.images, or keep the pipeline's own {self.component}",
+            )
 
     @property
     def _required(self) -> list[str]:

@@ -54,6 +54,11 @@ _ADVICE = (
         "model.options.height and width, or give the pipeline a VAE of torch, which can tile: bundle.pipeline(vae=…)",
     ),
     (
+        r".*ip_adapter.*",
+        "an IP-Adapter for a model without torch weights",
+        "draw without the IP-Adapter; or keep the pipeline's own model, because an engine does not take an IP-Adapter",
+    ),
+    (
         r".*(lora|adapter|peft).*",
         "a LoRA for a model without torch weights",
         "add the LoRAs to the recipe's section loras and build again; an engine that was built with engine.refittable: true "
