@@ -293,6 +293,15 @@ def test_embeddings_that_a_unet_projects_have_the_width_before(tmp_path):
     assert {spec.name: spec.shape for spec in model.inputs}["encoder_hidden_states"] == ("batch", 8, 48)
 
 
+def test_a_size_that_kandinsky_rounds_is_told(tmp_path):
+    """Its decoder is no component. It draws multiples of 64 with the published decoder, and of 4 with a small one."""
+    assert model_of(tmp_path, "kandinsky22", height=32, width=36).notices == ()
+    (notice,) = model_of(tmp_path, "kandinsky22", height=34, width=36).notices
+    assert notice == "KandinskyV22Pipeline draws height 34 as 36"
+    model = model_of(tmp_path, "kandinsky22", height=34, width=36)
+    assert model.sample(model.denoiser, [0], steps=1, solver="ddim").shape[2:] == (36, 36)
+
+
 def test_an_argument_whose_default_does_not_fit_is_named(tmp_path):
     with pytest.raises(
         UserError, match=r"(?s)call of SanaSprintPipeline failed.*remedy: set intermediate_timesteps in"
