@@ -231,8 +231,8 @@ class PipelineComponents:
     @property
     def _movq_factor(self) -> int:
         """Pixels for a latent of Kandinsky's decoder, which is no component; 0 for other pipelines."""
-        movq = getattr(self.caller.pipe, "movq", None)
-        return 2 ** (len(movq.config.block_out_channels) - 1) if isinstance(movq, nn.Module) else 0
+        movq: Any = getattr(self.caller.pipe, "movq", None)
+        return 2 ** (len(movq.config.block_out_channels) - 1) if movq is not None else 0
 
     def _observe_rows(self, observe: Observe) -> Observed:
         """Observes a half of the VAE. The rows of its inputs are independent.

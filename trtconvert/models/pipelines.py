@@ -590,7 +590,7 @@ def _restored(pipe: Any) -> Iterator[None]:
 def _seeded(seeds: Sequence[int]) -> Iterator[None]:
     """Seeds torch's own generators in the block: the ControlNet pipelines of Stable Diffusion 3 draw latents of their images
     without the call's generators."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
         torch.manual_seed(seeds[0])
         yield
