@@ -738,6 +738,21 @@ def glm_image_transformer() -> Any:
     )
 
 
+
+def stable_cascade_prior() -> Any:
+    kinds = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
+    prior = model(
+        diffusers.StableCascadeUNet, conditioning_dim=32, block_out_channels=(32, 32), num_attention_heads=(1, 1),
+        down_num_layers_per_block=(1, 1), up_num_layers_per_block=(1, 1), clip_image_in_channels=WIDTH,
+        clip_text_in_channels=WIDTH, clip_text_pooled_in_channels=WIDTH, down_blocks_repeat_mappers=(1, 1),
+        up_blocks_repeat_mappers=(1, 1), block_types_per_layer=(kinds, kinds), switch_level=(False,),
+        timestep_ratio_embedding_dim=32,
+    )
+    return pipeline(
+        diffusers.StableCascadePriorPipeline, prior=prior, text_encoder=clip(projection=WIDTH),
+        tokenizer=clip_tokenizer(), scheduler=diffusers.DDPMWuerstchenScheduler(),
+    )
+
 # fmt: on
 
 
@@ -777,5 +792,11 @@ REFUSED = {
         "its model returns a cache of keys and values for the next chunk's calls; without the cache its call fails",
         ("returns 'kv_cache' beside its prediction", "got: 'kv_cache', a dict", "keep the pipeline's own transformer"),
         WAN,
+    ),
+    "stable_cascade_prior": Refused(
+        stable_cascade_prior,
+        "the noise of its scheduler is not known; the decoder's VQGAN is a class that diffusers 0.42 does not load",
+        ("the noise of DDPMWuerstchenScheduler is not known", "save the pipeline with such a scheduler"),
+        TWO_PROMPTS | {"denoiser": "prior"},
     ),
 }
