@@ -201,7 +201,9 @@ def test_sources_without_a_possible_recipe_are_refused(tmp_path, monkeypatch, mo
             "LTXConditionPipeline",
             ["    image: photo.png", "  # images: {video: [frame-0.png, frame-1.png]} # of these"],
         ),
-        ("FluxFillPipeline", ["  # images: {image: photo.png, mask_image: mask.png} # of these"]),
+        ("FluxFillPipeline", ["    image: photo.png", "    mask_image: mask.png"]),  # declared as tensors or None
+        ("FluxKontextPipeline", ["    image: photo.png"]),
+        ("QwenImageEditPipeline", ["  # images: {image: photo.png} # of these"]),
         ("MarigoldDepthPipeline", ["    image: photo.png"]),
         ("StableVideoDiffusionPipeline", ["    image: photo.png"]),
         ("SanaPipeline", []),

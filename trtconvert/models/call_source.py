@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +13,8 @@ _NAMED_IMAGE = re.compile(
     r"((mask|masked|control|conditioning|reference|last|init|original)_)?images?|control_video|video"
 )
 """Names of arguments that take images although they are declared as tensors."""
+
+_MASK = "mask_image"
 
 _NOT_IN_A_RECIPE = re.compile(r".*(latents|embeds|embeddings|embedding)")
 _LIST = re.compile(r"^(Optional\[)?(typing\.)?[Ll]ist\[")
@@ -24,7 +26,8 @@ class ImageArgument:
     """An argument of a pipeline's call that takes an image.
 
     Attributes:
-        needed: False if the declaration allows None, or if the argument is a video that the pipeline takes instead of an image.
+        needed: False if the declaration allows None, other than for an image and its mask, or if the argument is a video that
+            the pipeline takes instead of an image.
         frames: True if the argument takes a list of images and no single image.
     """
 
@@ -52,6 +55,8 @@ def image_arguments(pipeline: str) -> list[ImageArgument]:
         instead = frames and any(other.needed and not other.frames for other in found)
         needed = default is None or not (instead or _NONE.search(declared))
         found.append(ImageArgument(name, needed, frames))
+    if any(argument.name == _MASK for argument in found):  # inpainting
+        found = [replace(x, needed=True) if x.name in (_MASK, "image") else x for x in found]
     return found
 
 
