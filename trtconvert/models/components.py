@@ -37,7 +37,10 @@ from trtconvert.runtime.unused import looks_into
 
 DECODER, ENCODER = "vae_decoder", "vae_encoder"
 
-_REMOVE_COMPONENT = "take the component out of the recipe: the pipeline's own then does its work"
+_REMOVE_COMPONENT = (
+    "leave the component out of the recipe's section components, and name the others in place of `all`: the pipeline's own model "
+    "then does the work"
+)
 
 _SMALL = 1024
 """Most elements of a tensor among a model's attributes that counts as a setting, such as LTX's latents_mean. Settings are stored
