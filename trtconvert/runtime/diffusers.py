@@ -421,6 +421,10 @@ class DiffusersComponent(_DropIn):
         for method, (component, signature) in methods.items():
             called = _Method(component, signature)
             setattr(self, method, called.parameters.of(called))
+        if "decode" in methods:
+            # StableDiffusionUpscalePipeline reads the type of latents from this layer's first parameter.
+            weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+            self.post_quant_conv = SimpleNamespace(parameters=lambda: iter([weight]))
 
 
 class _Method:
