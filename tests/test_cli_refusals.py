@@ -134,7 +134,7 @@ def test_unfit_calibration_data_is_refused(tmp_path, kind, part):
     ("sections", "parts"),
     [
         ({"model": {"source": "digits-dti"}}, ["unknown model source 'digits-dti'", "'digits-dit'"]),
-        ({"model": {"source": "digits-dit"}}, ["model.weights is missing"]),
+        ({"model": {"source": "digits-dit"}}, ["model.weights is missing", "trtconvert init digits-dit"]),
         ({"model": {"source": "no_such_module:f"}}, ["No module named 'no_such_module'", "PYTHONPATH"]),
         ({"model": {"source": "tiny_models:bild"}}, ["has no attribute 'bild'"]),
         ({"model": {"source": ":build"}}, ["cannot be imported"]),

@@ -72,6 +72,7 @@ def test_other_pipelines_and_files_have_what_can_be_told_of_them(pipeline, tmp_p
 
 def test_prompts_that_nothing_reads_are_refused(tmp_path):
     """A denoiser that embeds tokens itself has a tokenizer alone."""
+    pytest.importorskip("diffusers")
     folder, prompts = tmp_path / "pipeline", tmp_path / "prompts.txt"
     prompts.write_text("a cat\n")
     index = {"_class_name": "AnyPipeline", "transformer": ["diffusers", "DiT"]}
@@ -80,7 +81,12 @@ def test_prompts_that_nothing_reads_are_refused(tmp_path):
     (folder / "model_index.json").write_text(json.dumps(index))
     outcome = run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts)
     refusal(outcome, "reads no prompts", "leave --prompts out")
-    (folder / "model_index.json").write_text(json.dumps(index | {"tokenizer": ["transformers", "T5Tokenizer"]}))
+    with_tokens = index | {"tokenizer": ["transformers", "T5Tokenizer"]}
+    # The text encoder reads an empty prompt.
+    (folder / "model_index.json").write_text(json.dumps(with_tokens | {"_class_name": "MarigoldDepthPipeline"}))
+    outcome = run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts)
+    refusal(outcome, "reads no prompts", "a call without a prompt", "leave --prompts out")
+    (folder / "model_index.json").write_text(json.dumps(with_tokens))
     assert run("init", folder, "-o", tmp_path / "r.yaml", "--prompts", prompts).exit_code == 0
 
 
@@ -182,3 +188,38 @@ def test_sources_without_a_possible_recipe_are_refused(tmp_path, monkeypatch, mo
     refusal(run("init", "sdxl", "--prompts", "none.txt"), "no file of prompts", "with one prompt a line")
     (tmp_path / "empty.txt").write_text("\n \n")
     refusal(run("init", "sdxl", "--prompts", "empty.txt"), "there are no prompts in", "leave --prompts out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("StableDiffusionImg2ImgPipeline", ["    image: photo.png # input image of the calibration"]),
+        ("StableDiffusionInpaintPipeline", ["    image: photo.png", "    mask_image: mask.png"]),
+        ("StableDiffusionXLControlNetImg2ImgPipeline", ["    image: photo.png", "    control_image: photo.png"]),
+        ("WanVideoToVideoPipeline", ["    video: [frame-0.png, frame-1.png] # input frames, all"]),
+        (
+            "LTXConditionPipeline",
+            ["    image: photo.png", "  # images: {video: [frame-0.png, frame-1.png]} # of these"],
+        ),
+        ("FluxFillPipeline", ["    image: photo.png", "    mask_image: mask.png"]),  # declared as tensors or None
+        ("FluxKontextPipeline", ["    image: photo.png"]),
+        ("QwenImageEditPipeline", ["  # images: {image: photo.png} # of these"]),
+        ("MarigoldDepthPipeline", ["    image: photo.png"]),
+        ("StableVideoDiffusionPipeline", ["    image: photo.png"]),
+        ("SanaPipeline", []),
+        ("PipelineOfNobody", []),
+    ],
+)
+def test_images_come_from_the_signature_of_the_call(tmp_path, kind, lines):
+    """IP-Adapters, latents and embeddings are no images of a recipe."""
+    pytest.importorskip("diffusers")
+    folder = tmp_path / "pipeline"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": kind, "vae": ["diffusers", "AutoencoderKL"]}))
+    text = recipe_text(str(folder), tmp_path / "r.yaml")
+    found = [line for line in text.splitlines() if ".png" in line]
+    assert len(found) == len(lines) and all(line.startswith(start) for line, start in zip(found, lines, strict=True))
+    (tmp_path / "r.yaml").write_text(text)
+    assert set(load_recipe(tmp_path / "r.yaml").model.images) == {
+        line.split(":")[0].strip() for line in lines if line.startswith("    ")
+    }

@@ -17,6 +17,7 @@ from typing import Any
 from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import UserError, did_you_mean
 from trtconvert.files import temporary_folder
+from trtconvert.models.call_source import ImageArgument, image_arguments, takes_prompt
 from trtconvert.models.saved import is_saved_pipeline, pipeline_folder, stored_bytes, with_dtype
 from trtconvert.models.saved_sizes import FEW_STEPS, few_steps, models_in_torch, parts_of, saved_sizes
 from trtconvert.recipe import ONNX, ONNX_SUFFIX, ModelSection, PlanSection
@@ -133,6 +134,8 @@ class _Found:
         has_text: True if the model has text encoders, or may have some.
         has_tokens: True if there are tokenizers: some denoisers embed tokens themselves.
         others: models that stay in torch.
+        takes_prompt: False if the pipeline's call has no prompt.
+        images: arguments of the pipeline's call that take images.
     """
 
     title: str
@@ -146,6 +149,8 @@ class _Found:
     has_text: bool = True
     has_tokens: bool = True
     others: Sequence[str] = ()
+    takes_prompt: bool = True
+    images: Sequence[ImageArgument] = ()
 
 
 def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequence[Path] = ()) -> str:
@@ -180,6 +185,13 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
             got=f"--prompts {prompts}, and a folder without these",
             remedy="save the whole pipeline, or leave --prompts out to calibrate on the model's own runs",
         )
+    if prompts is not None and not found.takes_prompt:
+        raise UserError(
+            f"{model} reads no prompts",
+            expected="a pipeline whose call takes a prompt",
+            got=f"--prompts {prompts}, and a call without a prompt",
+            remedy="leave --prompts out to calibrate on the model's own runs",
+        )
     known = found.known
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]
     lines += [f"# {note}" for note in (known.notes if known else ())]
@@ -191,11 +203,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
         lines.append(f"  config: {found.config}")
     dtype = found.dtype or (known.dtype if known else "float16")
     lines.append(f"  dtype: {dtype} # type of the saved weights; float32, float16 or bfloat16")
-    if known and known.images:
-        lines += [
-            "  images:",
-            *(f"    {name}: photo.png # input image of the calibration" for name in known.images),
-        ]
+    lines += _images(found.images)
     lines += _options(known, found.sizes)
     if loras:
         lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
@@ -227,7 +235,11 @@ def _shipped(name: str, prompts: Path | None, loras: Sequence[Path]) -> str:
 
 def _published(name: str) -> _Found:
     known = PUBLISHED[name]
-    return _Found(f"{known.title}, from its folder", known.folder, known)
+    return _Found(f"{known.title}, from its folder", known.folder, known, images=_of_known(known))
+
+
+def _of_known(known: Published) -> list[ImageArgument]:
+    return [ImageArgument(name, needed=True, frames=False) for name in known.images]
 
 
 def _looked_at(place: Path, at: Path) -> _Found:
@@ -293,6 +305,8 @@ def _of_pipeline(folder: Path, weights: Path, at: Path) -> _Found:
         has_text=not parts or any(part.startswith("text_encoder") for part in parts),
         has_tokens=any(part.startswith(("tokenizer", "processor")) for part in parts),
         others=models_in_torch(folder),
+        takes_prompt=takes_prompt(kind),
+        images=image_arguments(kind) if known is None else _of_known(known),
     )
 
 
@@ -394,6 +408,23 @@ def _relative(path: Path, at: Path) -> str:
 def _quoted(text: str) -> str:
     """Quotes a text with characters that may have a meaning in YAML."""
     return text if re.sub(r"[/_.-]", "", text).isalnum() else json.dumps(text)
+
+
+def _images(arguments: Sequence[ImageArgument]) -> list[str]:
+    files = {
+        argument.name: "[frame-0.png, frame-1.png]"
+        if argument.frames
+        else ("mask.png" if "mask" in argument.name else "photo.png")
+        for argument in arguments
+    }
+    lines = ["  images:"] if any(argument.needed for argument in arguments) else []
+    for argument in arguments:
+        if argument.needed:
+            what = "input frames, all of them in order" if argument.frames else "input image"
+            lines.append(f"    {argument.name}: {files[argument.name]} # {what} of the calibration")
+    if others := [f"{argument.name}: {files[argument.name]}" for argument in arguments if not argument.needed]:
+        lines.append(f"  # images: {{{', '.join(others)}}} # of these, those that the pipeline is to draw from")
+    return lines
 
 
 def _options(known: Published | None, sizes: Mapping[str, int]) -> list[str]:

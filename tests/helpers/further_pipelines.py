@@ -331,6 +331,22 @@ def kandinsky22() -> Any:
     return pipeline(diffusers.KandinskyV22Pipeline, unet=denoiser, scheduler=scheduler, movq=movq)
 
 
+@convertible("a prompt", SIZE)
+def kandinsky3() -> Any:
+    """The scheduler draws noise at each step."""
+    denoiser = model(
+        diffusers.Kandinsky3UNet, in_channels=4, time_embedding_dim=32, groups=8, attention_head_dim=32,
+        layers_per_block=3, block_out_channels=(64, 128), cross_attention_dim=32, encoder_hid_dim=WIDTH,
+    )
+    movq = model(
+        diffusers.VQModel, block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D", "AttnDownEncoderBlock2D"),
+        layers_per_block=1, latent_channels=4, norm_num_groups=8, norm_type="spatial", num_vq_embeddings=12,
+        up_block_types=("AttnUpDecoderBlock2D", "UpDecoderBlock2D"), vq_embed_dim=4,
+    )
+    scheduler = diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", steps_offset=1)
+    return pipeline(diffusers.Kandinsky3Pipeline, unet=denoiser, scheduler=scheduler, movq=movq)
+
+
 def kandinsky_parts(kind: Any, model_dim: int = 64, **options: Any) -> dict[str, Any]:
     transformer = model(
         kind, in_text_dim=WIDTH, in_text_dim2=WIDTH, time_dim=32, model_dim=model_dim, ff_dim=128, num_text_blocks=1,
@@ -722,6 +738,21 @@ def glm_image_transformer() -> Any:
     )
 
 
+
+def stable_cascade_prior() -> Any:
+    kinds = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
+    prior = model(
+        diffusers.StableCascadeUNet, conditioning_dim=32, block_out_channels=(32, 32), num_attention_heads=(1, 1),
+        down_num_layers_per_block=(1, 1), up_num_layers_per_block=(1, 1), clip_image_in_channels=WIDTH,
+        clip_text_in_channels=WIDTH, clip_text_pooled_in_channels=WIDTH, down_blocks_repeat_mappers=(1, 1),
+        up_blocks_repeat_mappers=(1, 1), block_types_per_layer=(kinds, kinds), switch_level=(False,),
+        timestep_ratio_embedding_dim=32,
+    )
+    return pipeline(
+        diffusers.StableCascadePriorPipeline, prior=prior, text_encoder=clip(projection=WIDTH),
+        tokenizer=clip_tokenizer(), scheduler=diffusers.DDPMWuerstchenScheduler(),
+    )
+
 # fmt: on
 
 
@@ -761,5 +792,11 @@ REFUSED = {
         "its model returns a cache of keys and values for the next chunk's calls; without the cache its call fails",
         ("returns 'kv_cache' beside its prediction", "got: 'kv_cache', a dict", "keep the pipeline's own transformer"),
         WAN,
+    ),
+    "stable_cascade_prior": Refused(
+        stable_cascade_prior,
+        "the noise of its scheduler is not known; the decoder's VQGAN is a class that diffusers 0.42 does not load",
+        ("the noise of DDPMWuerstchenScheduler is not known", "save the pipeline with such a scheduler"),
+        TWO_PROMPTS | {"denoiser": "prior"},
     ),
 }

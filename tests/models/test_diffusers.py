@@ -274,6 +274,7 @@ def test_the_drop_in_has_no_methods_that_change_the_model(flux):
             ("set_attn_processor", r"(?s)a change of the attention.*remedy: .*perturbed attention"),
             ("num_parameters", r"(?s)a use of the original model.*remedy: .*the pipeline's own model"),
             ("fuse_lora", r"(?s)a LoRA for a model without torch weights.*remedy: .*section loras"),
+            ("_load_ip_adapter_weights", r"(?s)an IP-Adapter.*remedy: .*keep the pipeline's own model"),
         ):
             with pytest.raises(AttributeError) as error:
                 getattr(transformer, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from typing import cast
@@ -142,12 +141,11 @@ def test_a_pipeline_that_takes_a_text_and_no_list_draws_one_sample_at_a_time(tmp
     tiny_pipelines.with_text("stable_diffusion").save_pretrained(tmp_path)
     own, taken = diffusers.StableDiffusionPipeline.__call__, []
 
-    @functools.wraps(own)
-    def of_texts(self, prompt, *, negative_prompt=None, **named):
+    def of_texts(self, prompt: str, height=None, width=None, negative_prompt: str | None = None, **named):
         if not isinstance(prompt, str):
             raise ValueError(f"`prompt` has to be of type `str` but is {type(prompt)}")
         taken.append((prompt, negative_prompt))
-        return own(self, prompt=prompt, negative_prompt=negative_prompt, **named)
+        return own(self, prompt=prompt, height=height, width=width, negative_prompt=negative_prompt, **named)
 
     monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", of_texts)
     options = {"height": 32, "width": 32, "prompts": ["a cat", "a dog"], "call": {"negative_prompt": ["a", "b"]}}

@@ -16,7 +16,7 @@ from trtconvert import models
 from trtconvert.errors import UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.identity import identity
-from trtconvert.models.loading import load_pipeline
+from trtconvert.models.loading import load_parts, load_pipeline
 from trtconvert.pipeline import copied_images
 from trtconvert.recipe import load_recipe
 from trtconvert.runtime.libraries import library_class
@@ -266,7 +266,12 @@ def test_code_in_a_file_of_torch_is_not_executed(folder):
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"ignore": "lora_*"}, "a list of patterns"), ({"variant": 16}, "a text"), ({"variant": ""}, "a text")],
+    [
+        ({"ignore": "lora_*"}, "a list of patterns"),
+        ({"variant": 16}, "a text"),
+        ({"variant": ""}, "a text"),
+        ({"denoiser": ""}, "the name of a model"),
+    ],
 )
 def test_options_of_another_kind_are_refused(folder, options, told):
     """A text is a list of letters, and the letter * would match every name."""
@@ -369,3 +374,26 @@ def test_two_texts_that_are_no_library_and_class_are_refused(folder):
     (folder / "model_index.json").write_text(json.dumps(index | {"vae": ["early", "late"]}))
     with pytest.raises(UserError, match=r"(?s)cannot be loaded.*early.*remedy: save the pipeline again"):
         load_pipeline(folder)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"_class_name": "NoPipeline"}', "{}"])
+def test_a_damaged_index_is_refused_by_everything_that_reads_it(folder, damage):
+    """`trtconvert run` loads the models that a bundle lacks from the original pipeline."""
+    (folder / "model_index.json").write_text(damage)
+    for read in (load_pipeline, lambda folder: load_parts(["unet"], folder)):
+        with pytest.raises(
+            UserError, match=r"(?s)the pipeline in .* cannot be loaded.*remedy: save the pipeline again"
+        ):
+            read(folder)
+
+
+@pytest.mark.parametrize("library", ["diffusers", "wuerstchen"])
+def test_a_class_that_is_not_installed_is_named_with_its_component(folder, library):
+    """diffusers keeps Stable Cascade's decoder where it does not look for it."""
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": [library, "PaellaVQModel"]}))
+    with pytest.raises(UserError, match=rf"(?s)no class for vae.*got: PaellaVQModel of {library}") as error:
+        load_pipeline(folder)
+    assert '"vae": [null, null]' in error.value.remedy
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
+    assert load_pipeline(folder).vae is None

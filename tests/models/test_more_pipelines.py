@@ -102,9 +102,8 @@ def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
     model = model_of(tmp_path, name)
     both, alone = (model.sample(model.denoiser, seeds, steps=2, solver="ddim") for seeds in ([3, 4], [4]))
     assert len(both) == 2 and both.dim() == 4 and both.min() >= 0 and both.max() <= 1
-    # The first draws the image's latents once for all samples, with the first seed; the second scales the first frames to the
-    # mean and deviation of all samples' later frames.
-    if name not in ("inpainting", "kandinsky5_i2v"):
+    # Kandinsky scales the first frames to the mean and deviation of all samples' later frames.
+    if name != "kandinsky5_i2v":
         torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
     assert (both[0] - both[1]).abs().max() > 0.01
 
@@ -157,6 +156,23 @@ def test_a_pipeline_without_its_image_is_told_so(tmp_path):
     CONVERTIBLE["marigold"].make().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"(?s)not called without image.*remedy: .*images: \{image: FILE.png\}"):
         diffusers_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("StableDiffusionImg2ImgPipeline", "`images: {image: FILE.png}`"),
+        ("StableDiffusionInpaintPipeline", "`images: {image: FILE.png, mask_image: FILE.png}`"),
+    ],
+)
+def test_a_call_that_fails_without_its_images_names_them(tmp_path, kind, remedy):
+    """Their signatures have a default, and the call fails with it."""
+    parts = tiny_pipelines.with_text("stable_diffusion").components
+    made = tiny_pipelines.pipeline(getattr(diffusers, kind), **parts, requires_safety_checker=False)
+    made.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"call of .* failed") as error:
+        diffusers_model(tmp_path, prompts=["a cat"])
+    assert error.value.remedy == f"name files of images under model, {remedy}"
 
 
 class Guardrail(torch.nn.Module):
@@ -275,6 +291,15 @@ def test_embeddings_that_a_unet_projects_have_the_width_before(tmp_path):
     diffusers.IFPipeline(**parts, requires_safety_checker=False).save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, height=16, width=24, tokens=8)
     assert {spec.name: spec.shape for spec in model.inputs}["encoder_hidden_states"] == ("batch", 8, 48)
+
+
+def test_a_size_that_kandinsky_rounds_is_told(tmp_path):
+    """Its decoder is no component. It draws multiples of 64 with the published decoder, and of 4 with a small one."""
+    assert model_of(tmp_path, "kandinsky22", height=32, width=36).notices == ()
+    (notice,) = model_of(tmp_path, "kandinsky22", height=34, width=36).notices
+    assert notice == "KandinskyV22Pipeline draws height 34 as 36"
+    model = model_of(tmp_path, "kandinsky22", height=34, width=36)
+    assert model.sample(model.denoiser, [0], steps=1, solver="ddim").shape[2:] == (36, 36)
 
 
 def test_an_argument_whose_default_does_not_fit_is_named(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import further_pipelines
 import pytest
 import tiny_pipelines
 import torch
@@ -53,6 +55,127 @@ def test_a_strength_of_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"(?s)call.strength does not fit.*leaves every image as it is.*0.6"):
         image = {"image": picture(tmp_path / "image.png", 0)}
         diffusers_model(tmp_path / "pipeline", tokens=8, images=image, call={"strength": 0})
+
+
+@torch.no_grad()
+def samples_beside(folder: Path, pipe: Any, images: dict[str, Any], **options: Any) -> tuple[Any, torch.Tensor]:
+    """Saves a pipeline and returns its model, and the second of two samples in one call less the same sample alone."""
+    pipe.save_pretrained(folder / "pipeline")
+    files = {name: [picture(folder / f"{name}-{i}.png", i) for i in range(count)] for name, count in images.items()}
+    given = {name: paths if len(paths) > 1 else paths[0] for name, paths in files.items()}
+    model = diffusers_model(folder / "pipeline", images=given, **{"batch": [1, 1, 2], **options})
+    both, alone = (model.sample(model.denoiser, seeds, steps=2, solver="ddim") for seeds in ([3, 4], [4]))
+    assert len(both) == 2 and both.isfinite().all()
+    return model, both[1:] - alone
+
+
+INPAINTED = {"image": 1, "mask_image": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "images", "make"),
+    [
+        ("FluxInpaintPipeline", INPAINTED, tiny_pipelines.flux),
+        ("StableDiffusion3InpaintPipeline", INPAINTED, tiny_pipelines.stable_diffusion_3),
+        ("StableDiffusionXLInpaintPipeline", INPAINTED, tiny_pipelines.stable_diffusion_xl),
+        ("Kandinsky3Img2ImgPipeline", {"image": 1}, further_pipelines.kandinsky3),
+        (
+            "KandinskyV22Img2ImgPipeline",
+            {"image": 1},
+            further_pipelines.kandinsky22,
+        ),  # takes embeddings of an image too
+        ("ZImageInpaintPipeline", INPAINTED, further_pipelines.z_image),  # takes Optional[List[Tensor]] as embeddings
+    ],
+)
+def test_a_sample_of_several_with_an_image_is_the_sample_alone(tmp_path, kind, images, make):
+    """One image for all samples would take noise from the first sample's generator, or draw one sample for Kandinsky 3."""
+    pipe = tiny_pipelines.pipeline(getattr(diffusers, kind), **make().components)
+    sizes: dict[str, Any] = {} if kind.startswith("Kandinsky3") else {"height": 32, "width": 32}
+    model, difference = samples_beside(tmp_path, pipe, images, tokens=8, **sizes)
+    assert difference.abs().max() <= 2e-3 and not model.notices
+
+
+def test_features_of_an_image_are_those_of_each_sample(tmp_path):
+    """An adapter's features of one image have rows for both halves of guidance, and none for a second sample."""
+    parts = tiny_pipelines.with_text("stable_diffusion").components
+    parts.pop("image_encoder")
+    adapter = diffusers.T2IAdapter(channels=[32, 64], num_res_blocks=1, downscale_factor=4)
+    pipe = tiny_pipelines.pipeline(
+        diffusers.StableDiffusionAdapterPipeline,
+        **parts,
+        adapter=tiny_pipelines.randomised(adapter),
+        requires_safety_checker=False,
+    )
+    _, difference = samples_beside(tmp_path, pipe, {"image": 1}, height=32, width=32, prompts=["a cat"])
+    assert difference.abs().max() <= 2e-3
+
+
+def test_an_image_for_an_ip_adapter_is_refused(saved, tmp_path):
+    """A saved pipeline holds no IP-Adapter. Without the image the pipeline converts."""
+    image = {"ip_adapter_image": picture(tmp_path / "image.png", 0)}
+    with pytest.raises(UserError, match=r"ip_adapter_image through an IP-Adapter") as error:
+        diffusers_model(saved, **TWO, images=image)
+    assert error.value.remedy.startswith("remove ip_adapter_image from model.images")
+
+
+def test_a_sample_that_follows_its_batch_is_told_before_the_calibration(tmp_path):
+    """LTX draws the latents of one image for all samples of a call, and takes several images for one sample."""
+    pipe = tiny_pipelines.pipeline(diffusers.LTXConditionPipeline, **tiny_pipelines.ltx().components)
+    options = {"height": 32, "width": 32, "frames": 9, "tokens": 8}
+    model, difference = samples_beside(tmp_path, pipe, {"image": 1}, **options)
+    assert difference.abs().max() > 1e-2
+    assert any("otherwise in a call of several than alone" in notice for notice in model.notices)
+    model, difference = samples_beside(tmp_path, pipe, {"image": 1}, **options, batch=1)
+    assert difference.abs().max() <= 2e-3 and not model.notices
+
+
+def test_a_pipeline_draws_one_sample_where_its_images_are_frames(tmp_path):
+    """AnimateDiff with a ControlNet takes a list of frames, or a list of such lists if there are as many lists as frames."""
+    parts = tiny_pipelines.animatediff().components
+    net = diffusers.ControlNetModel.from_unet(tiny_pipelines.unet(), conditioning_embedding_out_channels=(8, 8, 8))
+    pipe = tiny_pipelines.pipeline(
+        diffusers.AnimateDiffControlNetPipeline, **parts, controlnet=tiny_pipelines.randomised(net)
+    )
+    options = {"height": 32, "width": 32, "prompts": ["a cat"]}
+    _, difference = samples_beside(tmp_path, pipe, {"conditioning_frames": 2}, frames=2, **options)
+    assert difference.abs().max() <= 2e-3
+    with pytest.raises(UserError, match="draws one sample in a call") as error:
+        samples_beside(tmp_path, pipe, {"conditioning_frames": 4}, frames=4, **options)
+    assert error.value.remedy == "give model.options.batch as 1"
+
+
+def test_noise_outside_the_generators_is_that_of_the_seed(tmp_path):
+    """Stable Diffusion 3 draws the latents of a ControlNet's image without the generators of its call."""
+    parts = tiny_pipelines.stable_diffusion_3().components
+    net = tiny_pipelines.model(
+        diffusers.SD3ControlNetModel, **tiny_pipelines.HEADS, sample_size=8, patch_size=2, in_channels=16, num_layers=1,
+        joint_attention_dim=WIDTH, caption_projection_dim=64, pooled_projection_dim=WIDTH, out_channels=16,
+        pos_embed_max_size=16,
+    )  # fmt: skip
+    pipe = tiny_pipelines.pipeline(diffusers.StableDiffusion3ControlNetPipeline, **parts, controlnet=net)
+    state = torch.random.get_rng_state()
+    model, _ = samples_beside(tmp_path, pipe, {"control_image": 1}, height=32, width=32, tokens=8)
+    one, again = (model.sample(model.denoiser, [3], steps=2, solver="ddim") for _ in range(2))
+    assert torch.equal(one, again) and any("several than alone" in notice for notice in model.notices)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_pipeline_that_takes_no_list_of_generators_draws_one_sample(tmp_path):
+    parts = tiny_pipelines.wan().components
+    transformer = tiny_pipelines.model(
+        diffusers.WanVACETransformer3DModel, **tiny_pipelines.HEADS, patch_size=(1, 2, 2), text_dim=WIDTH, ffn_dim=32,
+        num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32, vace_layers=[0],
+        vace_in_channels=96,
+    )  # fmt: skip
+    named = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
+    tiny_pipelines.pipeline(diffusers.WanVACEPipeline, **named, transformer=transformer).save_pretrained(tmp_path)
+    options = {"height": 32, "width": 32, "frames": 9, "tokens": 8}
+    with pytest.raises(
+        UserError, match=r"(?s)draws one sample.*list of generators.*remedy: give model.options.batch as 1"
+    ):
+        diffusers_model(tmp_path, **options)
+    model = diffusers_model(tmp_path, **options, batch=1)
+    assert len(model.sample(model.denoiser, [0, 1], steps=2, solver="ddim")) == 2
 
 
 def drawn(folder, seeds=(0, 1, 2), **call):

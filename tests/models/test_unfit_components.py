@@ -120,7 +120,7 @@ def test_shapes_that_depend_on_values_are_refused(saved, monkeypatch):
     assert model.components is not None
     monkeypatch.setattr("transformers.CLIPTextModel.forward", forward)
     with pytest.raises(
-        UserError, match=r"(?s)CLIPTextModel.forward cannot be.*got: .*values.*remedy: take the component out"
+        UserError, match=r"(?s)CLIPTextModel.forward cannot be.*got: .*values.*remedy: leave the component out"
     ):
         model.components("text_encoder")
 

@@ -287,6 +287,16 @@ def test_devices_that_cannot_be_are_refused(digits_build, arguments, told):
         runtime.load(digits_build.bundle, **arguments)
 
 
+@pytest.mark.parametrize("device", ["", " ", "gpu", 0.5])
+def test_a_device_that_torch_does_not_know_is_refused(digits_build, device):
+    """Without a GPU too, so that the message is about the name."""
+    with pytest.raises(
+        UserError, match=rf"there is no device {device!r}(.|\n)*remedy: correct the argument device"
+    ) as error:
+        runtime.load(digits_build.bundle, device=device)
+    assert error.value.got == f"device={device!r}"
+
+
 def test_several_devices_are_another_argument(digits_build):
     with pytest.raises(UserError, match=r"several, as devices=(.|\n)*remedy: correct the argument device"):
         runtime.load(digits_build.bundle, device=["cuda:0"])  # type: ignore[arg-type]

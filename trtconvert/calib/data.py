@@ -335,12 +335,12 @@ def _conditions(
                 f"{model.name} cannot take captions",
                 expected="a model that makes " + (", ".join(needed) or "conditions") + " from captions",
                 got="a model without `condition`",
-                remedy=(
-                    "save the pipeline with its text encoders"
+                remedy="calibrate with `data: denoise` or with recorded inputs; or "
+                + (
+                    "save the pipeline with its text encoders, if its call takes prompts"
                     if model.diffusers
                     else "give DiffusionModel a `condition`"
-                )
-                + ", or calibrate with denoise or recorded inputs",
+                ),
             )
         return list(range(len(examples))), {}
     kept = list(range(len(examples)))

@@ -16,6 +16,7 @@ from trtconvert.bundle import model_section
 from trtconvert.entry_point import import_function
 from trtconvert.errors import TrtconvertError, UserError, did_you_mean
 from trtconvert.recipe import ONNX
+from trtconvert.shipped import shipped_folder
 from trtconvert.weights.lora_names import DENOISER
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _load(section: ModelSection) -> DiffusionModel:
                 "model.weights is missing",
                 expected=f"a safetensors file for the source '{section.source}'",
                 got="none",
-                remedy=f"add 'weights: {section.source}.safetensors' under 'model'",
+                remedy=f"add `weights: {shipped_folder() / section.source}.safetensors` under model, or begin with "
+                f"`trtconvert init {section.source} -o recipe.yaml`",
             )
         for field, given in (("images", section.images), ("options", section.options), ("config", section.config)):
             if given:
@@ -157,7 +159,10 @@ def load_sampler(bundle: LoadedBundle, prompts: Sequence[str] = (), weights: Pat
             section.images,
         )
         if prompts and not sampler.caller.takes_prompts:  # it would draw from embeddings of noise
-            raise _no_prompts(bundle, "a pipeline that was saved without text encoders")
+            got = "a pipeline that was saved without text encoders"
+            if "prompt" not in sampler.caller.parameters:
+                got = f"{sampler.caller.kind}, whose call takes no prompt"
+            raise _no_prompts(bundle, got)
         return sampler
     if prompts:
         raise _no_prompts(bundle, f"a bundle of {section.source} without components")

@@ -37,7 +37,10 @@ from trtconvert.runtime.unused import looks_into
 
 DECODER, ENCODER = "vae_decoder", "vae_encoder"
 
-_REMOVE_COMPONENT = "take the component out of the recipe: the pipeline's own then does its work"
+_REMOVE_COMPONENT = (
+    "leave the component out of the recipe's section components, and name the others in place of `all`: the pipeline's own model "
+    "then does the work"
+)
 
 _SMALL = 1024
 """Most elements of a tensor among a model's attributes that counts as a setting, such as LTX's latents_mean. Settings are stored
@@ -195,7 +198,7 @@ class PipelineComponents:
     def drawn(self) -> tuple[str, ...]:
         """Returns notices about sizes of the recipe that the pipeline draws as other sizes, for opt, min and max."""
         asked = [name for name in SIZE_ARGUMENTS if name in self.ranges]
-        if DECODER not in self.names or not asked:
+        if not (DECODER in self.names or self._movq_factor) or not asked:
             return ()
         notices: dict[str, None] = {}
         opt, low, high = (
@@ -203,24 +206,36 @@ class PipelineComponents:
             for index in (1, 0, 2)
         )
         for wanted in [opt] if opt == low == high else [opt, low, high]:
-            try:
-                image = next(iter(self._decoded_shapes(wanted).values()))
-            except DoesNotRun as error:
-                raise DoesNotRun(
-                    f"{self.caller.kind} cannot draw: {error.problem}",
-                    expected="a VAE that decodes as it was loaded: settings such as tiling are not saved",
-                    got=error.got,
-                    remedy=f'write "vae": [null, null] in the pipeline\'s {PIPELINE_INDEX} to convert and compare latents',
-                ) from error
-            sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
-            if image.dim() == 5:
-                sizes["frames"] = image.shape[2]
+            sizes = self._drawn_sizes(wanted)
             if others := [name for name in asked if name in sizes and sizes[name] != wanted[name]]:
                 given = " × ".join(f"{name} {wanted[name]}" for name in others)
                 got = " × ".join(str(sizes[name]) for name in others)
                 notices[f"{self.caller.kind} draws {given} as {got}"] = None
         binned = f" ({BINNING})" if self.caller.bins else ""
         return tuple(text + binned for text in notices)
+
+    def _drawn_sizes(self, wanted: Mapping[str, int]) -> dict[str, int]:
+        """Returns the sizes of the image that the pipeline draws for sizes of the recipe."""
+        if DECODER not in self.names:
+            latents = next(iter(self.caller.denoiser_arguments(wanted)[1].values()))
+            return {"height": latents.shape[-2] * self._movq_factor, "width": latents.shape[-1] * self._movq_factor}
+        try:
+            image = next(iter(self._decoded_shapes(wanted).values()))
+        except DoesNotRun as error:
+            raise DoesNotRun(
+                f"{self.caller.kind} cannot draw: {error.problem}",
+                expected="a VAE that decodes as it was loaded: settings such as tiling are not saved",
+                got=error.got,
+                remedy=f'write "vae": [null, null] in the pipeline\'s {PIPELINE_INDEX} to convert and compare latents',
+            ) from error
+        sizes: dict[str, int] = {"height": image.shape[-2], "width": image.shape[-1]}
+        return sizes | ({"frames": image.shape[2]} if image.dim() == 5 else {})
+
+    @property
+    def _movq_factor(self) -> int:
+        """Pixels for a latent of Kandinsky's decoder, which is no component; 0 for other pipelines."""
+        movq: Any = getattr(self.caller.pipe, "movq", None)
+        return 2 ** (len(movq.config.block_out_channels) - 1) if movq is not None else 0
 
     def _observe_rows(self, observe: Observe) -> Observed:
         """Observes a half of the VAE. The rows of its inputs are independent.

@@ -171,13 +171,22 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         noise_input=schedule.noise_input,
         diffusers=flat.record,
         components=components,
-        notices=(*components.drawn(), *notices_of_sound(pipe)),
+        notices=(*components.drawn(), *notices_of_sound(pipe), *_notices_of_batch(caller, ranges["batch"])),
         as_passed={
             name: x
             for name, x in inputs.example.items()
             if name not in (first, timestep)
             and (name in shares or OF_NOISE.fullmatch(name) or _is_constant(name, inputs))
         },
+    )
+
+
+def _notices_of_batch(caller: PipelineCaller, batch: Range) -> tuple[str, ...]:
+    if batch[2] == 1 or not caller.follows_batch:
+        return ()
+    return (
+        f"{caller.kind} draws a sample otherwise in a call of several than alone, because the noise of the image's latents "
+        "follows the call; model.options.batch: 1 keeps samples apart",
     )
 
 

@@ -57,44 +57,23 @@ def load_pipeline(
         UserError: there is no pipeline, or a damaged one; a file lacks weights, or has weights that no model takes.
         BackendUnavailable: diffusers, or the package that reads a file of this kind, is not installed.
     """
-    _refuse_unfit_names(variant, ignore)
+    _refuse_unfit_names(denoiser, variant, ignore)
     asked = Weights(weights, config, denoiser, variant, ignore)
     _refuse_attention_of_environment()  # before the import of diffusers, which fails for names that it does not know
-    try:
-        import diffusers
-    except ImportError as error:
-        raise no_diffusers(error) from error
-    folder = _index_folder(asked)
-    with _without_progress():
-        try:
-            index = json.loads((folder / PIPELINE_INDEX).read_text())
-            pipeline = getattr(diffusers, index["_class_name"])
-            entries = component_entries(pipeline, index)
-            # `from_pretrained` must get None for components that were saved as None.
-            given: dict[str, Any] = {
-                name: None
-                for name in component_names(pipeline)
-                if entries.get(name) is None and (name in entries or name.startswith(_TEXT_COMPONENTS))
-            }
-            parts = {name: entry for name, entry in entries.items() if entry is not None}
-            given |= _without_filters(folder, parts, pipeline)
-            given |= _load_models(folder, {name: entry for name, entry in parts.items() if name not in given}, asked)
-            parameters = inspect.signature(pipeline.__init__).parameters
-            if given.get("safety_checker", index) is None and "requires_safety_checker" in parameters:
-                given["requires_safety_checker"] = False
-            loaded = pipeline.from_pretrained(folder, local_files_only=True, **given)
-        except TrtconvertError:
-            raise
-        except FAILURES as error:
-            if isinstance(error, ImportError) and (package := _NOT_INSTALLED.search(str(error))):
-                # Cosmos makes a safety checker where it gets none.
-                raise BackendUnavailable(
-                    f"{package[1]} is not installed, which the pipeline in {folder} needs",
-                    expected=f"the package {package[1]}",
-                    got=first_line(error),
-                    remedy=f"pip install {package[1]}",
-                ) from error
-            raise not_loaded(f"the pipeline in {folder}", error) from error
+    with _reading(asked) as (folder, pipeline, entries):
+        # `from_pretrained` must get None for components that were saved as None.
+        given: dict[str, Any] = {
+            name: None
+            for name in component_names(pipeline)
+            if entries.get(name) is None and (name in entries or name.startswith(_TEXT_COMPONENTS))
+        }
+        parts = {name: entry for name, entry in entries.items() if entry is not None}
+        given |= _without_filters(folder, parts, pipeline)
+        given |= _load_models(folder, {name: entry for name, entry in parts.items() if name not in given}, asked)
+        parameters = inspect.signature(pipeline.__init__).parameters
+        if given.get("safety_checker", folder) is None and "requires_safety_checker" in parameters:
+            given["requires_safety_checker"] = False
+        loaded = pipeline.from_pretrained(folder, local_files_only=True, **given)
     for name, part in loaded.components.items():
         if isinstance(part, nn.Module) and part.dtype != torch.float32 and name != _denoiser_name(parts, asked):
             part.to(torch.float32)
@@ -109,16 +88,39 @@ def load_parts(
     Args:
         names: of the models. See `Weights` for the other arguments.
     Raises:
-        UserError: there is no pipeline, or a model lacks weights.
+        UserError: there is no pipeline, or a damaged one; or a model lacks weights.
+        BackendUnavailable: see `load_pipeline`.
     """
-    import diffusers
-
     asked = Weights(weights, config, None, variant, ())
-    folder = _index_folder(asked)
-    index = json.loads((folder / PIPELINE_INDEX).read_text())
-    entries = component_entries(getattr(diffusers, index["_class_name"]), index)
-    with _without_progress():
+    with _reading(asked) as (folder, _, entries):
         return _load_models(folder, {name: entry for name in names if (entry := entries.get(name))}, asked)
+
+
+@contextmanager
+def _reading(asked: Weights) -> Iterator[tuple[Path, Any, dict[str, tuple[str, str] | None]]]:
+    """Yields the folder of a pipeline, its class and its components. Errors of diffusers in the block become `UserError`s."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise no_diffusers(error) from error
+    folder = _index_folder(asked)
+    with _without_progress():
+        try:
+            index = json.loads((folder / PIPELINE_INDEX).read_text())
+            pipeline = getattr(diffusers, index["_class_name"])
+            yield folder, pipeline, component_entries(pipeline, index)
+        except TrtconvertError:
+            raise
+        except FAILURES as error:
+            if isinstance(error, ImportError) and (package := _NOT_INSTALLED.search(str(error))):
+                # Cosmos makes a safety checker where it gets none.
+                raise BackendUnavailable(
+                    f"{package[1]} is not installed, which the pipeline in {folder} needs",
+                    expected=f"the package {package[1]}",
+                    got=first_line(error),
+                    remedy=f"pip install {package[1]}",
+                ) from error
+            raise not_loaded(f"the pipeline in {folder}", error) from error
 
 
 def _refuse_attention_of_environment() -> None:
@@ -134,10 +136,15 @@ def _refuse_attention_of_environment() -> None:
         )
 
 
-def _refuse_unfit_names(variant: Any, ignore: Any) -> None:
+def _refuse_unfit_names(denoiser: Any, variant: Any, ignore: Any) -> None:
     texts = isinstance(ignore, (list, tuple)) and all(isinstance(pattern, str) for pattern in ignore)
+
+    def is_name(given: Any) -> bool:
+        return given is None or (isinstance(given, str) and bool(given))
+
     for option, fits, expected, got in (
-        ("variant", variant is None or (isinstance(variant, str) and variant), "a text such as fp16", variant),
+        ("denoiser", is_name(denoiser), "the name of a model of the pipeline, such as transformer_2", denoiser),
+        ("variant", is_name(variant), "a text such as fp16", variant),
         ("ignore", texts, "a list of patterns of names", ignore),
     ):
         if not fits:
@@ -215,6 +222,15 @@ def _load_models(folder: Path, parts: Mapping[str, tuple[str, str]], asked: Weig
         parts: library and class of each component, by name.
     """
     kinds = {name: _class_in_index(entry) for name, entry in parts.items()}
+    if lacking := [name for name, kind in kinds.items() if kind is None]:
+        name, (module, title) = lacking[0], parts[lacking[0]]
+        raise UserError(
+            f"the pipeline in {folder} cannot be loaded: there is no class for {name}",
+            expected="classes of the installed diffusers and transformers",
+            got=f"{title} of {module}",
+            remedy="save the pipeline again with such a class, or install a version that has the class; or, if the pipeline can "
+            f'do without, write "{name}": [null, null] in {PIPELINE_INDEX}',
+        )
     kinds = {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
     models: dict[str, Any] = {}
     if asked.place.is_file():
@@ -259,7 +275,7 @@ def _class_in_index(entry: tuple[str, str]) -> Any:
     module, name = entry
     if module in ("diffusers", "transformers"):
         library = importlib.import_module(module)
-        return getattr(library, current_name(library, name))
+        return getattr(library, current_name(library, name), None)
     return getattr(getattr(diffusers.pipelines, module, None), name, None)
 
 

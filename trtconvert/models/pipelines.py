@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from trtconvert.diffusion_model import OF_NOISE
 from trtconvert.errors import (
@@ -39,6 +39,7 @@ from trtconvert.models.call_options import (
     TOKENS,
     refuse_unfit_texts,
 )
+from trtconvert.models.call_source import ImageArgument, image_arguments
 from trtconvert.models.drawings import Stopped
 from trtconvert.models.observation import Arguments, DoesNotRun
 from trtconvert.models.offloading import move
@@ -76,6 +77,9 @@ def refuse_missing_package(kind: str, error: BaseException) -> None:
 _NO_KIND = {"Optional", "None", "NoneType", "Union", "list", "List", "typing", "torch", "class"}
 """Words in an annotation that name no type of a value."""
 
+_SAME = 1e-3
+"""Largest relative difference between the arguments of one sample in calls of different batches."""
+
 _LONG = 80
 """Characters of a default that messages do not print."""
 
@@ -100,10 +104,10 @@ class PipelineCaller:
     signature: Mapping[str, inspect.Parameter] = field(init=False)
     parameters: frozenset[str] = field(init=False)
     pads: bool = field(default=False, init=False)
-    # Some pipelines take one image for all samples, others one image for each; some take a text, and no list of one text. Only a
-    # call tells.
-    _image_each: bool = field(default=False, init=False)
-    _text_alone: bool = field(default=False, init=False)
+    _image_each: bool | None = field(default=None, init=False)
+    """True if several samples of a call get an image each, False if they share one; None before the first such call."""
+    follows_batch: bool = field(default=False, init=False)
+    """True if a sample with an image gets other arguments in a call of several samples than alone."""
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
@@ -113,9 +117,10 @@ class PipelineCaller:
             self.images, "model.images", "correct it in the recipe, or convert a pipeline that takes images"
         )
         self._refuse_unknown(self.arguments, "model.options.call", "remove it from the recipe")
+        self._refuse_ip_adapters()
         self._refuse_lacking()
-        # Without prompts and embeddings the number of images is the number of samples.
-        self._image_each = bool(self.images) and not self.parameters & {"prompt", *EMBEDDINGS}
+        if not self.parameters & {"prompt", *EMBEDDINGS}:
+            self._image_each = True  # the number of images is the number of samples
         refuse_unfit_texts(self.kind, self.arguments, self.has_text_encoder)
         if self.arguments.get("strength") == 0:
             expected = "a share of the schedule above 0, which leaves every image as it is, and up to 1; 0.6 is usual"
@@ -221,6 +226,16 @@ class PipelineCaller:
             problem = f"{where} has {unknown[0]}, which {self.kind} does not take"
             raise unknown_name(problem, unknown[0], sorted(self.parameters), remedy)
 
+    def _refuse_ip_adapters(self) -> None:
+        """A saved pipeline holds no IP-Adapter."""
+        if given := [name for name in self.images if "ip_adapter" in name]:
+            raise UserError(
+                f"{self.kind} takes {given[0]} through an IP-Adapter, which an engine does not take",
+                expected="images that the pipeline takes as it was saved",
+                got=f"model.images.{given[0]}",
+                remedy=f"remove {' and '.join(given)} from model.images, or keep the pipeline's own {self.component}",
+            )
+
     @property
     def _required(self) -> list[str]:
         """Names of the call's arguments that have no default."""
@@ -278,32 +293,29 @@ class PipelineCaller:
             arguments |= stand_ins(self, seeds, tokens or 77)
         else:
             arguments["prompt"] = list(captions or [self.prompts[seed % len(self.prompts)] for seed in seeds])
-        arguments |= {name: [image] * len(seeds) if self._image_each else image for name, image in self.images.items()}
+        if self.images and len(seeds) > 1 and self._image_each is None:
+            self._settle_images(sizes)
+        each = len(seeds) > 1 and self._image_each
+        arguments |= {name: [image] * len(seeds) if each else image for name, image in self.images.items()}
         left = {"class_labels", *(name for name in self.arguments if embedded and PROMPT.fullmatch(name))}
         arguments |= {name: value for name, value in self._further(seeds).items() if name not in left}
-        if self._text_alone and len(seeds) == 1:
+        if self._takes_one_text and len(seeds) == 1:
             texts = (name for name, x in arguments.items() if PROMPT.fullmatch(name) and isinstance(x, list))
             arguments |= {name: arguments[name][0] for name in texts}
         if tokens is not None and (self.pads or (TOKENS in sizes and LENGTH in self.parameters)):
             arguments[LENGTH] = tokens  # a pipeline that does not pad to this length cuts prompts and embeddings at it
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         try:
-            with _restored(self.pipe):
+            with _restored(self.pipe), _seeded(seeds):
                 output = self.pipe(
                     **arguments,
                     num_inference_steps=steps,
-                    generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                    generator=generators if len(seeds) > 1 else generators[0],  # Wan VACE takes no list
                     output_type="pt" if self.decodes else "latent",
                 )
         except TrtconvertError:
             raise
         except Exception as error:  # whatever the pipeline, its models and its tokenizers raise
-            for way, fits in (("_image_each", bool(self.images) and len(seeds) > 1), ("_text_alone", len(seeds) == 1)):
-                if fits and not getattr(self, way):
-                    setattr(self, way, True)
-                    try:
-                        return self(seeds, steps, sizes, captions)
-                    except UserError:
-                        setattr(self, way, False)
             refuse_missing_package(self.kind, error)
             raise DoesNotRun(
                 f"a call of {self.kind} failed",
@@ -314,8 +326,37 @@ class PipelineCaller:
         drawn = output[0]  # the oldest pipelines ignore "pt" and return arrays [N, H, W, C]
         return drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
 
+    @property
+    def _takes_one_text(self) -> bool:
+        """Whether a prompt is declared as a text and not as a list, as in DreamLite."""
+        declared = str(self.signature["prompt"].annotation) if "prompt" in self.signature else ""
+        return "str" in declared and "list" not in declared.lower()
+
+    def _settle_images(self, sizes: Mapping[str, int]) -> None:
+        """Decides whether several samples share an image or get an image each: a sample of two gets what the sample gets alone.
+
+        Where samples share an image, some pipelines draw the noise of its latents with the first sample's generator, so that the
+        noise of the other samples changes, and Kandinsky 3 draws one sample. Other pipelines take a list of images for each
+        sample, or refuse lists.
+        """
+        texts, ways = [self.prompts[0]] * 2, []
+        for self._image_each in (False, True):
+            try:
+                both = self.first_call([0, 1], sizes, captions=texts)
+                alone = self.first_call([1], sizes, captions=texts[:1])
+            except UserError:
+                continue
+            if is_second_of(both, alone):
+                return
+            ways.append(self._image_each)
+        self._image_each, self.follows_batch = (ways[0], True) if ways else (None, False)
+
     def _remedy(self, error: Exception) -> str:
-        """Returns the remedy for a failed call: set the arguments that the error names, else correct the given ones."""
+        """Returns the remedy for a failed call: give the images that the call lacks, set the arguments that the error names, or
+        correct the given ones."""
+        lacking = [x for x in image_arguments(self.kind) if x.name not in {*self.images, *self.arguments}]
+        if needed := [x for x in lacking if x.needed]:
+            return _give_images(needed)
         said = str(error).lower().replace("_", " ")
         defaults = {
             name: parameter.default
@@ -330,8 +371,9 @@ class PipelineCaller:
             name for name in named if name not in self.arguments and (defaults[name] is not None or not given)
         ]:
             return "; ".join(f"set {name} in model.options.call{_about_default(defaults[name])}" for name in unset)
+        without = f"{_give_images(lacking)}, if the pipeline needs images; or " if lacking and not self.images else ""
         return (
-            "correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
+            f"{without}correct model.options in the recipe, where `call` holds further arguments of the pipeline, or the "
             "pipeline itself; --debug shows where it failed"
         )
 
@@ -359,8 +401,10 @@ class PipelineCaller:
         """
         model = model or self.denoiser
         assert isinstance(model, nn.Module)
-        signature = inspect.signature(getattr(model, method))
+        own = getattr(model, method)
+        signature = inspect.signature(own)
 
+        @functools.wraps(own)  # `_settle_images` reads the signature of what it replaces
         def stop(*args: Any, **kwargs: Any) -> None:
             raise Called(flat_arguments(signature.bind(*args, **kwargs)))
 
@@ -465,6 +509,46 @@ class PipelineCaller:
             setattr(self.pipe, self.component, own)
 
 
+def is_second_of(both: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
+    """Returns whether the second of two samples gets the arguments that the sample gets alone.
+
+    Args:
+        both, alone: arguments of a model's call, by parameter; the first holds the samples.
+    """
+    pairs = [
+        (x, one)
+        for x, one in _pairs(both, alone)
+        if isinstance(x, Tensor) and isinstance(one, Tensor) and one.dim() and x.shape[1:] == one.shape[1:]
+    ]
+    samples = len(pairs[0][1]) if pairs else 0
+    if not pairs or len(pairs[0][0]) != 2 * samples:
+        return False  # as many noisy samples as for one
+    if any(len(x) == len(one) == samples > 1 for x, one in pairs):
+        return False  # rows for the halves of guidance alone, which two samples cannot share
+    return all(_has_second(x, one) for x, one in pairs if len(x) == 2 * len(one))
+
+
+def _pairs(both: Mapping[str, Any], alone: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for name, one in alone.items():
+        x = both.get(name)
+        if isinstance(x, list) and isinstance(one, list) and len(x) == 2 * len(one) > 0:  # a list of samples
+            if all(isinstance(row, Tensor) and row.shape == x[0].shape for row in (*x, *one)):
+                yield torch.stack(x), torch.stack(one)
+        else:
+            yield from zip(tree_leaves(x), tree_leaves(one), strict=False)
+
+
+def _has_second(both: Tensor, alone: Tensor) -> bool:
+    """Returns whether the rows of the second sample are those of the sample alone. Guidance has a block of rows for each half, in
+    which a sample of several frames has a row for each."""
+    rows = len(alone)
+    arranged = (
+        both.unflatten(0, (blocks, 2, -1))[:, 1].flatten(0, 1) for blocks in range(1, rows + 1) if not rows % blocks
+    )
+    own = alone.double()
+    return any(bool((second.double() - own).norm() <= _SAME * own.norm()) for second in arranged)
+
+
 def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result."""
     results: dict[Any, Any] = {}
@@ -502,6 +586,16 @@ def _restored(pipe: Any) -> Iterator[None]:
         vars(pipe).update(before)
 
 
+@contextmanager
+def _seeded(seeds: Sequence[int]) -> Iterator[None]:
+    """Seeds torch's own generators in the block: the ControlNet pipelines of Stable Diffusion 3 draw latents of their images
+    without the call's generators."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seeds[0])
+        yield
+
+
 class Called(Stopped):
     """Ends a pipeline at its call of a model.
 
@@ -532,6 +626,11 @@ def _is_tensor(parameter: inspect.Parameter) -> bool:
     """Whether an argument is declared as a tensor, such as embeddings or a mask, and nothing else."""
     kinds = {name for name in re.findall(r"\w+", str(parameter.annotation)) if name not in _NO_KIND}
     return bool(kinds) and all(kind.endswith("Tensor") for kind in kinds)
+
+
+def _give_images(arguments: Sequence[ImageArgument]) -> str:
+    files = ", ".join(f"{x.name}: {'[FILE.png, …]' if x.frames else 'FILE.png'}" for x in arguments)
+    return f"name files of images under model, `images: {{{files}}}`"
 
 
 def _about_default(default: Any) -> str:

@@ -155,7 +155,8 @@ class PromptLengths:
                 f"{type(model).__name__} gets more tokens than the denoiser, by a number that differs between prompts",
                 expected="the same difference for every prompt",
                 got=", ".join(f"{own[text]} and {count} for {text!r}" for text, count in self.prompts.items()),
-                remedy="take the component out of the recipe: the pipeline's own then does its work",
+                remedy="leave the component out of the recipe's section components, and name the others in place of `all`: the "
+                "pipeline's own model then does the work",
             )
         offset = more.pop()
         low, opt, high = (count + offset for count in self.given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ EMBEDDINGS: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 """A pipeline's arguments for embeddings: entries of the denoiser's configuration that may hold the width, the first one present
 counts; and the entry that may hold the number of tokens, None for one vector a sample."""
+
+_LIST = re.compile(r"((typing\.)?Optional\[)?(typing\.)?[Ll]ist\[")
 
 _CLASSES = ("num_class_embeds", "num_embeds_ada_norm")
 """Entries of a denoiser's configuration that may hold the number of classes; the first one present counts."""
@@ -94,7 +97,7 @@ def _guides(caller: PipelineCaller) -> bool:
 
 def _is_list(caller: PipelineCaller, name: str) -> bool:
     """Whether an argument is declared as a list. Such pipelines join the lists of both halves with +, which would add tensors."""
-    return str(caller.signature[name].annotation).startswith(("list[", "typing.List["))
+    return _LIST.match(str(caller.signature[name].annotation)) is not None
 
 
 def _embedding_shape(caller: PipelineCaller, name: str, number: int) -> tuple[int, ...]:
@@ -107,7 +110,8 @@ def _embedding_shape(caller: PipelineCaller, name: str, number: int) -> tuple[in
         # SDXL joins the text's vector with six numbers, or with five where an aesthetic score replaces two.
         numbers = 5 if getattr(caller.pipe.config, "requires_aesthetics_score", False) else 6
         width = config["projection_class_embeddings_input_dim"] - numbers * config["addition_time_embed_dim"]
-    if (width is None and name == "pooled_prompt_embeds") or (name == "image_embeds" and caller.images):
+    has_default = caller.signature[name].default is not inspect.Parameter.empty
+    if (width is None and name == "pooled_prompt_embeds") or (name == "image_embeds" and caller.images and has_default):
         return ()  # the pipeline computes image embeddings from the images of its call
     if width is None:
         lacking = not caller.has_text_encoder

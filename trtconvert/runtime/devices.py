@@ -324,12 +324,19 @@ def parse_devices(
     """Return the devices of a bundle.
 
     Raises:
-        UserError: both arguments were given, `device` holds several devices, or `devices` is empty, names an unknown device, a
-            GPU twice, or GPUs and the CPU.
+        UserError: both arguments were given, `device` is unknown or holds several devices, or `devices` is empty, names an
+            unknown device, a GPU twice, or GPUs and the CPU.
     """
     if devices is None:
         if isinstance(device, str) or not isinstance(device, Collection):
-            return [device]
+            if device is None or device_of(device) is not None:
+                return [device]
+            raise UserError(
+                f"there is no device {device!r}",
+                expected='"cpu", or a GPU, such as "cuda", "cuda:1" or 1',
+                got=f"device={device!r}",
+                remedy="correct the argument device, or leave it out for the current GPU",
+            )
         raise UserError(
             "the argument device takes a single device",
             expected='one device, such as device="cuda:0"; or several, as devices=["cuda:0", "cuda:1"]',

@@ -54,6 +54,11 @@ _ADVICE = (
         "model.options.height and width, or give the pipeline a VAE of torch, which can tile: bundle.pipeline(vae=…)",
     ),
     (
+        r".*ip_adapter.*",
+        "an IP-Adapter for a model without torch weights",
+        "draw without the IP-Adapter; or keep the pipeline's own model, because an engine does not take an IP-Adapter",
+    ),
+    (
         r".*(lora|adapter|peft).*",
         "a LoRA for a model without torch weights",
         "add the LoRAs to the recipe's section loras and build again; an engine that was built with engine.refittable: true "
@@ -416,6 +421,10 @@ class DiffusersComponent(_DropIn):
         for method, (component, signature) in methods.items():
             called = _Method(component, signature)
             setattr(self, method, called.parameters.of(called))
+        if "decode" in methods:
+            # StableDiffusionUpscalePipeline reads the type of latents from this layer's first parameter.
+            weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+            self.post_quant_conv = SimpleNamespace(parameters=lambda: iter([weight]))
 
 
 class _Method:

@@ -30,7 +30,7 @@ def refuse_unreadable(path: Path) -> None:
             f"there is no LoRA {path}",
             expected="a safetensors file",
             got="a folder" if path.is_dir() else "no such file",
-            remedy=f"name the file in it, {inside[0].name}" if inside else remedy,
+            remedy=f"name the file in it, {inside[0]}" if inside else remedy,
         )
     start = b""
     try:
