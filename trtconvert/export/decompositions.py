@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._export.utils import _is_cia_op, _is_preservable_cia_op  # pyright: ignore[reportPrivateUsage]
@@ -29,7 +29,7 @@ def decomposed_in_place() -> Iterator[None]:
             return self
         return traced_again(self, table, **options)  # pyright: ignore[reportArgumentType]
 
-    ExportedProgram.run_decompositions = decomposed
+    ExportedProgram.run_decompositions = decomposed  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -118,7 +118,8 @@ def _flatten(node: Node) -> Callable[[], None]:
 
 
 def _unflatten(node: Node) -> Callable[[], None]:
-    x, axis, sizes = node.args
+    x = _input(node)
+    axis, sizes = cast("tuple[int, Sequence[Any]]", node.args[1:])
     rank = x.meta["val"].dim()
 
     def change() -> None:
