@@ -21,8 +21,31 @@ from trtconvert.models.digits import digits_model
 gc.set_threshold(100_000, 20, 20)
 
 
+NO_GPU = "needs an NVIDIA GPU, and torch sees none"
+
+
+class ModuleOfGpuTests(pytest.Module):
+    """A module that is imported, so that its mistakes show, and skipped as a whole: thousands of skipped tests take time."""
+
+    def collect(self):
+        _ = self.obj
+        pytest.skip(f"{self.nodeid}: {NO_GPU}", allow_module_level=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path, parent):
+    if not torch.cuda.is_available() and Path(__file__).with_name("gpu") in module_path.parents:
+        return ModuleOfGpuTests.from_parent(parent, path=module_path)
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if hasattr(
+        config, "workerinput"
+    ):  # files with slow tests first: at the end, one of them would leave other workers idle
+        slow = {item.path for item in items if "slow" in item.keywords}
+        items.sort(key=lambda item: item.path not in slow)
     cases = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -32,7 +55,7 @@ def pytest_collection_modifyitems(items):
         cases[test] += 1
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none")
+    skip = pytest.mark.skip(reason=NO_GPU)
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
