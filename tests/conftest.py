@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from browser import Page, chromium
-from support import WEIGHTS, Built, finish, start, tiny_recipe
+from support import WEIGHTS, Built, run, tiny_recipe
 from tiny_layers import WITH_CONV
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -41,9 +41,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config, items):
-    if hasattr(
-        config, "workerinput"
-    ):  # files with slow tests first: at the end, one of them would leave other workers idle
+    # Files with slow tests come first: at the end of a run, one of them would leave the other workers idle.
+    if hasattr(config, "workerinput"):
         slow = {item.path for item in items if "slow" in item.keywords}
         items.sort(key=lambda item: item.path not in slow)
     cases = Counter()
@@ -121,7 +120,7 @@ def built_once(made_once) -> Callable[..., Built]:
 
     def built_of(name: str, write: Callable[[Path], Path]) -> Built:
         def fill(folder: Path) -> None:
-            outcome = finish(start("build", write(folder), "-o", folder / "bundle", "--cache", folder / "cache"))
+            outcome = run("build", write(folder), "-o", folder / "bundle", "--cache", folder / "cache")
             assert outcome.exit_code == 0, outcome.output
 
         folder = made_once(name, fill)
