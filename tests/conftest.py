@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from browser import Page, chromium
-from support import WEIGHTS, Built, finish, start, tiny_recipe
+from support import WEIGHTS, Built, run, tiny_recipe
 from tiny_layers import WITH_CONV
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -21,8 +21,30 @@ from trtconvert.models.digits import digits_model
 gc.set_threshold(100_000, 20, 20)
 
 
+NO_GPU = "needs an NVIDIA GPU, and torch sees none"
+
+
+class ModuleOfGpuTests(pytest.Module):
+    """A module that is imported, so that its mistakes show, and skipped as a whole: thousands of skipped tests take time."""
+
+    def collect(self):
+        _ = self.obj
+        pytest.skip(f"{self.nodeid}: {NO_GPU}", allow_module_level=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path, parent):
+    if not torch.cuda.is_available() and Path(__file__).with_name("gpu") in module_path.parents:
+        return ModuleOfGpuTests.from_parent(parent, path=module_path)
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    # Files with slow tests come first: at the end of a run, one of them would leave the other workers idle.
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if "slow" in item.keywords}
+        items.sort(key=lambda item: item.path not in slow)
     cases = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -32,7 +54,7 @@ def pytest_collection_modifyitems(items):
         cases[test] += 1
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none")
+    skip = pytest.mark.skip(reason=NO_GPU)
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
@@ -98,7 +120,7 @@ def built_once(made_once) -> Callable[..., Built]:
 
     def built_of(name: str, write: Callable[[Path], Path]) -> Built:
         def fill(folder: Path) -> None:
-            outcome = finish(start("build", write(folder), "-o", folder / "bundle", "--cache", folder / "cache"))
+            outcome = run("build", write(folder), "-o", folder / "bundle", "--cache", folder / "cache")
             assert outcome.exit_code == 0, outcome.output
 
         folder = made_once(name, fill)

@@ -188,6 +188,7 @@ def stop_in(process: subprocess.Popen[str], cache: Path, stage: str, number: sig
     process.send_signal(number)
 
 
+@pytest.mark.slow
 def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succeeds(tiny_build, tmp_path):
     cache, output = tmp_path / "cache", shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     before = contents(output)

@@ -394,6 +394,7 @@ def names_for(block: Block, place: Place) -> Names:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({block.page.name for block in RUN}))
 def test_a_page_runs(page, place, capsys):
     found: Names = {"__name__": "documented"}

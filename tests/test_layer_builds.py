@@ -164,6 +164,7 @@ def test_a_refittable_bundle_keeps_what_layers_were_quantised_from(layered_build
     assert runtime.load(tmp_path / "bundle")["denoiser"] is not None  # its files are the bundle's
 
 
+@pytest.mark.soak
 def test_layers_of_half_precision(tmp_path):
     """The type of the model is the type of activations between layers."""
     recipe = tiny_recipe(

@@ -91,8 +91,8 @@ def test_an_entry_point_adds_what_it_imports_of_the_package(monkeypatch, tmp_pat
     assert names_of_ours("diffusers") == names_of_ours("nowhere:load") == set()
 
 
-@pytest.fixture
-def keys(digits_build, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def keys(digits_build, tmp_path_factory):
     """Return the names of code in the keys of a build's stages, and of stages outside this build."""
     found = {}
     stage = Cache.stage
@@ -101,8 +101,10 @@ def keys(digits_build, tmp_path, monkeypatch):
         found[name] = code
         return stage(self, name, code, reads, make)
 
-    monkeypatch.setattr(Cache, "stage", noted)
-    outcome = run("build", digits_build.recipe, "-o", tmp_path / "bundle", "--cache", digits_build.cache)
+    bundle = tmp_path_factory.mktemp("keys") / "bundle"
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Cache, "stage", noted)
+        outcome = run("build", digits_build.recipe, "-o", bundle, "--cache", digits_build.cache)
     assert outcome.exit_code == 0, outcome.output
     assert found.keys() == {"calibrate", "plan", "reference", "export", "verify"}
     further = {

@@ -110,12 +110,12 @@ cudaError_t run_sm90(const TrtConvertInt8ConvParams& c, const Device& device) {
   const Int8Instance instance = choose_int8_conv_instance(pixels, c.out_channels, tiles(c.in_channels, kRowBytes) * kRowBytes * window(c),
                                                           is_bf16(c), device.multiprocessors);
   ConvParams p = {};
-  describe_work(c, kTileRows * instance.cluster, instance.columns, kRowBytes, p, p.conv);
+  describe_work(c, kTileRows, instance.columns, kRowBytes, p, p.conv);
   Maps maps;
   const sm90::Windows windows = {static_cast<int>(c.batch), c.height, c.width, c.in_channels, c.kernel_h, c.kernel_w,
                                  c.stride_y, c.stride_x, c.pad_y, c.pad_x};
   if (!describe_windows(maps.x, c.x, windows, kTileRows, kRowBytes, CU_TENSOR_MAP_SWIZZLE_128B) ||
-      !describe_rows(maps.weight, kInt8Bytes, c.weight, c.out_channels, window(c) * c.in_channels, instance.columns / instance.cluster,
+      !describe_rows(maps.weight, kInt8Bytes, c.weight, c.out_channels, window(c) * c.in_channels, instance.columns,
                      kRowBytes, CU_TENSOR_MAP_SWIZZLE_128B) ||
       !describe_rows(maps.y, sm90::float16_type(is_bf16(c)), c.y, pixels, c.out_channels, kBlockRows, kStoreColumns,
                      CU_TENSOR_MAP_SWIZZLE_64B))

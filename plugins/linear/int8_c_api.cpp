@@ -148,9 +148,9 @@ bool describe(const TrtConvertInt8LinearParams& c, CUtensorMapDataType x_type, i
 cudaError_t run_int8_rows(const TrtConvertInt8LinearParams& c, const Device& device) {
   const Int8Instance instance =
       choose_int8_instance(c.rows, c.out_channels, c.in_channels, is_geglu(c), is_bf16(c), device.multiprocessors);
-  const Int8Params p = params_of(c, kTileRows * instance.cluster, instance.out_columns(), kRowBytes);
+  const Int8Params p = params_of(c, kTileRows, instance.out_columns(), kRowBytes);
   Maps maps;
-  if (!describe(c, sm90::kInt8Bytes, kTileRows, kRowBytes, instance.out_columns() / instance.cluster, CU_TENSOR_MAP_SWIZZLE_128B,
+  if (!describe(c, sm90::kInt8Bytes, kTileRows, kRowBytes, instance.out_columns(), CU_TENSOR_MAP_SWIZZLE_128B,
                 kBlockRows, maps))
     return kNotDescribed;
   return launch_int8_linear(p, maps, instance, device.multiprocessors, static_cast<cudaStream_t>(c.stream));

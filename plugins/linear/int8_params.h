@@ -13,7 +13,7 @@ struct Int8Params {
   const float2* bias;          // likewise, or null
   const uint32_t* residual;    // [rows, columns / 2], or null
   int rows, columns;           // of y
-  int row_tiles;               // of a cluster: kTileRows for each of its thread blocks
+  int row_tiles;
   int column_tiles;
   int depth_tiles;
   int group_rows;              // row_tiles that are taken together, before the next ones

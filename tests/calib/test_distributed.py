@@ -69,6 +69,7 @@ def test_several_ranks_make_what_one_makes(alone, tmp_path, size):
     assert contents(tmp_path / "cache") == {}
 
 
+@pytest.mark.soak
 def test_ranks_on_disks_of_their_own_make_what_one_makes(alone, tmp_path):
     recipe, expected = alone
     output = tmp_path / "c.safetensors"

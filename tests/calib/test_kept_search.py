@@ -95,6 +95,7 @@ def test_a_search_that_was_interrupted_goes_on_where_it_was(tmp_path, measured, 
     assert read_manifest(tmp_path / "bundle").quality.psnr > 0
 
 
+@pytest.mark.soak
 def test_a_damaged_file_is_measured_again(tmp_path, measured):
     frontier = build(tmp_path)
     (work,) = (tmp_path / "cache").glob("searched-*")

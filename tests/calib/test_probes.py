@@ -86,6 +86,7 @@ def test_the_output_is_the_models_own(call):
     assert all(error.shape == (6,) and bool((error > 0).all()) for error in errors)
 
 
+@pytest.mark.soak
 def test_samples_in_chunks_are_those_together(call, monkeypatch):
     monkeypatch.setattr(probes, "MOST_PROBES", 64)
     model, every, inputs = call

@@ -113,11 +113,13 @@ def test_a_stated_share(model, search):
     assert computed == calls and db > uniform + 6
 
 
+@pytest.mark.soak
 def test_nothing_is_left_out_where_the_budget_says_so(search):
     tried, _ = search(200.0)
     assert tried[-1].reuse is None and all(tried[-1].schedule.computed)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("steps", [12, 30])
 def test_other_numbers_of_steps_lose_no_more(model, search, steps):
     """Measurements at 20 steps predict the error at other numbers of steps within 4 dB."""
@@ -134,6 +136,7 @@ def test_few_steps_leave_out_what_the_budget_allows(model, search):
     assert computed >= 3 and db > 36
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "EulerDiscreteScheduler"])
 def test_other_schedulers_lose_no_more(model, measured, name):
     """DDIM's measurements hold for other samplers, including corrections, although some use a prediction for several steps."""

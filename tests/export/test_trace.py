@@ -284,6 +284,7 @@ def test_models_that_cannot_be_traced_print_only_the_message(capfd):
     assert "def forward" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("most", [2, 8])
 def test_a_size_that_the_exporter_would_fix_is_refused(most):
     model = replace(

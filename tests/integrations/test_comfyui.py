@@ -186,6 +186,7 @@ def test_guidance_inside_is_refused(node, tmp_path):
         sys.modules[f"{node.__name__}.denoiser"].family_of(bundle)
 
 
+@pytest.mark.slow
 def test_a_bundle_is_found_loaded_and_loaded_again_when_it_changes(node, tmp_path, unet_build):
     at = shutil.copytree(unet_build.bundle, tmp_path / "models" / "trtconvert" / "mine" / "sd")
     ((name, loader),) = node.NODE_CLASS_MAPPINGS.items()

@@ -81,6 +81,7 @@ def converted(request, tmp_path_factory) -> Converted:
     return convert_components(tmp_path_factory.mktemp(request.param), request.param, {"all": {}, "vae_encoder": {}})
 
 
+@pytest.mark.slow
 def test_components_do_what_the_models_do(converted):
     """With the pipeline's denoiser between them, text encoders and VAE give the pipeline's images."""
     pipe = load_pipeline(converted.pipeline)

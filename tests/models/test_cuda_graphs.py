@@ -159,6 +159,7 @@ def test_a_calibration_is_that_of_eager_calls(digits, tmp_path, monkeypatch):
     assert_same_calibration(digits.calibrated(tmp_path / "graphs"), expected)
 
 
+@pytest.mark.soak
 def test_sensitivities_are_those_of_eager_calls(digits, tmp_path, monkeypatch):
     made = digits.calibrated(tmp_path)
     expected = digits.sensitivity(made)
@@ -166,6 +167,7 @@ def test_sensitivities_are_those_of_eager_calls(digits, tmp_path, monkeypatch):
     assert_same_sensitivity(digits.sensitivity(made), expected, rtol=1e-3)
 
 
+@pytest.mark.soak
 def test_probes_keep_what_candidates_change_only_where_there_is_room(digits, tmp_path, monkeypatch):
     made, errors = digits.calibrated(tmp_path), []
     for room in (0, 2**20, 2**31):

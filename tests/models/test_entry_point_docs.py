@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 
+import pytest
 from support import REPOSITORY
 
 
+@pytest.mark.slow
 def test_the_documented_entry_point_builds(tmp_path):
     page = (REPOSITORY / "docs/entry-points.md").read_text(encoding="utf-8")
     code, recipe = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml"))

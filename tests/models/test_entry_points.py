@@ -69,7 +69,9 @@ def built(tmp_path, monkeypatch):
     return build
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["an activation", "a whole block"])
+@pytest.mark.parametrize(
+    "again", [pytest.param(False, marks=pytest.mark.soak), True], ids=["an activation", "a whole block"]
+)
 def test_modules_with_two_names_are_converted_under_the_first(built, again):
     """torch.export calls stand-ins of all modules then."""
     folder = built(lambda: tiny_layers.build(lambda: Blocks(again=again)))
@@ -91,6 +93,7 @@ def test_timesteps_that_are_looked_up_reach_the_model_as_integers(built):
         assert model.sample(bundle["denoiser"], range(2), steps=3, solver="ddim").isfinite().all()
 
 
+@pytest.mark.soak
 def test_a_default_type_that_a_model_sets_is_not_that_of_what_is_drawn(built):
     def careless():
         torch.set_default_dtype(torch.float64)

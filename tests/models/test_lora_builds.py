@@ -208,6 +208,7 @@ def test_a_pipeline_is_built_with_its_loras(tmp_path):
                 called.set_loras([(tmp_path / "style.safetensors", 1.0)])
 
 
+@pytest.mark.soak
 def test_parts_that_nothing_takes_are_told(tmp_path):
     base = tiny_models.build().denoiser
     layers = {"lora_unet_out": base.out.weight, "lora_te1_q": torch.ones(8, 8), "lora_te3_q": torch.ones(8, 8)}

@@ -154,6 +154,7 @@ def pipeline_model(folder, name):
     return diffusers_model(folder, **{"tokens": 8, "batch": [1, 2, 2]} | options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["flux", "stable_diffusion_xl"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_gradients_of_pipelines_go_through_blocks_that_are_computed_again(
@@ -255,6 +256,7 @@ def test_host_memory_is_that_of_the_machine_or_less():
     assert 0 < offloading._host_memory_free() < 2**50
 
 
+@pytest.mark.soak
 def test_a_pipeline_with_text_encoders_is_built_as_without(moves, tmp_path, monkeypatch):
     """The build runs from the calibration to the gates; the exported model is traced from the model as loaded."""
     moves.nan = False

@@ -183,6 +183,7 @@ def drawn(folder, seeds=(0, 1, 2), **call):
     return model.sample(model.denoiser, list(seeds), steps=2, solver="ddim")
 
 
+@pytest.mark.slow
 def test_negative_prompts_are_those_of_every_sample(saved):
     """One negative prompt for all samples, or several by turns, with any batch."""
     plain, one = drawn(saved), drawn(saved, negative_prompt="blurry")

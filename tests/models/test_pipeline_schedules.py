@@ -48,7 +48,14 @@ def test_timesteps_that_rise_while_noise_falls_are_followed(tmp_path):
     assert modes[0] == Mode.AGGRESSIVE and modes[-1] == Mode.PRECISION
 
 
-@pytest.mark.parametrize("name", ["stable_diffusion_3", "flux", "stable_diffusion_xl", "wan"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stable_diffusion_3",
+        "flux",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("stable_diffusion_xl", "wan")),
+    ],
+)
 def test_timesteps_that_fall_with_the_noise_are_as_before(tmp_path, name):
     make, options = tiny_pipelines.PIPELINES[name]
     make().save_pretrained(tmp_path)

@@ -49,6 +49,7 @@ def test_embeddings_of_any_length_in_the_range_are_drawn_with(unet_build):
                 pipe(prompt_embeds=given, negative_prompt_embeds=given, height=32, width=32, num_inference_steps=1)
 
 
+@pytest.mark.slow
 def test_lengths_that_prompts_do_not_come_to_are_refused_and_the_remedy_works(unet_build):
     """Every prompt has 8 tokens."""
     for tokens, held in (([12, 16, 32], [8, 16, 32]), (6, [6, 6, 8]), ([4, 4, 6], [4, 4, 8])):
@@ -69,7 +70,8 @@ def test_a_pipeline_without_text_encoders_takes_a_range_too(tmp_path):
     assert model.denoiser(**model.example(0, sizes)).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["flux", "stable_diffusion_3", "pixart"])
+@pytest.mark.first_case
+@pytest.mark.parametrize("name", ["stable_diffusion_3", "flux", "pixart"])
 def test_prompts_are_padded_to_any_length_in_the_range(tmp_path, name):
     """In pipelines with an argument for the length, denoiser and T5 take the range, and CLIP has a fixed length."""
     tiny_pipelines.with_text(name).save_pretrained(tmp_path / "pipeline")

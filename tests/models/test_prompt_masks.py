@@ -318,6 +318,7 @@ def test_prompts_of_z_image_need_a_number_of_tokens_that_they_are_padded_to(tmp_
         assert images.shape[0] == 2 and images.isfinite().all()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_bundle_of_z_image_draws_prompts_of_any_length_up_to_its_own(tmp_path):
     """Prompts are padded to the number of tokens: shorter ones are masked, longer ones refused with a remedy that works."""

@@ -26,6 +26,7 @@ from trtconvert.stages.shapes import narrowed
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "option", "sizes", "expected", "followed"),
     [
@@ -104,6 +105,7 @@ def test_the_steps_of_transformers_are_their_patches(tmp_path, name, options, st
     assert diffusers_model(tmp_path, **{"tokens": 8, "batch": 1} | own | options).steps == steps
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("sizes", "fitting"), [([40, 48, 64], [48, 48, 64]), ([32, 48, 56], [32, 48, 48])])
 def test_a_range_that_begins_or_ends_between_steps_is_refused(tmp_path, sizes, fitting):
     """A U-Net that halves its latents twice: 16 pixels are a row of the smallest ones, and pipelines take steps of 8 pixels."""

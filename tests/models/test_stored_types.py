@@ -18,7 +18,7 @@ from trtconvert.models.placed import _copied
 from trtconvert.recipe import ModelSection
 
 
-@pytest.fixture(scope="module", params=["flux", "wan"])
+@pytest.fixture(scope="module", params=["flux", pytest.param("wan", marks=pytest.mark.soak)])
 def stored(request, tmp_path_factory) -> ModelSection:
     """A pipeline in BF16."""
     folder = tmp_path_factory.mktemp(request.param)

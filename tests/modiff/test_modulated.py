@@ -244,6 +244,7 @@ def test_models_keep_what_they_ask_their_layers_for():
         held.no_such_thing  # noqa: B018
 
 
+@pytest.mark.soak
 def test_compiled_models_compute_the_same():
     torch._dynamo.reset()
     found, wanted, calls = modulated(activation_bits=8), modulated(activation_bits=8), trajectory(steps=4)

@@ -110,7 +110,7 @@ def test_bundles_that_end_anywhere(tiny_build, tmp_path: Path):
     whole(folder)
 
 
-@pytest.mark.parametrize("kind", ["tiny_build", "layered_build"])
+@pytest.mark.parametrize("kind", ["tiny_build", pytest.param("layered_build", marks=pytest.mark.soak)])
 def test_mutated_manifests_whose_digests_fit(request, tmp_path: Path, kind: str):
     """Accepted bundles are shown, and run by ONNX Runtime."""
     build = request.getfixturevalue(kind)

@@ -157,6 +157,7 @@ class Zeros(nn.Module):
         return x - self.out(tokens).transpose(1, 2).reshape(x.shape)
 
 
+@pytest.mark.soak
 def test_equal_weights_are_apart_and_shared_ones_are_not(load, tmp_path, monkeypatch):
     monkeypatch.setattr(int8_layers, "_FEWEST_ROWS", 64)  # the second call of `tied` has 4 rows
     made = int8_model(as_stored(tiny_layers.build(Zeros), torch.float16), include=["*", "tied#2"], moved=True)
@@ -247,6 +248,7 @@ def test_a_weight_without_the_bias_that_follows_from_it(geglu):
     assert loaded.refit({"down.weight": state["down.weight"]}) == 3  # it has none of its own
 
 
+@pytest.mark.soak
 def test_without_memory_on_the_device_the_host_quantises(geglu, tmp_path, monkeypatch):
     made, loaded = geglu
     file = file_of(made, tmp_path, ["up", "down"])

@@ -30,19 +30,6 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t arriv
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Arrives at the barrier in the same place of another thread block of the cluster. Orders only reads of shared memory, which the copy
-// engine may overwrite then: a release to the whole cluster would wait for all memory.
-__device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier, int block) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
-
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -114,16 +101,6 @@ __device__ __forceinline__ void im2col_copy(uint32_t target, const CUtensorMap* 
       : "memory");
 }
 
-// Copies a box of two dimensions to every thread block of a cluster, in the same place of each; completes on the barrier in the same place.
-template <int kBlocks>
-__device__ __forceinline__ void tensor_copy_to_all(uint32_t target, const CUtensorMap* map, const int (&at)[2], uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(target),
-      "l"(map), "r"(at[0]), "r"(at[1]), "r"(barrier), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
-      : "memory");
-}
-
 // Copies one box from shared memory to a tensor of two dimensions, clipped at the tensor. Belongs to the thread's open group.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, const int (&at)[2], uint32_t source) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(at[0]), "r"(at[1]),
@@ -147,18 +124,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 // Makes ordinary stores to shared memory visible to wgmma and the copy engine; a barrier has to follow.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Clusters, registers, named barriers ----
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// Waits for all threads of a cluster. Orders no memory beyond an explicit fence: ordering would wait for all memory.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
+// ---- Registers, named barriers ----
 
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {

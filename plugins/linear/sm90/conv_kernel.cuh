@@ -10,8 +10,8 @@
 namespace trtconvert::linear {
 
 // Its producer needs more registers than the producer of rows.
-template <int kColumns, bool kAlternate, int kCluster>
-struct ConvTile : Int8Shape<kColumns, false, kAlternate, kCluster> {
+template <int kColumns, bool kAlternate>
+struct ConvTile : Int8Shape<kColumns, false, kAlternate> {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ void produce(const ConvParams& p, const Maps& maps, c
   const ConvShape& conv = p.conv;
   Cursor<S::kStages> at;
   const int tiles = p.row_tiles * p.column_tiles, pixels = conv.out_height * conv.out_width;
-  for (int tile = blockIdx.x / S::kCluster; tile < tiles; tile += gridDim.x / S::kCluster) {
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Place place = place_of<S>(p, tile);
     const int image = place.row / pixels, pixel = place.row % pixels;
     const int y = pixel / conv.out_width * conv.stride_y - conv.pad_y, x = pixel % conv.out_width * conv.stride_x - conv.pad_x;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void produce(const ConvParams& p, const Maps& maps, c
       mbarrier_wait(ring.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(ring.full(at.stage), S::kStageBytes);
       im2col_copy(ring.x(at.stage), &maps.x, {chunk * kRowBytes, x, y, image}, right, below, ring.full(at.stage));
-      copy_weight<S>(maps, ring.weight(at.stage), depth + chunk * kRowBytes, place.column, ring.full(at.stage));
+      tensor_copy(ring.weight(at.stage), &maps.weight, {depth + chunk * kRowBytes, place.column}, ring.full(at.stage));
       at.advance();
       if (++chunk < conv.chunks) continue;
       chunk = 0;
@@ -42,12 +42,12 @@ __device__ __forceinline__ void produce(const ConvParams& p, const Maps& maps, c
   }
 }
 
-template <int kColumns, bool kAlternate, int kCluster, bool kBf16>
+template <int kColumns, bool kAlternate, bool kBf16>
 __global__ void __launch_bounds__(kThreads, 1)
     int8_conv_kernel(const __grid_constant__ ConvParams p, const __grid_constant__ Maps maps) {
   extern __shared__ uint8_t shared[];
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using S = ConvTile<kColumns, kAlternate, kCluster>;
+  using S = ConvTile<kColumns, kAlternate>;
   multiply_tiles<S, ScaledEpilogue<kBf16, S, ConvParams>>(p, maps, shared);
 #endif
 }

@@ -12,24 +12,20 @@ namespace {
 // Calls `with` with each of the tiles, the first ones preferred: U-Nets have multiples of 320 channels, VAEs of 128.
 template <typename With>
 void for_each_tile(With with) {
-  with(Tile<256, false, 1>());
-  with(Tile<256, false, 2>());
-  with(Tile<128, true, 1>());
-  with(Tile<128, true, 2>());
-  with(Tile<160, false, 1>());
-  with(Tile<160, false, 2>());
-  with(Tile<64, false, 1>());
+  with(Tile<256, false>());
+  with(Tile<128, true>());
+  with(Tile<160, false>());
+  with(Tile<64, false>());
 }
 
-template <int kColumns, bool kAlternate, int kCluster, bool kBf16>
+template <int kColumns, bool kAlternate, bool kBf16>
 cudaError_t launch(const ConvParams& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
-  constexpr int kSharedBytes = ConvTile<kColumns, kAlternate, kCluster>::kSharedBytes;
-  const auto kernel = int8_conv_kernel<kColumns, kAlternate, kCluster, kBf16>;
+  constexpr int kSharedBytes = ConvTile<kColumns, kAlternate>::kSharedBytes;
+  const auto kernel = int8_conv_kernel<kColumns, kAlternate, kBf16>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes))
     return error;
-  const int clusters = std::min(p.row_tiles * p.column_tiles, multiprocessors / kCluster);
-  return launch_clusters(kernel, kCluster, dim3(static_cast<unsigned>(clusters * kCluster)), kThreads, kSharedBytes, stream, true, p,
-                         maps);
+  const dim3 grid(static_cast<unsigned>(std::min(p.row_tiles * p.column_tiles, multiprocessors)));
+  return launch_kernel(kernel, grid, kThreads, kSharedBytes, stream, true, p, maps);
 }
 
 }  // namespace
@@ -42,9 +38,9 @@ cudaError_t launch_int8_conv(const ConvParams& p, const Maps& maps, const Int8In
                              cudaStream_t stream) {
   cudaError_t result = cudaErrorInvalidValue;
   for_each_tile([&](auto tile) {
-    if (tile.columns != instance.columns || tile.alternate != instance.alternate || tile.cluster != instance.cluster) return;
-    result = instance.bf16 ? launch<tile.columns, tile.alternate, tile.cluster, true>(p, maps, multiprocessors, stream)
-                           : launch<tile.columns, tile.alternate, tile.cluster, false>(p, maps, multiprocessors, stream);
+    if (tile.columns != instance.columns || tile.alternate != instance.alternate) return;
+    result = instance.bf16 ? launch<tile.columns, tile.alternate, true>(p, maps, multiprocessors, stream)
+                           : launch<tile.columns, tile.alternate, false>(p, maps, multiprocessors, stream);
   });
   return result;
 }

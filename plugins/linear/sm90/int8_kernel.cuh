@@ -32,13 +32,13 @@ template <int kColumns, bool kGeglu>
 constexpr int kEpilogueBytes =
     (kOutBoxes * kBoxBytes + (kColumns + kColumns / (kGeglu ? 2 : 1)) / 2 * kPairBytes + kBoxAlignment - 1) / kBoxAlignment * kBoxAlignment;
 
-template <int kColumns, bool kGeglu, bool kAlternate, int kCluster>
-using Int8Shape = Shape<Int8, kColumns, kGeglu, kAlternate, kConsumers * kEpilogueBytes<kColumns, kGeglu>, kCluster>;
+template <int kColumns, bool kGeglu, bool kAlternate>
+using Int8Shape = Shape<Int8, kColumns, kGeglu, kAlternate, kConsumers * kEpilogueBytes<kColumns, kGeglu>>;
 
 template <typename S>
 __device__ __forceinline__ Place place_of(const Int8Params& p, int tile) {
   const GroupedTile at(p, tile);
-  return {(at.row * S::kCluster + (S::kCluster > 1 ? cluster_rank() : 0)) * kTileRows, at.column * S::kOutColumns};
+  return {at.row * kTileRows, at.column * S::kOutColumns};
 }
 
 __device__ __forceinline__ bool is_for_another(const Int8Params& p) { return p.may_be_16bit && signbit(p.row_scale[0]); }
@@ -297,12 +297,12 @@ class ScaledEpilogue {
   Residual residual_[2];
 };
 
-template <int kColumns, bool kGeglu, bool kAlternate, int kCluster, bool kBf16>
+template <int kColumns, bool kGeglu, bool kAlternate, bool kBf16>
 __global__ void __launch_bounds__(kThreads, 1)
     int8_linear_kernel(const __grid_constant__ Int8Params p, const __grid_constant__ Maps maps) {
   extern __shared__ uint8_t shared[];
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using S = Int8Shape<kColumns, kGeglu, kAlternate, kCluster>;
+  using S = Int8Shape<kColumns, kGeglu, kAlternate>;
   multiply_tiles<S, ScaledEpilogue<kBf16, S>>(p, maps, shared);
 #endif
 }

@@ -12,33 +12,27 @@ namespace {
 // Calls `with` with each of the tiles, the first ones preferred.
 template <bool kGeglu, typename With>
 void for_each_tile(With with) {
-  with(Tile<256, false, 1>());
-  with(Tile<256, false, 2>());
-  with(Tile<128, true, 1>());
-  with(Tile<128, true, 2>());
+  with(Tile<256, false>());
+  with(Tile<128, true>());
   if constexpr (kGeglu) {
-    with(Tile<192, false, 1>());
-    with(Tile<192, false, 2>());
-    with(Tile<64, true, 1>());
+    with(Tile<192, false>());
+    with(Tile<64, true>());
   } else {
-    with(Tile<192, false, 1>());
-    with(Tile<192, false, 2>());
-    with(Tile<160, false, 1>());
-    with(Tile<160, false, 2>());
-    with(Tile<96, false, 1>());
-    with(Tile<64, false, 1>());
+    with(Tile<192, false>());
+    with(Tile<160, false>());
+    with(Tile<96, false>());
+    with(Tile<64, false>());
   }
 }
 
-template <int kColumns, bool kGeglu, bool kAlternate, int kCluster, bool kBf16>
+template <int kColumns, bool kGeglu, bool kAlternate, bool kBf16>
 cudaError_t launch(const Int8Params& p, const Maps& maps, int multiprocessors, cudaStream_t stream) {
-  constexpr int kSharedBytes = Int8Shape<kColumns, kGeglu, kAlternate, kCluster>::kSharedBytes;
-  const auto kernel = int8_linear_kernel<kColumns, kGeglu, kAlternate, kCluster, kBf16>;
+  constexpr int kSharedBytes = Int8Shape<kColumns, kGeglu, kAlternate>::kSharedBytes;
+  const auto kernel = int8_linear_kernel<kColumns, kGeglu, kAlternate, kBf16>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes))
     return error;
-  const int clusters = std::min(p.row_tiles * p.column_tiles, multiprocessors / kCluster);
-  return launch_clusters(kernel, kCluster, dim3(static_cast<unsigned>(clusters * kCluster)), kThreads, kSharedBytes, stream, true, p,
-                         maps);
+  const dim3 grid(static_cast<unsigned>(std::min(p.row_tiles * p.column_tiles, multiprocessors)));
+  return launch_kernel(kernel, grid, kThreads, kSharedBytes, stream, true, p, maps);
 }
 
 template <bool kGeglu>
@@ -46,10 +40,10 @@ cudaError_t launch_chosen(const Int8Params& p, const Maps& maps, const Int8Insta
                           cudaStream_t stream) {
   cudaError_t result = cudaErrorInvalidValue;
   for_each_tile<kGeglu>([&](auto tile) {
-    if (tile.columns != instance.columns || tile.alternate != instance.alternate || tile.cluster != instance.cluster) return;
+    if (tile.columns != instance.columns || tile.alternate != instance.alternate) return;
     result = instance.bf16
-                 ? launch<tile.columns, kGeglu, tile.alternate, tile.cluster, true>(p, maps, multiprocessors, stream)
-                 : launch<tile.columns, kGeglu, tile.alternate, tile.cluster, false>(p, maps, multiprocessors, stream);
+                 ? launch<tile.columns, kGeglu, tile.alternate, true>(p, maps, multiprocessors, stream)
+                 : launch<tile.columns, kGeglu, tile.alternate, false>(p, maps, multiprocessors, stream);
   });
   return result;
 }

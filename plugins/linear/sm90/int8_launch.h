@@ -13,7 +13,6 @@ constexpr int kWeightOnlyColumns = 128;  // of a tile for 16-bit rows: rows of t
 struct Int8Instance {
   int columns;     // of a tile: rows of the weight; with two products, half of the rows belong to each
   bool alternate;  // whether consumers alternate tiles; otherwise they share tiles
-  int cluster;     // thread blocks that share their tiles of the weight
   bool geglu, bf16;
 
   int out_columns() const { return geglu ? columns / 2 : columns; }

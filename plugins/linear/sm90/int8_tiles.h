@@ -8,9 +8,9 @@
 
 namespace trtconvert::linear {
 
-template <int kColumns, bool kAlternate, int kCluster>
+template <int kColumns, bool kAlternate>
 struct Tile {
-  static constexpr int columns = kColumns, cluster = kCluster;
+  static constexpr int columns = kColumns;
   static constexpr bool alternate = kAlternate;
 };
 
@@ -22,10 +22,8 @@ Int8Instance choose_tile(ForEachTile for_each_tile, int64_t rows, int out_column
   Int8Instance best = {};
   int64_t least = INT64_MAX;
   for_each_tile([&](auto tile) {
-    if (tile.cluster > multiprocessors) return;
-    const Int8Instance candidate = {tile.columns, tile.alternate, tile.cluster, geglu, bf16};
-    const int64_t tiles = in(in(rows, kTileRows * tile.cluster) * in(out_columns, candidate.out_columns()),
-                             multiprocessors / tile.cluster);
+    const Int8Instance candidate = {tile.columns, tile.alternate, geglu, bf16};
+    const int64_t tiles = in(in(rows, kTileRows) * in(out_columns, candidate.out_columns()), multiprocessors);
     const int64_t deep = std::max(tile.columns, (tile.columns + kTileRows) / 2);
     const int64_t time = tiles * deep * in(depth, kRowBytes) + kBeside * (tile.alternate ? 1 : tiles);
     if (time >= least) return;

@@ -21,13 +21,12 @@ constexpr int kSharedLimit = 227 * 1024;
 constexpr int kOwnBarrier = 1;    // named barriers: of each consumer's threads,
 constexpr int kTurnBarrier = 3;   // and of its turn, where consumers alternate
 
-// kOutBytes_: shared memory of the epilogues. kCluster_: thread blocks that share their tiles of the weight, by multicast, and have
-// neighbouring rows.
-template <typename Operand_, int kColumns_, bool kGeglu_, bool kAlternate_, int kOutBytes_, int kCluster_ = 1>
+// kOutBytes_: shared memory of the epilogues.
+template <typename Operand_, int kColumns_, bool kGeglu_, bool kAlternate_, int kOutBytes_>
 struct Shape {
   using Operand = Operand_;
   static constexpr bool kGeglu = kGeglu_, kAlternate = kAlternate_;
-  static constexpr int kColumns = kColumns_, kCluster = kCluster_;
+  static constexpr int kColumns = kColumns_;
   static constexpr int kOutColumns = kGeglu ? kColumns / 2 : kColumns;
   static constexpr int kBlocks = kAlternate ? 2 : 1;  // of 64 rows, of a consumer's tile
   static constexpr int kDepth = kRowBytes / Operand::kBytes;  // elements
@@ -45,14 +44,12 @@ struct Shape {
   static constexpr int kBarriers = kOut + kOutBytes;
   static constexpr int kSharedBytes = kAlignment + kBarriers + kBarrierBytes;
   // Arrivals that empty a stage: of all consumers that read this thread block's copies.
-  static constexpr int kReaders = (kAlternate ? 1 : kConsumers) * kCluster;
-  // Registers of a thread: the kernel starts with the sum over all threads. Multicast takes more addresses.
-  static constexpr int kProducerRegisters = kCluster > 1 ? 40 : 24;
-  static constexpr int kConsumerRegisters = kCluster > 1 ? 232 : 240;
+  static constexpr int kReaders = kAlternate ? 1 : kConsumers;
+  // Registers of a thread: the kernel starts with the sum over all threads.
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters == (1 + kConsumers) * 168);
   static_assert(kStageBytes % kAlignment == 0 && kOutColumns % kStoreColumns == 0 && kStages >= 3);
   static_assert(2 * kMostStages * sizeof(uint64_t) <= kBarrierBytes && kTileRows == 2 * kBlockRows && kConsumers == 2);
-  static_assert(kOutColumns / kCluster % 8 == 0);  // the swizzle has groups of eight rows
 };
 
 // A place in the ring, and the number of completed rounds.
@@ -85,11 +82,7 @@ struct Ring {
 
   // Called by a consumer's threads when the stage has been read.
   __device__ __forceinline__ void release(int stage, int thread) const {
-    if constexpr (S::kCluster == 1) {
-      if (thread == 0) mbarrier_arrive(empty(stage));
-    } else {
-      if (thread < S::kCluster) mbarrier_arrive_in_cluster(empty(stage), thread);
-    }
+    if (thread == 0) mbarrier_arrive(empty(stage));
   }
 };
 
@@ -104,32 +97,21 @@ __device__ __forceinline__ Place place_of(const Params& p, int tile) {
   return {tile % p.row_tiles * kTileRows, tile / p.row_tiles * S::kOutColumns};
 }
 
-// Rows of one product's weight, from an element of their depth on: each thread block of a cluster copies its share to all.
-template <typename S>
-__device__ __forceinline__ void copy_weight(const Maps& maps, uint32_t target, int depth, int row, uint32_t full) {
-  if constexpr (S::kCluster == 1) {
-    tensor_copy(target, &maps.weight, {depth, row}, full);
-  } else {
-    const int first = S::kOutColumns / S::kCluster * cluster_rank();
-    tensor_copy_to_all<S::kCluster>(target + first * kRowBytes, &maps.weight, {depth, row + first}, full);
-  }
-}
-
 // Runs in one thread.
 template <typename S, typename P>
 __device__ __forceinline__ void produce(const P& p, const Maps& maps, const Ring<S>& ring) {
   Cursor<S::kStages> at;
   const int tiles = p.row_tiles * p.column_tiles;
-  for (int tile = blockIdx.x / S::kCluster; tile < tiles; tile += gridDim.x / S::kCluster) {
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Place place = place_of<S>(p, tile);
     for (int k = 0; k < p.depth_tiles; ++k) {
       mbarrier_wait(ring.empty(at.stage), at.parity ^ 1);
       mbarrier_arrive_expect(ring.full(at.stage), S::kStageBytes);
       tensor_copy(ring.x(at.stage), &maps.x, {k * S::kDepth, place.row}, ring.full(at.stage));
-      copy_weight<S>(maps, ring.weight(at.stage), k * S::kDepth, place.column, ring.full(at.stage));
+      tensor_copy(ring.weight(at.stage), &maps.weight, {k * S::kDepth, place.column}, ring.full(at.stage));
       if constexpr (S::kGeglu)
-        copy_weight<S>(maps, ring.weight(at.stage) + S::kOutColumns * S::kWeightRowBytes, k * S::kDepth, p.columns + place.column,
-                       ring.full(at.stage));
+        tensor_copy(ring.weight(at.stage) + S::kOutColumns * S::kWeightRowBytes, &maps.weight,
+                    {k * S::kDepth, p.columns + place.column}, ring.full(at.stage));
       at.advance();
     }
   }
@@ -148,8 +130,8 @@ __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring
     at.skip(consumer * p.depth_tiles);
     if (consumer == 1) named_barrier_arrive(kTurnBarrier, kConsumers * kWarpgroup);  // the first turn is consumer 0's
   }
-  const int tiles = p.row_tiles * p.column_tiles, clusters = gridDim.x / S::kCluster, step = clusters * (S::kAlternate ? kConsumers : 1);
-  for (int tile = blockIdx.x / S::kCluster + (S::kAlternate ? consumer * clusters : 0); tile < tiles; tile += step) {
+  const int tiles = p.row_tiles * p.column_tiles, blocks = gridDim.x, step = blocks * (S::kAlternate ? kConsumers : 1);
+  for (int tile = blockIdx.x + (S::kAlternate ? consumer * blocks : 0); tile < tiles; tile += step) {
     Place place = place_of<S>(p, tile);
     place.row += first_block * kBlockRows;
     epilogue.load(p, place);
@@ -179,7 +161,7 @@ __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring
       previous = at.stage;
       at.advance();
     }
-    if (S::kAlternate && tile + clusters < tiles) named_barrier_arrive(kTurnBarrier + 1 - consumer, kConsumers * kWarpgroup);
+    if (S::kAlternate && tile + blocks < tiles) named_barrier_arrive(kTurnBarrier + 1 - consumer, kConsumers * kWarpgroup);
     epilogue.prepare(p, place);
     wgmma_wait<0>();
     pin(sums);
@@ -194,8 +176,8 @@ __device__ __forceinline__ void consume(const P& p, const Maps& maps, const Ring
 // True if the data say that a launch is for another kernel. A 16-bit layer has one kernel.
 __device__ __forceinline__ bool is_for_another(const Params&) { return false; }
 
-// A kernel's body. Grid: one dimension, at most as many thread blocks as tiles or multiprocessors, whole clusters. consume(ring,
-// consumer) is the code of a consumer's warpgroup.
+// A kernel's body. Grid: one dimension, at most as many thread blocks as tiles or multiprocessors. consume(ring, consumer)
+// is the code of a consumer's warpgroup.
 template <typename S, typename P, typename Consume>
 __device__ __forceinline__ void run_block(const P& p, const Maps& maps, const uint8_t* shared, Consume consume) {
   const Ring<S> ring = {(shared_address(shared) + S::kAlignment - 1) & ~uint32_t(S::kAlignment - 1)};
@@ -208,11 +190,7 @@ __device__ __forceinline__ void run_block(const P& p, const Maps& maps, const ui
     }
     fence_barrier_init();
   }
-  if constexpr (S::kCluster == 1) {
-    __syncthreads();
-  } else {
-    cluster_sync();
-  }
+  __syncthreads();
   wait_for_previous_kernel();
   if (is_for_another(p)) return;
   // The same in every lane, which the shuffle tells the compiler.
@@ -224,7 +202,6 @@ __device__ __forceinline__ void run_block(const P& p, const Maps& maps, const ui
     raise_registers<S::kConsumerRegisters>();
     consume(ring, warpgroup - 1);
   }
-  if constexpr (S::kCluster > 1) cluster_sync();  // others arrive at barriers here until they have read their last stage
 }
 
 // For consumers that multiply operands in shared memory.

@@ -21,7 +21,7 @@ namespace trtconvert::linear {
 template <int kRows_, bool kGeglu_>
 struct WeightOnlyShape {
   static constexpr bool kGeglu = kGeglu_;
-  static constexpr int kRows = kRows_, kCluster = 1;
+  static constexpr int kRows = kRows_;
   static constexpr int kOutColumns = kWeightOnlyColumns / (kGeglu ? 2 : 1);
   static constexpr int kConsumerColumns = kOutColumns / kConsumers;
   static constexpr int kDepth = kTileDepth;

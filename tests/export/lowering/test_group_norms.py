@@ -229,6 +229,7 @@ def test_norms_that_are_written_in_another_way_are_left(lacking: str):
     assert fuse_group_norms(model) == 0
 
 
+@pytest.mark.soak
 def test_other_16_bits_and_the_most_channels():
     model, _ = images(Images(4096, 32), torch.bfloat16, 4096)
     assert fuse_group_norms(model) == 1

@@ -79,6 +79,7 @@ def test_norms_of_unets_are_taken_and_the_function_stays(linear: bool, varying: 
             break
 
 
+@pytest.mark.soak
 def test_residual_norms_are_taken_as_before():
     """Two in each transformer. Its projections are two products more."""
     plain, model = unet(linear=False, varying=()), unet(linear=False, varying=())
@@ -90,6 +91,7 @@ def test_residual_norms_are_taken_as_before():
     assert len(named(model, "MatMul")) == len(named(plain, "MatMul")) + 8
 
 
+@pytest.mark.soak
 def test_weights_in_files(tmp_path: Path):
     model = unet(linear=False, varying=())
     lower_to_native(model, list(attention_nodes(model)))
@@ -104,6 +106,7 @@ def test_weights_in_files(tmp_path: Path):
     assert relative_error(run(as_operators(model)), expected) < PIXELS_AS_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True], ids=["plugin", "native"])
 @pytest.mark.parametrize(
     ("kernel", "options", "count"),

@@ -148,6 +148,7 @@ def test_weights_are_stored_four_channels_in_an_integer(everywhere):
     assert shapes == [(WIDE, 3, 3, CHANNELS // 4), *[(WIDE, 3, 3, WIDE // 4)] * 3]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("modes", [[1], [1, 3]], ids=["weights alone", "16 bits late"])
 def test_convolutions_with_16_bit_inputs_stay(everywhere, modes):
     graph, count, *_ = lowered(modes)
@@ -253,6 +254,7 @@ def test_engines_without_norms_of_ours_say_why(everywhere, monkeypatch, options,
     assert text.startswith("convolutions in 16 bits") and "4 " + reason in text and "first.conv1" in text
 
 
+@pytest.mark.soak
 def test_in_bf16_too(everywhere, monkeypatch):
     model, in_16_bits = lowered_for_engines(monkeypatch, traced([3], dtype=torch.bfloat16).graph)
     assert not in_16_bits and [node.attributes["bfloat16"].as_int() for node in named(model, INT8_CONV)] == [1] * 4

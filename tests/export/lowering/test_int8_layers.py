@@ -242,7 +242,13 @@ def run(graph, inputs, timestep):
 
 @pytest.mark.parametrize(
     ("modes", "timesteps"),
-    [([3], [500.0]), ([3, 3], [100.0, 900.0]), ([2, 3], [100.0, 900.0]), ([1, 3], [100.0, 900.0]), ([1], [1.0])],
+    [
+        ([3], [500.0]),
+        pytest.param([3, 3], [100.0, 900.0], marks=pytest.mark.soak),
+        ([2, 3], [100.0, 900.0]),
+        ([1, 3], [100.0, 900.0]),
+        ([1], [1.0]),
+    ],
     ids=["static", "static in two bins", "both in INT8", "16 bits late", "weights alone"],
 )
 def test_plugins_compute_what_the_layers_specify(everywhere, modes, timesteps):
@@ -281,6 +287,7 @@ def test_the_samples_of_a_step_compute_in_the_most_careful_of_their_modes(everyw
     assert relative_error(run(graph, inputs, timestep), expected(timestep)) < tolerances.LAYERS_OF_A_BLOCK
 
 
+@pytest.mark.soak
 def test_normed_rows_that_others_read_too_stay(everywhere, monkeypatch):
     graph, *_ = lowered([3])
     assert all(node.attributes["normed"].as_int() == 0 for node in graph.graph if node.op_type == INT8_RESIDUAL_NORM)

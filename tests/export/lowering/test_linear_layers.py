@@ -123,6 +123,7 @@ def test_taken_layers_are_the_same_function(tmp_path: Path, files: bool):
     np.testing.assert_array_equal(run(as_operators(model), 3), expected)
 
 
+@pytest.mark.soak
 def test_layers_without_a_bias():
     class Without(tiny_models.Blocks):
         def __init__(self) -> None:

@@ -325,6 +325,7 @@ def test_parts_of_several_tensors(any_number):
         assert_same_after(model, after, tokens=tokens)
 
 
+@pytest.mark.slow
 def test_rotations_and_norms():
     kinds = (*ROTATIONS, *BOTH, *ALONE)
     model = traced(Blocks(*kinds), ROTATED)
@@ -353,6 +354,7 @@ def test_any_number_of_tokens():
     assert_same_after(model, after)
 
 
+@pytest.mark.soak
 def test_bfloat16():
     """ONNX Runtime computes no BF16 on CPUs, so only the structure is looked at."""
     after = lowered(traced(Blocks("norm", "across heads"), ROTATED, torch.bfloat16))
@@ -391,6 +393,7 @@ def test_other_parts_are_left():
     assert [node.name for node in model.graph] == before
 
 
+@pytest.mark.soak
 def test_parts_of_unknown_numbers_of_tokens_are_left():
     model = traced(Blocks("mostly text"), ROTATED | {"x": ("batch", "tokens", WIDTH)})
     (node,) = attention_nodes(model).values()
@@ -400,6 +403,7 @@ def test_parts_of_unknown_numbers_of_tokens_are_left():
     assert fuse_rotary(model) == 0
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "cuts",
     [

@@ -173,7 +173,7 @@ class Joined(nn.Module):
 FLUX: Shapes = {"x": (1, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)}
 
 
-@pytest.mark.parametrize("positions", ["constant", "inputs"])
+@pytest.mark.parametrize("positions", [pytest.param("constant", marks=pytest.mark.soak), "inputs"])
 def test_flux(positions):
     """Double blocks norm and project text and image with separate weights."""
     computed = positions == "inputs"
@@ -213,6 +213,7 @@ def test_wan():
     assert_same_after(model, after)
 
 
+@pytest.mark.soak
 def test_cogvideox():
     """The text before the video is not rotated: its rows of the table are 1 and 0. The norms are no RMS norms."""
     model = traced(CogVideoX(), {"x": (1, 2, 4, 4, 4), "timestep": (1,), "text": (1, 3, 8)})
@@ -224,6 +225,7 @@ def test_cogvideox():
     assert_same_after(model, after)
 
 
+@pytest.mark.soak
 def test_hunyuan_video():
     """The text after the video is not rotated; the double block has projections and norms of its own for it."""
     model = traced(HunyuanVideo(), {"x": (1, 4, 2, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)})
@@ -241,6 +243,7 @@ def test_hunyuan_video():
     assert_same_after(model, after)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("norm", ["rms_norm", None])
 def test_stable_diffusion_3(norm):
     shapes: Shapes = {"x": (1, 4, 4, 4), "timestep": (1,), "text": (1, 3, 8), "pooled": (1, 8)}

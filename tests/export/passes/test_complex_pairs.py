@@ -121,6 +121,7 @@ def described(known: bool):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.first_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_qwen_image(dtype):
