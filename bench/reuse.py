@@ -202,6 +202,9 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
     for steps in options.steps:
         host, began = math.nan, time.monotonic()
         measured, full = measure_trajectories(model, calibrated, steps, NoBar())
+        if of.in_float32:
+            own, _ = measure_trajectories(model, calibrated, steps, NoBar(), denoiser)
+            measured |= {f"{name}, of the plan": trajectories for name, trajectories in own.items()}
         took = time.monotonic() - began
         expected = drawn(denoiser, unseen, steps)
         in_float32 = of.in_float32(unseen, steps) if of.in_float32 else None

@@ -105,6 +105,24 @@ def test_the_fewest_steps_that_keep_the_budget(model, search):
     assert computed == chosen.schedule.count and db > 33
 
 
+def test_trajectories_of_a_plan_are_those_of_its_arithmetic(model, measured):
+    """The search takes them beside those of full precision, and keeps the schedule whose worst sample is nearest."""
+
+    def rounded(*inputs, **named):
+        return (model.denoiser(*inputs, **named) * 16).round() / 16
+
+    own, drawn = measure_trajectories(model, SEEDS, STEPS, Quiet(), rounded)
+    assert torch.equal(drawn, model.sample(rounded, SEEDS, steps=STEPS, solver="ddim"))
+    assert not torch.equal(own["mean"].products, measured[0]["mean"].products)
+    both = measured[0] | {f"{name}, of the plan": of for name, of in own.items()}
+    budget = [Measure("psnr", psnr, True, 0.0)]
+    alone, joint = (
+        search_reuse(model, rounded, given, measured[1], SEEDS, STEPS, budget, 0.5, Quiet())[-1]
+        for given in (measured[0], both)
+    )
+    assert joint.schedule.count == alone.schedule.count and joint.added <= alone.added
+
+
 def test_a_stated_share(model, search):
     tried, _ = search(200.0, share=0.5)
     assert tried[-1].schedule.count == STEPS // 2

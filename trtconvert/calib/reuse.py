@@ -1,11 +1,12 @@
 """Search for the steps that a model may skip: trajectories are measured, and schedules are sampled under the plan's budget.
 
-The trajectories are sampled in full precision with all steps. The share of corrections (see `trtconvert.reuse.trajectories`)
-is the candidate that leaves the least error in samples; extrapolations read the noisy sample if that leaves less error than a
-line through the last two predictions. The growth of errors by noise level is measured by skipping steps in one
-part of the trajectory after the other. For each number of computed steps, the best schedules by several objectives are
-sampled with the plan's arithmetic. The best schedule is the one whose worst sample is nearest to the sample of the same
-arithmetic with all steps. Bisection finds the fewest computed steps within the budget.
+The trajectories are sampled with all steps, in full precision and with the plan's arithmetic. Which of the two predicts the
+errors of samples better differs by model and number of steps. The share of corrections (see `trtconvert.reuse.trajectories`) is
+the candidate that leaves the least error in samples; extrapolations read the noisy sample if that leaves less error than a line
+through the last two predictions. The growth of errors by noise level is measured by skipping steps in one part of the trajectory
+after the other. For each number of computed steps, the best schedules by several objectives are sampled with the plan's
+arithmetic. The best schedule is the one whose worst sample is nearest to the sample of the same arithmetic with all steps.
+Bisection finds the fewest computed steps within the budget.
 """
 
 from __future__ import annotations
@@ -75,25 +76,27 @@ class Found:
 
 def drawings(steps: int, searched: bool, plans: int = 1) -> int:
     """Estimates how often `measure_trajectories`, and `search_reuse` for each plan, draw all samples."""
-    of_plan = 1 + len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
-    return 2 + len(CORRECTIONS) + PARTS + of_plan * plans
+    measured = 2 + len(CORRECTIONS) + PARTS
+    of_plan = measured + 1 + 2 * len(OBJECTIVES) ** 2 * (math.ceil(math.log2(steps)) if searched else 1)
+    return measured + of_plan * plans
 
 
 @torch.no_grad()
 def measure_trajectories(
-    model: DiffusionModel, seeds: Sequence[int], steps: int, bar: Steps
+    model: DiffusionModel, seeds: Sequence[int], steps: int, bar: Steps, denoiser: Denoiser | None = None
 ) -> tuple[dict[str, Trajectories], Tensor]:
     """Measures the model's trajectories with two measures of the growth of errors: over all samples, and of the worst sample.
 
     Args:
         seeds: of the samples; steps: number of steps, all computed.
         bar: receives `2 + len(CORRECTIONS) + PARTS` steps.
+        denoiser: draws the samples; None: the model's own, in full precision.
     Returns:
         The trajectories by objective, and the samples with all steps computed.
     Raises:
         UserError: the sampler does not expose its timesteps, see `trtconvert.runtime.follow`, or computes all steps.
     """
-    model, denoiser = with_progress(model, bar), graphed(model, model.denoiser)
+    model, denoiser = with_progress(model, bar), denoiser or graphed(model, model.denoiser)
     watch = _Watch(model, denoiser)
     full = _drawn(model, watch, seeds, steps)
     found = watch.trajectories()
@@ -166,7 +169,8 @@ def search_reuse(
 
     Args:
         denoiser: computes with the plan's arithmetic.
-        measured: see `measure_trajectories`; full: samples of the same seeds and steps in full precision.
+        measured: trajectories by any names, see `measure_trajectories`.
+        full: samples of the same seeds and steps in full precision.
         share: share of the steps that may be computed; None: the fewest steps within the budget.
         bar: receives one step per sampling.
         most: largest useful number of computed steps; None: all but one.
@@ -188,12 +192,12 @@ def search_reuse(
     def best_of(count: int) -> Found | None:
         """Returns the best schedule with this many computed steps."""
         tried = dict[tuple[bool, ...], Found]()
-        for gain, objective in product(measured, OBJECTIVES):
-            schedule = schedules[gain, objective].get(count)
+        for name, objective in product(measured, OBJECTIVES):
+            schedule = schedules[name, objective].get(count)
             if schedule is not None and schedule.computed not in tried:
                 # The limit allows for rounding of the modelled error.
                 reuse = Reuse(
-                    measured[gain],
+                    measured[name],
                     objective,
                     schedule.error * (1 + 1e-9),
                     model.timestep_input,
@@ -206,8 +210,8 @@ def search_reuse(
         return min(tried.values(), key=lambda found: found.added, default=None)
 
     schedules = {
-        (gain, objective): best_schedules(measured[gain], timesteps, objective)
-        for gain, objective in product(measured, OBJECTIVES)
+        (name, objective): best_schedules(measured[name], timesteps, objective)
+        for name, objective in product(measured, OBJECTIVES)
     }
     counts = sorted({count for by_count in schedules.values() for count in by_count})
     of_all_steps = drawn(None)

@@ -154,6 +154,11 @@ class Plan:
         }
 
     @property
+    def exact(self) -> bool:
+        """True if every operation computes in full precision, without a block mask."""
+        return not any(decision.in_int8 or decision.shares for decision in (self.attention | self.layers).values())
+
+    @property
     def site_modes(self) -> dict[str, list[int]]:
         """Modes of the attention sites by timestep bin."""
         return {name: decision.modes for name, decision in self.attention.items()}
