@@ -292,14 +292,14 @@ def refuse_foreign(output: Path) -> None:
 
 
 def _for_place(recipe: Recipe, place: Place) -> Recipe:
-    """Returns the recipe for a device: on a GPU with `verify.on_gpu`, and on Hopper with FP8 as a candidate."""
+    """Returns the recipe for a device: on a GPU with `verify.on_gpu`, and on Hopper with FP8 in place of `aggressive`."""
     if not place.on_gpu:
         return recipe
     verify, plan = recipe.verify, recipe.plan
     if (more := verify.on_gpu) is not None:
         verify = verify.model_copy(update={"samples": more.samples, "steps": more.steps})
     if recipe.attention.modes == "auto" and plan.candidates is None and _fp8_is_priced(plan):
-        plan = plan.model_copy(update={"candidates": [*plan.searched_modes, "fp8"]})
+        plan = plan.model_copy(update={"candidates": ["precision", "fp8"]})
     return recipe.model_copy(update={"verify": verify, "plan": plan})
 
 

@@ -67,7 +67,7 @@ def _stays(node: Node, table: Collection[Any]) -> bool:
 
 
 _Change = Callable[[Node], Callable[[], None] | None]
-"""Returns a function that rewrites a node; None if this node cannot be rewritten."""
+"""Returns a function that rewrites a node; None if this node cannot be rewritten. Changes of earlier nodes may replace inputs."""
 
 
 def _without_effect(node: Node) -> Callable[[], None]:
@@ -105,11 +105,10 @@ def _chunk(node: Node) -> Callable[[], None] | None:
 
 
 def _flatten(node: Node) -> Callable[[], None]:
-    x = _input(node)
-    rank = x.meta["val"].dim()
-    first, last = (axis % max(rank, 1) for axis in (*node.args[1:], *(0, -1)[len(node.args) - 1 :]))
-
     def change() -> None:
+        x = _input(node)
+        rank = x.meta["val"].dim()
+        first, last = (axis % max(rank, 1) for axis in (*node.args[1:], *(0, -1)[len(node.args) - 1 :]))
         merged = node.meta["val"].shape[first]
         sizes = [*_sizes(node, x, range(first)), merged if isinstance(merged, int) else -1]
         _become(node, _ATEN.reshape.default, x, [*sizes, *_sizes(node, x, range(last + 1, rank))])
@@ -118,11 +117,10 @@ def _flatten(node: Node) -> Callable[[], None]:
 
 
 def _unflatten(node: Node) -> Callable[[], None]:
-    x = _input(node)
-    axis, sizes = cast("tuple[int, Sequence[Any]]", node.args[1:])
-    rank = x.meta["val"].dim()
-
     def change() -> None:
+        x = _input(node)
+        axis, sizes = cast("tuple[int, Sequence[Any]]", node.args[1:])
+        rank = x.meta["val"].dim()
         before, after = _sizes(node, x, range(axis % rank)), _sizes(node, x, range(axis % rank + 1, rank))
         _become(node, _ATEN.reshape.default, x, [*before, *sizes, *after])
 
@@ -137,7 +135,7 @@ def _sizes(node: Node, x: Node, axes: range) -> list[int | Node]:
         if not isinstance(size, int):
             with node.graph.inserting_before(node):
                 dynamic = node.graph.call_function(_ATEN.sym_size.int, (x, axis))
-            dynamic.meta["val"] = size
+            dynamic.meta = node.meta | {"val": size}
             size = dynamic
         found.append(size)
     return found

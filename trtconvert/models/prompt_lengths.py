@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -82,14 +83,22 @@ def _shapes(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, tuple[int, ...]],
 
 
 def _shortest_and_longest(caller: PipelineCaller) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((min(caller.prompts, key=len), max(caller.prompts, key=len))))
+    """Returns the prompts with the fewest and the most tokens, by each of the pipeline's tokenizers."""
+    texts = tuple(dict.fromkeys(caller.prompts))
+    tokenizers: list[Any] = [x for name, x in caller.pipe.components.items() if "tokenizer" in name and callable(x)]
+    found: dict[str, None] = {}
+    for tokenizer in tokenizers:
+        try:
+            counts = {x: len(tokenizer(x, verbose=False)["input_ids"]) for x in texts}
+        except Exception:  # a tokenizer of conversations or of a class of its own
+            return texts if len(texts) <= len(PROMPTS) else (min(texts, key=len), max(texts, key=len))
+        found |= dict.fromkeys((min(texts, key=counts.__getitem__), max(texts, key=counts.__getitem__)))
+    return tuple(found)
 
 
 def _refuse_different(caller: PipelineCaller, sizes: Mapping[str, int]) -> None:
-    # Characters do not tell which of a few prompts has the most tokens; many are not worth their time.
-    few = len(caller.prompts) <= len(PROMPTS)
-    texts = tuple(dict.fromkeys(caller.prompts)) if few else _shortest_and_longest(caller)
-    if not caller.takes_prompts or len(texts) < 2:
+    texts = _shortest_and_longest(caller) if caller.takes_prompts else ()
+    if len(texts) < 2:
         return
     shapes = [_shapes_without_length(caller, sizes, text) for text in texts]
     for name, shape in shapes[0].items():
