@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,26 @@ def test_a_pipeline_that_begins_with_an_image_takes_a_step_whatever_its_strength
         calls.clear()
         assert model.sample(denoiser, [3], steps=steps, solver="ddim").shape == (1, 3, 32, 32)
         assert taken <= len(set(calls)) <= taken + 1  # some round up the steps that strength leaves
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_prompts_are_not_cleaned_where_packages_are_missing(tmp_path, monkeypatch, caplog, installed):
+    """The pipeline itself would say so in every call."""
+    tiny_pipelines.with_text("pixart").save_pretrained(tmp_path)
+    real = importlib.util.find_spec
+
+    def find_spec(name, *rest):
+        return (
+            importlib.machinery.ModuleSpec(name, None) if installed and name in ("bs4", "ftfy") else real(name, *rest)
+        )
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    model = diffusers_model(tmp_path, batch=1, **tiny_pipelines.PIPELINES["pixart"][1])
+    told = [text for text in model.notices if "clean_caption" in text]
+    missing = [name for name in ("bs4", "ftfy") if real(name) is None]
+    assert bool(told) == (bool(missing) and not installed)
+    assert all("pip install" in text for text in told)
+    assert ("clean_caption" in caplog.text) == (bool(missing) and installed)
 
 
 def test_a_part_of_the_schedule_has_a_step(tmp_path):

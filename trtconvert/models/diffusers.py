@@ -23,7 +23,7 @@ from trtconvert.models.exportable import make_exportable
 from trtconvert.models.loading import load_pipeline
 from trtconvert.models.observation import DoesNotRun, Observed, observe_sizes, shapes_of
 from trtconvert.models.pipeline_sampler import PipelineSampler, notices_of_sound, read_pictures
-from trtconvert.models.pipelines import PipelineCaller
+from trtconvert.models.pipelines import CLEANING, PipelineCaller
 from trtconvert.models.probes import first_inputs, first_step
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import denoiser_among
@@ -171,7 +171,12 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         noise_input=schedule.noise_input,
         diffusers=flat.record,
         components=components,
-        notices=(*components.drawn(), *notices_of_sound(pipe), *_notices_of_batch(caller, ranges["batch"])),
+        notices=(
+            *components.drawn(),
+            *notices_of_sound(pipe),
+            *_notices_of_batch(caller, ranges["batch"]),
+            *_notices_of_cleaning(caller),
+        ),
         as_passed={
             name: x
             for name, x in inputs.example.items()
@@ -187,6 +192,14 @@ def _notices_of_batch(caller: PipelineCaller, batch: Range) -> tuple[str, ...]:
     return (
         f"{caller.kind} draws a sample otherwise in a call of several than alone, because the noise of the image's latents "
         "follows the call; model.options.batch: 1 keeps samples apart",
+    )
+
+
+def _notices_of_cleaning(caller: PipelineCaller) -> tuple[str, ...]:
+    if not caller.takes_prompts or not (missing := caller.cleaning_lacks):
+        return ()
+    return (
+        f"prompts are not cleaned ({CLEANING}), which needs {' and '.join(missing)}: `pip install {' '.join(missing)}`",
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import inspect
 import math
 import re
@@ -80,6 +81,9 @@ _NO_KIND = {"Optional", "None", "NoneType", "Union", "list", "List", "typing", "
 _SAME = 1e-3
 """Largest relative difference between the arguments of one sample in calls of different batches."""
 
+CLEANING = "clean_caption"
+"""Argument of the pipelines of PixArt, IF and others that removes markup from prompts."""
+
 _LONG = 80
 """Characters of a default that messages do not print."""
 
@@ -119,6 +123,8 @@ class PipelineCaller:
         self._refuse_unknown(self.arguments, "model.options.call", "remove it from the recipe")
         self._refuse_ip_adapters()
         self._refuse_lacking()
+        if self.cleaning_lacks:
+            self.arguments = {CLEANING: False} | self.arguments  # the pipeline does so, and says it in every call
         if not self.parameters & {"prompt", *EMBEDDINGS}:
             self._image_each = True  # the number of images is the number of samples
         refuse_unfit_texts(self.kind, self.arguments, self.has_text_encoder)
@@ -225,6 +231,14 @@ class PipelineCaller:
         if unknown := sorted(given.keys() - self.parameters):
             problem = f"{where} has {unknown[0]}, which {self.kind} does not take"
             raise unknown_name(problem, unknown[0], sorted(self.parameters), remedy)
+
+    @property
+    def cleaning_lacks(self) -> list[str]:
+        """Packages that are missing to clean prompts, if the pipeline cleans them."""
+        if CLEANING not in self.parameters:
+            return []
+        packages = {"bs4": "beautifulsoup4", "ftfy": "ftfy"}
+        return [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
 
     def _refuse_ip_adapters(self) -> None:
         """A saved pipeline holds no IP-Adapter."""
