@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-REPLAYS = 20
-"""Replays of the graph of all calls; the median counts."""
+BURSTS, REPLAYS = 5, 4
+"""Bursts, and replays of the graph of all calls in each. The median of all replays counts: a short dip of the clock slows all
+replays of one burst."""
 
 WARM_UP_SECONDS = 0.1
 """An idle GPU runs at a fraction of its clock and needs some tens of milliseconds to reach the full clock."""
@@ -32,14 +33,17 @@ def device_microseconds(calls: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-    started = time.perf_counter()
-    while time.perf_counter() - started < WARM_UP_SECONDS:
-        graph.replay()
+    milliseconds = list[float]()
+    for _ in range(BURSTS):
+        started = time.perf_counter()
+        while time.perf_counter() - started < WARM_UP_SECONDS / BURSTS:
+            graph.replay()
+            torch.cuda.synchronize()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
+        for start, end in events:
+            start.record()
+            graph.replay()
+            end.record()
         torch.cuda.synchronize()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPLAYS)]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) * 1000 / len(calls)
+        milliseconds += [start.elapsed_time(end) for start, end in events]
+    return statistics.median(milliseconds) * 1000 / len(calls)
