@@ -64,6 +64,25 @@ def test_prompts_are_not_cleaned_where_packages_are_missing(tmp_path, monkeypatc
     assert ("clean_caption" in caplog.text) == (bool(missing) and installed)
 
 
+@torch.no_grad()
+def test_equal_texts_of_a_batch_are_encoded_once(monkeypatch):
+    pipe = tiny_pipelines.with_text("stable_diffusion_xl")
+    caller = PipelineCaller(pipe, "unet", None, ("a cat", "a dog", "a cat"), {})
+    sizes, rows, real = {"height": 32, "width": 32}, [], pipe.text_encoder.forward
+    plain = caller.first_call([0, 1, 2], sizes)
+
+    def counted(*args, **kwargs):
+        rows.append(len(args[0]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pipe.text_encoder, "forward", counted)
+    with caller.encoding_once():
+        for _ in range(2):
+            found = caller.first_call([0, 1, 2], sizes)
+            assert torch.allclose(found["encoder_hidden_states"], plain["encoder_hidden_states"], atol=1e-5)
+    assert sum(rows) == 2  # SDXL has zeros for the empty text of guidance
+
+
 def test_a_part_of_the_schedule_has_a_step(tmp_path):
     """SDXL's base may take all but the last fifth of the schedule, or the first fifth alone."""
     tiny_pipelines.stable_diffusion_xl().save_pretrained(tmp_path)

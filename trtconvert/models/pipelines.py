@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from trtconvert.diffusion_model import OF_NOISE
 from trtconvert.errors import (
@@ -564,19 +564,38 @@ def _has_second(both: Tensor, alone: Tensor) -> bool:
 
 
 def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result."""
+    """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result. Of equal rows of a batch
+    one is computed."""
     results: dict[Any, Any] = {}
+
+    def result_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
+        numbers = ((x.dtype, x.shape, x.cpu().numpy().tobytes()) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        key = (repr(structure), *numbers)
+        if key not in results:
+            args, kwargs = tree_unflatten(leaves, structure)
+            results[key] = forward(*args, **kwargs)
+        return copy.deepcopy(results[key])
 
     @functools.wraps(forward)
     def cached(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        if any(isinstance(x, Tensor) and (type(x) is not Tensor or x.is_floating_point()) for x in leaves):
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if any(type(x) is not Tensor or x.is_floating_point() for x in tensors):
             return forward(*args, **kwargs)
-        numbers = ((x.dtype, x.shape, x.cpu().numpy().tobytes()) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        key = (repr(structure), *numbers)
-        if key not in results:
-            results[key] = forward(*args, **kwargs)
-        return copy.deepcopy(results[key])
+        sizes = {len(x) if x.dim() else 0 for x in tensors}
+        if len(sizes) != 1 or max(sizes) < 2:
+            return result_of(leaves, structure)
+        rows = list(zip(*(x.tolist() for x in tensors), strict=True))
+        first = [rows.index(row) for row in rows]
+        kept = sorted(set(first))
+        if len(kept) == len(rows):
+            return result_of(leaves, structure)
+        found = result_of([x[kept] if isinstance(x, Tensor) else x for x in leaves], structure)
+        again = torch.tensor([kept.index(place) for place in first])
+        outputs, form = tree_flatten(found)
+        if not all(isinstance(x, Tensor) and x.dim() and len(x) == len(kept) for x in outputs):
+            return result_of(leaves, structure)
+        return tree_unflatten([x[again.to(x.device)] for x in outputs], form)
 
     return cached
 
