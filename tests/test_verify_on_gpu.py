@@ -57,7 +57,7 @@ def test_arguments_of_optimize_count_on_a_gpu_too(tmp_path, asked, expected):
 @pytest.mark.parametrize(
     ("here", "place", "plan", "expected"),
     [
-        ("sm90", GPU, {}, ["precision", "aggressive", "fp8"]),
+        ("sm90", GPU, {}, ["precision", "fp8"]),
         ("sm86", GPU, {}, ["precision", "aggressive"]),
         ("sm90", CPU, {}, ["precision", "aggressive"]),
         ("sm90", GPU, {"candidates": ["precision"]}, ["precision"]),
