@@ -33,7 +33,7 @@ from trtconvert.attention.schedules import ddpm_betas
 from trtconvert.bars import NoBar
 from trtconvert.cache import Cache
 from trtconvert.calib.budget import Measure
-from trtconvert.calib.reuse import measure_trajectories, search_reuse
+from trtconvert.calib.reuse import measure_trajectories, search_reuse, with_trajectories_of
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.models.cuda_graphs import graphed
@@ -203,8 +203,7 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
         host, began = math.nan, time.monotonic()
         measured, full = measure_trajectories(model, calibrated, steps, NoBar())
         if of.in_float32:
-            own, _ = measure_trajectories(model, calibrated, steps, NoBar(), denoiser)
-            measured |= {f"{name}, of the plan": trajectories for name, trajectories in own.items()}
+            measured = with_trajectories_of(denoiser, measured, model, calibrated, steps, NoBar())
         took = time.monotonic() - began
         expected = drawn(denoiser, unseen, steps)
         in_float32 = of.in_float32(unseen, steps) if of.in_float32 else None

@@ -176,9 +176,9 @@ def search_plan(
         ahead: measures plans at once that `measure` is about to measure, and gets the number of those that will be needed.
         together: number of plans that `ahead` measures in the time of one.
     Returns:
-        All sampled points, fastest first; FP16 everywhere is one of them. Of the other fixed plans, those of one mode are
-        sampled for comparison, and those that are faster than the search's plan because one of them may keep the budget. Fixed
-        plans, too, are FP16 in bins without steps: modes for such bins must be set in attention.modes. If there are block
+        All sampled points, fastest first; FP16 everywhere is one of them. The search samples fixed plans of one mode for
+        comparison, and fixed plans that are faster than its own plan because such a plan may keep the budget. Fixed plans are
+        FP16 in bins without steps, like all others: modes for such bins must be set in attention.modes. If there are block
         masks, the search runs with and without them.
     """
     units, steps = sensitivity.units, sensitivity.steps
@@ -270,8 +270,9 @@ def search_plan(
     measure_ahead((fixed[name] for name in wanted), len(wanted))
     points = [point(name, fixed[name]) for name in wanted]
     best = max((p.speed for p in (*points, *searched) if p.keeps_budget and p.allowed), default=0.0)
-    faster = [(name, x) for name, x in fixed.items() if name not in wanted and allowed(x) and speed(x) > best]
-    points += until_one_keeps(sorted(faster, key=lambda named: -speed(named[1])))
+    speeds = {name: speed(x) for name, x in fixed.items() if name not in wanted and allowed(x)}
+    faster = sorted((name for name in speeds if speeds[name] > best), key=lambda name: -speeds[name])
+    points += until_one_keeps([(name, fixed[name]) for name in faster])
     return _distinct(sorted(points + searched, key=lambda p: (-p.speed, -p.psnr)))
 
 

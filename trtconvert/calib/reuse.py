@@ -131,6 +131,20 @@ def measure_trajectories(
     return {objective: replace(found, gain=gain) for objective, gain in gains.items()}, full
 
 
+def with_trajectories_of(
+    denoiser: Denoiser,
+    measured: Mapping[str, Trajectories],
+    model: DiffusionModel,
+    seeds: Sequence[int],
+    steps: int,
+    bar: Steps,
+) -> dict[str, Trajectories]:
+    """Returns measured trajectories of full precision, and those of a plan's denoiser beside them, by other names. For the
+    arguments see `measure_trajectories`."""
+    own, _ = measure_trajectories(model, seeds, steps, bar, denoiser)
+    return {**measured, **{f"{name}, of the plan": trajectories for name, trajectories in own.items()}}
+
+
 def _best_extrapolation(found: Trajectories, error_with: Callable[[Schedule], Tensor], bar: Steps) -> Trajectories:
     """Returns the trajectories with the share of corrections, and with or without samples, that leave the least
     error in samples."""

@@ -45,9 +45,10 @@ def _rewritten(graph: Graph, table: Collection[Any]) -> bool:
     """
     changes = list[Callable[[], None]]()
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or (node.target not in _CHANGES and _stays(node, table)):
+        rewriting = _CHANGES.get(node.target)
+        if node.op in ("placeholder", "output") or (rewriting is None and _stays(node, table)):
             continue
-        change = _CHANGES[node.target](node) if node.target in _CHANGES else None
+        change = None if rewriting is None else rewriting(node)
         if change is None:
             return False
         changes.append(change)

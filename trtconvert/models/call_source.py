@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,9 @@ _NAMED_IMAGE = re.compile(
 _MASK = "mask_image"
 
 _NOT_IN_A_RECIPE = re.compile(r".*(latents|embeds|embeddings|embedding)")
-_LIST = re.compile(r"^(Optional\[)?(typing\.)?[Ll]ist\[")
+LIST = re.compile(r"((typing\.)?Optional\[)?(typing\.)?[Ll]ist\[")
+"""Begins the annotation of an argument that is declared as a list."""
+
 _NONE = re.compile(r"\bNone\b|\bOptional\b")
 
 
@@ -51,7 +54,7 @@ def image_arguments(pipeline: str) -> list[ImageArgument]:
         # An IP-Adapter is loaded into a pipeline and is not a part of the saved folder.
         if "ip_adapter" in name:
             continue
-        frames = _LIST.match(declared) is not None and "|" not in _outside_brackets(declared).replace("| None", "")
+        frames = LIST.match(declared) is not None and "|" not in _outside_brackets(declared).replace("| None", "")
         instead = frames and any(other.needed and not other.frames for other in found)
         needed = default is None or not (instead or _NONE.search(declared))
         found.append(ImageArgument(name, needed, frames))
@@ -72,6 +75,7 @@ def _outside_brackets(declared: str) -> str:
     return declared
 
 
+@cache  # searches all source files of diffusers
 def _call_of(pipeline: str) -> list[tuple[ast.arg, ast.expr | None]]:
     """Returns the arguments of a class's call with their defaults; none where the class or its call is not found."""
     spec = find_spec("diffusers")

@@ -30,17 +30,12 @@ from trtconvert.models.observation import (
 )
 from trtconvert.models.pipelines import PipelineCaller, replaced
 from trtconvert.models.probes import no_noise, stand_in
-from trtconvert.models.prompt_lengths import PromptLengths
+from trtconvert.models.prompt_lengths import REMOVE_COMPONENT, PromptLengths
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
 from trtconvert.runtime.diffusers import PACKING
 from trtconvert.runtime.unused import looks_into
 
 DECODER, ENCODER = "vae_decoder", "vae_encoder"
-
-_REMOVE_COMPONENT = (
-    "leave the component out of the recipe's section components, and name the others in place of `all`: the pipeline's own model "
-    "then does the work"
-)
 
 _SMALL = 1024
 """Most elements of a tensor among a model's attributes that counts as a setting, such as LTX's latents_mean. Settings are stored
@@ -395,7 +390,7 @@ def _tensors(output: Any) -> dict[str, Tensor]:
 def _result_shapes(flat: FlatComponent, tensors: Mapping[str, Tensor]) -> Any:
     """Returns the method's result with fake tensors. Nothing is computed."""
     title = f"{type(flat.model).__name__}.{flat.method}"
-    return shapes_of(flat.call, tensors, title, _REMOVE_COMPONENT)
+    return shapes_of(flat.call, tensors, title, REMOVE_COMPONENT)
 
 
 def _results_of_calls(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
@@ -406,7 +401,7 @@ def _results_of_calls(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[
             f"the result of {type(flat.model).__name__}.{flat.method} cannot be used",
             expected="an output class of transformers or diffusers with tensors in it, or a Gaussian of latents",
             got=type(outputs[0]).__name__,
-            remedy=_REMOVE_COMPONENT,
+            remedy=REMOVE_COMPONENT,
         )
     return outputs[0], [_fields(output) for output in outputs]
 

@@ -564,8 +564,8 @@ def _has_second(both: Tensor, alone: Tensor) -> bool:
 
 
 def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result. Of equal rows of a batch
-    one is computed."""
+    """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result. The encoder computes equal
+    rows of a batch once."""
     results: dict[Any, Any] = {}
 
     def result_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:

@@ -23,6 +23,12 @@ from trtconvert.runtime.arguments import take_apart
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+REMOVE_COMPONENT = (
+    "leave the component out of the recipe's section components, and name the others in place of `all`: the pipeline's own model "
+    "then does the work"
+)
+"""The remedy for a component that cannot be converted."""
+
 
 def settled_lengths(caller: PipelineCaller, given: Range | None, sizes: Mapping[str, int]) -> Range | None:
     """Returns the range of prompt lengths in the pipeline's calls, and sets the caller up for the range; None for one length.
@@ -164,8 +170,7 @@ class PromptLengths:
                 f"{type(model).__name__} gets more tokens than the denoiser, by a number that differs between prompts",
                 expected="the same difference for every prompt",
                 got=", ".join(f"{own[text]} and {count} for {text!r}" for text, count in self.prompts.items()),
-                remedy="leave the component out of the recipe's section components, and name the others in place of `all`: the "
-                "pipeline's own model then does the work",
+                remedy=REMOVE_COMPONENT,
             )
         offset = more.pop()
         low, opt, high = (count + offset for count in self.given)

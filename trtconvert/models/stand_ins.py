@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.errors import UserError, unfit_option
+from trtconvert.models.call_source import LIST
 
 if TYPE_CHECKING:
     from trtconvert.models.pipelines import PipelineCaller
@@ -38,8 +38,6 @@ EMBEDDINGS: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 """A pipeline's arguments for embeddings: entries of the denoiser's configuration that may hold the width, the first one present
 counts; and the entry that may hold the number of tokens, None for one vector a sample."""
-
-_LIST = re.compile(r"((typing\.)?Optional\[)?(typing\.)?[Ll]ist\[")
 
 _CLASSES = ("num_class_embeds", "num_embeds_ada_norm")
 """Entries of a denoiser's configuration that may hold the number of classes; the first one present counts."""
@@ -97,7 +95,7 @@ def _guides(caller: PipelineCaller) -> bool:
 
 def _is_list(caller: PipelineCaller, name: str) -> bool:
     """Whether an argument is declared as a list. Such pipelines join the lists of both halves with +, which would add tensors."""
-    return _LIST.match(str(caller.signature[name].annotation)) is not None
+    return LIST.match(str(caller.signature[name].annotation)) is not None
 
 
 def _embedding_shape(caller: PipelineCaller, name: str, number: int) -> tuple[int, ...]:

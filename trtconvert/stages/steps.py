@@ -62,8 +62,7 @@ def steps_stage(build: Build, plans: Sequence[Planned]) -> ComputedSteps:
             denoiser = int8_denoiser(source, *int8_in_torch(recipe, source, planned))
             of_plan = measured
             if not planned.plan.exact:
-                own, _ = reuse.measure_trajectories(source, seeds, steps, bar, denoiser)
-                of_plan = measured | {f"{name}, of the plan": trajectories for name, trajectories in own.items()}
+                of_plan = reuse.with_trajectories_of(denoiser, measured, source, seeds, steps, bar)
             found = reuse.search_reuse(source, denoiser, of_plan, full, seeds, steps, budget, share, bar, most)
             count = found[-1].schedule.count
             of_all = planned.plan.speed * steps / count
