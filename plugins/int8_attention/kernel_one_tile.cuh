@@ -220,16 +220,15 @@ __device__ __forceinline__ bool has_small_token(const Params& p, const Work& w) 
   constexpr int Lanes = kLanes<kDimQk>;
   const int lane = threadIdx.x % Lanes;
   float factor[8], offset[8];
-  load_value_tables(factor, offset, p, w, lane);
+  load_value_tables(factor, offset, p, w, lane);  // the offset is not needed
   bool small = false;
 #pragma unroll 1
   for (int first = 0; first < w.num_keys; first += kThreads / Lanes) {
     const int key = first + threadIdx.x / Lanes;
-    float x[8] = {};
+    float v[8] = {};
     if (key < w.num_keys && lane * 8 < p.head_dim)
-      equalise<T>(x, *reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16),
-                  factor, offset);
-    const bool is_small = is_small_token<Lanes>(x);  // by whole warps
+      unpack8<T>(*reinterpret_cast<const uint4*>(w.memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16), v);
+    const bool is_small = is_small_token<Lanes>(v, factor);  // by whole warps
     small |= is_small && key < w.num_keys;
   }
   return __syncthreads_or(small);

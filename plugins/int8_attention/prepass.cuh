@@ -400,9 +400,9 @@ __device__ __forceinline__ void quantise_values(const Params& p, const Tile& at,
     bool small = false;
 #pragma unroll
     for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
-      float x[8];
-      equalise(x, i);
-      const bool is_small = is_small_token<Lanes>(x);
+      float v[8];
+      unpack8<T>(data[i], v);
+      const bool is_small = is_small_token<Lanes>(v, factor);
       small |= is_small && (kFull || row_of<Lanes, true>(i) < valid);
     }
     scaled = __syncthreads_or(small);

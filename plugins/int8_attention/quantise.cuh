@@ -122,12 +122,13 @@ __device__ __forceinline__ float token_scale(const float (&x)[8]) {
   return nan_max(amax, 127.f * kTokenScaleFloor) * (1.f / 127.f) + broken_mark(amax);
 }
 
-// True if a value token is small, in all Lanes threads that have eight of its equalised channels each. Called by whole warps.
+// True if a value token is small, in all Lanes threads that have eight of its channels each. Offsets are not subtracted: a sink is
+// small itself, not near the offsets. Called by whole warps.
 template <int Lanes>
-__device__ __forceinline__ bool is_small_token(const float (&x)[8]) {
+__device__ __forceinline__ bool is_small_token(const float (&v)[8], const float (&factor)[8]) {
   bool large = false;
 #pragma unroll
-  for (int c = 0; c < 8; ++c) large |= !(fabsf(x[c]) < 127.f * kSmallToken);
+  for (int c = 0; c < 8; ++c) large |= !(fabsf(v[c] * factor[c]) < 127.f * kSmallToken);
   const unsigned lanes = __ballot_sync(0xffffffffu, large) >> (threadIdx.x % 32 / Lanes * Lanes);
   return (lanes & (Lanes == 32 ? 0xffffffffu : (1u << Lanes % 32) - 1)) == 0;
 }

@@ -132,9 +132,9 @@ def test_aggressive_gives_scales_to_the_tokens_of_tiles_with_a_small_token():
     q, k, v = (torch.randn(1, 2, 256, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     of_whole = tables_from_data(q, k, v, Mode.AGGRESSIVE)
     small = v.clone()
-    small[:, 1, 3] = of_whole.v_offset[:, 1] + 15 * of_whole.v_scale[:, 1]
+    small[:, 1, 3] = 15 * of_whole.v_scale[:, 1]
     large = v.clone()
-    large[:, 1, 3] = of_whole.v_offset[:, 1] + 17 * of_whole.v_scale[:, 1]
+    large[:, 1, 3] = 17 * of_whole.v_scale[:, 1]
     own_block = torch.eye(2, dtype=torch.bool)[None, None]  # each tile alone
 
     def of(v, mode):
@@ -146,11 +146,22 @@ def test_aggressive_gives_scales_to_the_tokens_of_tiles_with_a_small_token():
     assert not torch.equal(of(large, Mode.AGGRESSIVE)[:, 1, :128], of(large, Mode.BALANCED)[:, 1, :128])
 
 
+@pytest.mark.parametrize("keys", [77, 1024])
+def test_a_sink_among_values_with_offsets_keeps_its_precision(keys):
+    """A sink's value is small, and far from the offsets of the other values' channels."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = sink(*(torch.randn(1, 4, n, 64, generator=generator) for n in (512, keys, keys)))
+    offsets = torch.randn(1, 4, 1, 64, generator=generator)
+    v = torch.where((torch.arange(keys) == 0)[:, None], v, v + offsets)
+    out = attention(q, k, v, ZERO[:1], tables_from_data(q, k, v, Mode.AGGRESSIVE))
+    assert error(out, exact(q, k, v)) < 0.05
+
+
 def test_a_token_beyond_the_length_is_no_small_token():
     q, k, v = (torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     tables, lengths = tables_from_data(q, k, v, Mode.AGGRESSIVE), torch.tensor([100])
     whole = attention(q, k, v, ZERO[:1], tables, key_lengths=lengths)
-    v[:, :, 110] = tables.v_offset
+    v[:, :, 110] = 0
     assert torch.equal(attention(q, k, v, ZERO[:1], tables, key_lengths=lengths), whole)
 
 

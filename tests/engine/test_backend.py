@@ -36,7 +36,7 @@ def builds(monkeypatch, digits_build):
     """
     found = SimpleNamespace(times={}, timed=[], alone=[], watch=Watch())
 
-    def build_lowered(trt, model, path, inputs, profiles, options, watch):
+    def build_lowered(trt, model, path, inputs, profiles, options, watch, runs):
         sites = attention_nodes(model)
         return ",".join(sites).encode() if sites or options.channels_last else b"plain"
 
@@ -211,7 +211,7 @@ def test_an_engine_without_any_plugin_has_none_for_changes_either(builds, monkey
     monkeypatch.setattr(lowered_model, "has_group_norm_kernel", lambda: True)
     built = []
 
-    def build_lowered(trt, model, path, inputs, profiles, options, watch):
+    def build_lowered(trt, model, path, inputs, profiles, options, watch, runs):
         built.append((options.layers, options.channels_last))
         return b"plan"
 

@@ -93,7 +93,7 @@ def test_joined_weights_are_built_and_nothing_is_left(joining, tmp_path, monkeyp
     """TensorRT-RTX stands in for TensorRT."""
     seen = []
 
-    def for_ada(_, config, __):
+    def for_ada(_, config, __, runs):
         config.num_compute_capabilities = 1
         config.set_compute_capability(trt.ComputeCapability.SM89, 0)
         seen.extend((tmp_path / "temporary").glob("*/*"))

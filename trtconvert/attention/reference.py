@@ -28,7 +28,8 @@ MIN_TOKEN_SCALE = 2.0**-20
 SMALL_TOKEN = 2.0**-3
 """Limit of a small value token: its largest channel, in units of the calibrated largest. `Mode.AGGRESSIVE` gives a scale to each
 token of a tile with a small token. The calibrated scale would round most of a small value away, and an attention sink, whose
-value is small in trained models, has a large weight in every row."""
+value is small in trained models, has a large weight in every row. Offsets are not subtracted: the values of other tokens may lie
+around an offset that the sink's value does not share."""
 
 TINY_SCALE = 2.0**-100
 """Scale of a token or tile of zeros; its codes are zeros with any scale."""
@@ -240,7 +241,7 @@ def attention(
     v_scale, v_offset = rows(tables.v_scale)[:, :, None], rows(tables.v_offset)[:, :, None]
     equalised = (v - v_offset) / v_scale
     token_scale = equalised.abs().amax(-1, keepdim=True) / 127
-    small = (token_scale < SMALL_TOKEN) & exists.transpose(2, 3)
+    small = ((v / v_scale).abs().amax(-1, keepdim=True) / 127 < SMALL_TOKEN) & exists.transpose(2, 3)
     small_in_tile = _tiles(small[..., 0], False).any(-1, keepdim=True).expand(-1, -1, -1, TILE)
     has_scale = small_in_tile.flatten(2)[..., :n_keys, None] & (mode == Mode.AGGRESSIVE) | (mode == Mode.BALANCED)
     token_scale = torch.where(has_scale, token_scale.clamp_min(MIN_TOKEN_SCALE), 1.0)

@@ -45,7 +45,7 @@ LEAST_DELTA = 2.0**-12
 ratio of the two scales. Inputs that stay the same, such as a prompt's tokens, have this scale."""
 
 MOST_NUMBERS = 2**25
-"""Numbers per chunk when several limits are evaluated together: 256 MiB in FP64."""
+"""Numbers per chunk when several limits are evaluated together: 128 MiB in FP32."""
 
 WEIGHT_ROWS = 512
 """Number of output channels that estimate the error of weights during the choice of factors."""
@@ -266,7 +266,7 @@ class _Points:
     @property
     def share_of_extremes(self) -> Tensor:
         """[R, 1] frequency of an extreme among the rows of its call."""
-        return 1 / self._rows.rows.double().unsqueeze(1)
+        return 1 / self._rows.rows.to(self.x.dtype).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -317,10 +317,12 @@ class _Moved:
         found = []
         for some in torch.tensor(limits, dtype=torch.float64, device=x.device).split(at_once):
             limit = some.to(x.dtype).view(-1, 1, 1)
-            step = limit / LEVELS
-            error = (x - (x / step).round().clamp(-LEVELS, LEVELS) * step).double().square().mean(1)
-            beyond = (extremes - limit).clamp_min(0).double().square() * seen.share_of_extremes
-            found.append(((error + beyond.mean(1)) * self.squares).sum(1))
+            # In units of a step, so that no square leaves the range of FP32.
+            steps = x / (limit / LEVELS)
+            error = (steps - steps.round().clamp_(-LEVELS, LEVELS)).square_().mean(1).double()
+            beyond = ((extremes / limit).sub_(1).clamp_min_(0).square_() * seen.share_of_extremes).mean(1).double()
+            squared = error * (some / LEVELS).square()[:, None] + beyond * some.square()[:, None]
+            found.append((squared * self.squares).sum(1))
         return torch.cat(found)
 
 

@@ -201,6 +201,7 @@ def build_engine(
     profiles = component.profiles or [component.dims]
     model = storage.load(onnx)
     nodes = require_attention_nodes(model) if component.is_denoiser else {}
+    timed_runs = _TIMED_RUNS if component.is_denoiser else _TIMED_RUNS_OF_OTHERS
 
     kinds = _layer_kinds(component, model, onnx, options, watch)
 
@@ -208,7 +209,7 @@ def build_engine(
         options = options.model_copy(update={"layers": layers})
         here = lowered(model, native, options, profiles)
         with builds.next() as watcher:
-            return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watcher)
+            return build_lowered(trt, here, onnx, component.all_inputs, profiles, options, watcher, timed_runs)
 
     in_int8 = component.has_int8_layers and options.layers != "exact" and not options.refittable
     if in_int8 and (lacking := lowered_model.against_plugins(options)):
@@ -393,6 +394,13 @@ def _tell_convs(left: Mapping[str, str], watch: BuildWatcher) -> None:
         )
 
 
+_TIMED_RUNS = 8
+"""Averaged timings of each kernel of a denoiser, as in trtexec. TensorRT's default is one, which is noisier."""
+
+_TIMED_RUNS_OF_OTHERS = 2
+"""The same for text encoders and the VAE, which run once for an image: timing the VAE's kernels takes most of its build."""
+
+
 def build_lowered(
     trt: Any,
     model: ir.Model,
@@ -401,6 +409,7 @@ def build_lowered(
     profiles: Sequence[Dims],
     options: EngineSection,
     watch: BuildWatcher,
+    timed_runs: int = _TIMED_RUNS,
 ) -> SerializedEngine:
     """Builds a serialized engine for this machine's GPU from a model of `lowered`.
 
@@ -410,6 +419,7 @@ def build_lowered(
         trt: TensorRT's module, see `load`.
         model: its weights may move to a temporary file, see `storage.for_parser`.
         path: of the model, for messages.
+        timed_runs: averaged timings of each kernel.
     Raises:
         UserError: the disk of the temporary folder is full.
         TrtconvertError, KeyboardInterrupt: see `build_plan`.
@@ -418,7 +428,7 @@ def build_lowered(
     from trtconvert.export.nodes.common import has_own_nodes
 
     def configure(config: Any) -> None:
-        apply_options(trt, config, options)
+        apply_options(trt, config, options, timed_runs)
         if has_own_nodes(model):
             config.plugins_to_serialize = [str(library_path())]
 
@@ -439,16 +449,12 @@ def build_lowered(
         )
 
 
-_TIMED_RUNS = 8
-"""Averaged timings of each kernel, as in trtexec. TensorRT's default is one, which is noisier."""
-
-
-def apply_options(trt: Any, config: Any, options: EngineSection) -> None:
-    """Applies the recipe's engine section to a builder's configuration."""
+def apply_options(trt: Any, config: Any, options: EngineSection, timed_runs: int = _TIMED_RUNS) -> None:
+    """Applies the recipe's engine section to a builder's configuration; timed_runs: averaged timings of each kernel."""
     if options.workspace_mb is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mb << 20)
     config.builder_optimization_level = options.optimization_level
-    config.avg_timing_iterations = _TIMED_RUNS
+    config.avg_timing_iterations = timed_runs
     for flag, wanted in (
         (trt.BuilderFlag.REFIT, options.refittable),
         (trt.BuilderFlag.VERSION_COMPATIBLE, options.version_compatible),

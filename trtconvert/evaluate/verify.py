@@ -33,7 +33,7 @@ BATCH = 16
 """Samples drawn at once. Samples do not depend on it."""
 
 _MOST_NUMBERS = 2**25
-"""Numbers that are summed at once, in FP64."""
+"""Numbers that are summed at once."""
 
 
 def draw(model: DiffusionModel, denoiser: Denoiser, section: VerifySection, bar: Steps, ranks: Ranks = ALONE) -> Tensor:
@@ -110,9 +110,9 @@ class _Noise:
         for sums in (self._noise, self._signal):
             sums[name] = sums[name].to(exact.device)  # copies only once
         for part, of_exact in zip(got.flatten(1).split(width, 1), exact.flatten(1).split(width, 1), strict=True):
-            wide = of_exact.double()
-            self._signal[name].index_add_(0, index, wide.square().sum(1))
-            self._noise[name].index_add_(0, index, (part.double() - wide).square_().sum(1))
+            for sums, x in ((self._signal, of_exact), (self._noise, part.float() - of_exact)):
+                norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+                sums[name].index_add_(0, index, norms.double().square())
 
     def decibels(self) -> Sqnr:
         return {
