@@ -2,14 +2,15 @@
 
     python bench/build.py
     python bench/build.py --models sd15 sdxl … [--work FOLDER] [--backend tensorrt|onnxruntime] [--json FILE]
-                          [--engine FIELD=VALUE …] [--alone] [--exact [only]]
+                          [--engine FIELD=VALUE …] [--kinds KIND …] [--alone] [--exact [only]]
 
 With `--models`, whole pipelines in published sizes with random weights (bench/published.py) are made and built, `modes: auto`:
 the seconds of every stage, the most memory of the host and of the GPU, and figures of the manifest. `--engine attention=plugin
-layers=native` builds one engine of the denoiser, where `auto` builds and times several. `--alone` leaves text encoders out,
-and converts the denoiser alone. `--exact` also builds the denoiser without INT8 and without plugins, for `bench/whole.py`;
-`--exact only` builds nothing else. Gates are set so wide that random weights pass them: their figures are printed, not
-asserted. The script reuses a pipeline in the folder, and the stages in its cache: a stopped build continues.
+layers=native` builds one engine of the denoiser, where `auto` builds and times several. `--kinds linear conv` are the recipe's
+`layers.kinds`. `--alone` leaves text encoders out, and converts the denoiser alone. `--exact` also builds the denoiser without
+INT8 and without plugins, for `bench/whole.py`; `--exact only` builds nothing else. Gates are set so wide that random weights
+pass them: their figures are printed, not asserted. The script reuses a pipeline in the folder, and the stages in its cache: a
+stopped build continues.
 
 Each command is a fresh process with an empty cache of its own, except the second build, which finds the first one's. Prints a
 Markdown table with the date and the machine; nothing is asserted.
@@ -113,7 +114,9 @@ def watched_gpu() -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def build_model(name: str, work: Path, engine: dict[str, Any], alone: bool, exact: bool = False) -> dict[str, Any]:
+def build_model(
+    name: str, work: Path, engine: dict[str, Any], kinds: list[str], alone: bool, exact: bool = False
+) -> dict[str, Any]:
     """Builds one pipeline; returns the seconds of its stages, its memory, and figures of the manifest."""
     from published import PUBLISHED
 
@@ -126,9 +129,11 @@ def build_model(name: str, work: Path, engine: dict[str, Any], alone: bool, exac
         recipe[section] |= fields
     recipe["model"] = {"source": "diffusers", "weights": str(folder), "options": PUBLISHED[name].options}
     recipe["engine"] = engine
+    if kinds:
+        recipe["layers"]["kinds"] = kinds
     if alone:
         recipe["components"] = {}
-    title = f"{name}-exact" if exact else name
+    title = f"{name}-exact" if exact else "-".join([name, *kinds])
     if exact:
         recipe |= EXACT
         recipe["engine"] = engine | EXACT_ENGINE
@@ -196,6 +201,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "trtconvert-bench-build")
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--engine", nargs="+", default=[], metavar="FIELD=VALUE", help="of the recipe's engine section")
+    parser.add_argument("--kinds", nargs="+", default=[], metavar="KIND")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--exact", nargs="?", const="also", choices=["also", "only"])
     parser.add_argument("--json", type=Path)
@@ -208,7 +214,7 @@ def main() -> None:
     for name in given.models:
         engine = {"backend": given.backend} | dict(field.split("=", 1) for field in given.engine)
         for exact in {None: [False], "also": [False, True], "only": [True]}[given.exact]:
-            rows.append(build_model(name, given.work, engine, given.alone, exact))
+            rows.append(build_model(name, given.work, engine, given.kinds, given.alone, exact))
             print(json.dumps(rows[-1]), flush=True)
             if given.json:
                 given.json.write_text(json.dumps({"date": str(datetime.date.today()), "models": rows}, indent=1))

@@ -2,15 +2,15 @@
 
     python bench/whole.py BUNDLE WEIGHTS [--exact BUNDLE] [--peers plain compiled fp8] [--calls 15] [--steps 28] [--json FILE]
 
-`trtconvert build` made the bundle from the pipeline in the folder WEIGHTS; its TensorRT engine computes. `--exact` names a bundle
-of the same model without INT8 and without plugins (`bench/build.py --exact` makes one): TensorRT's own engine in the model's
-type. Peers are the diffusers model of the weights, in the recipe's type: `plain`, `compiled` (torch.compile of the model's
-repeated blocks, or of the model if diffusers names none) and `fp8` (compiled, with torchao's FP8 by row in weights and
-activations).
+`trtconvert build` made the bundle from the pipeline in the folder WEIGHTS; its TensorRT engine computes. `--exact` names a
+bundle of the same model without INT8 and without plugins (`bench/build.py --exact` makes one): TensorRT's own engine in the
+model's type. Peers are the diffusers model of the weights, in the recipe's type: `plain`, `compiled` (torch.compile of the
+model's repeated blocks if these have nearly all weights, else of the model with CUDA graphs) and `fp8` (compiled, with
+torchao's FP8 in weights and activations: by row in BF16, by tensor in FP16, which torchao's scales by row do not take).
 
 A step is one call of the denoiser with the inputs of a recorded call and fresh noise. Calls of the peer and of the engine
-alternate; the medians are printed. An image is one sample of the recipe's sampler with the whole pipeline, including encoders and
-VAE: the first image, then the median of three further images.
+alternate; the medians are printed. An image is one sample of the recipe's sampler with the whole pipeline, including encoders
+and VAE: the first image, then the median of three further images.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from trtconvert.stages.common import RECORDED_CALLS
 
 LEAST_FP8 = 1024
 """torchao's FP8 gets layers of this many features or more: smaller layers gain nothing."""
+
+MOST_WEIGHTS = 0.9
+"""Share of the weights that a model's repeated blocks must have if only these are compiled."""
 
 
 def step_times(
@@ -80,19 +83,25 @@ def network(denoiser: nn.Module) -> nn.Module:
 
 
 def compile_blocks(module: Any) -> None:
-    if getattr(module, "_repeated_blocks", None):
-        module.compile_repeated_blocks(dynamic=False)
+    """Compiles a model. Convolutions of a U-Net lie outside its repeated blocks, and would stay eager."""
+    kinds = getattr(module, "_repeated_blocks", None) or []
+    repeated = sum(p.numel() for x in module.modules() if type(x).__name__ in kinds for p in x.parameters())
+    of_blocks = repeated > MOST_WEIGHTS * sum(p.numel() for p in module.parameters())
+    if of_blocks:
+        module.compile_repeated_blocks(dynamic=False)  # their graphs would share one record for all blocks
     else:
-        module.compile(dynamic=False)
+        module.compile(mode="reduce-overhead", dynamic=False)
 
 
 def to_fp8(module: nn.Module) -> None:
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
 
     def large(layer: nn.Module, _: str) -> bool:
         return isinstance(layer, nn.Linear) and min(layer.in_features, layer.out_features) >= LEAST_FP8
 
-    quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), filter_fn=large)
+    by_row = next(module.parameters()).dtype == torch.bfloat16
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow() if by_row else PerTensor())
+    quantize_(module, config, filter_fn=large)
 
 
 def main() -> None:
@@ -157,7 +166,8 @@ def main() -> None:
             on_gpu.denoiser(**recorded[0])
             torch.cuda.synchronize()
             tell(peer, first_call_s=time.perf_counter() - began)
-            compare(peer, on_gpu.denoiser)
+            # CUDA graphs of torch.compile write the next result over the last one.
+            compare(peer, lambda **inputs: on_gpu.denoiser(**inputs).clone())
 
 
 if __name__ == "__main__":

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import onnx_ir as ir
 import torch
 
 
 def optimise(program: torch.onnx.ONNXProgram) -> None:
     """Folds constants and removes dead nodes, in place."""
-    with _first_outputs_first():
+    with _few_candidates():
         program.optimize()
 
 
-@contextmanager
-def _first_outputs_first() -> Iterator[None]:
-    """Inside the block, patterns with several outputs are tried only at operators of their first output.
+@dataclass(frozen=True)
+class _Neighbours:
+    """Stands for a graph where a pattern with several outputs is tried: the node, and others that read one of its inputs."""
 
-    onnxscript 0.7 tries them at every node, and lists the whole graph each time. Other versions without these classes are not
-    patched.
+    graph: Any
+    node: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        readers = (user for x in self.node.inputs if x is not None for user, _ in x.uses())
+        return iter(dict.fromkeys((self.node, *readers)))
+
+
+@contextmanager
+def _few_candidates() -> Iterator[None]:
+    """Inside the block, patterns are tried only at operators of their first output, and further outputs only among neighbours.
+
+    onnxscript 0.7 compares the operators late, and looks for further outputs in the whole graph at every node. Its one pattern
+    with several outputs has slices of one tensor. Other versions without these classes are not patched.
     """
     try:
         from onnxscript.rewriter._basics import MatchResult
@@ -29,12 +43,14 @@ def _first_outputs_first() -> Iterator[None]:
     except ImportError:
         yield
         return
-    match = SimplePatternMatcher.match
+    match, differs = SimplePatternMatcher.match, MatchResult().fail("another operator than the pattern's first output")
 
     def quick(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
         outputs = self.pattern.output_nodes
-        if len(outputs) > 1 and outputs[0].op_identifier() not in (None, node.op_identifier()):
-            return MatchResult().fail("another operator than the pattern's first output")
+        if outputs[0].op_identifier() not in (None, node.op_identifier()):
+            return differs
+        if len(outputs) > 1:
+            graph = _Neighbours(graph if isinstance(graph, ir.Graph) else graph.graph, node)
         return match(self, model, graph, node, **options)
 
     with patch.object(SimplePatternMatcher, "match", quick):
