@@ -20,14 +20,14 @@ def optimise(program: torch.onnx.ONNXProgram) -> None:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """Stands for a graph where a pattern with several outputs is tried: the node, and others that read one of its inputs."""
+    """Stands for a graph where a pattern with several outputs is tried at a node: all nodes that read one of its inputs, in the
+    order of the graph."""
 
     graph: Any
     node: Any
 
     def __iter__(self) -> Iterator[Any]:
-        readers = (user for x in self.node.inputs if x is not None for user, _ in x.uses())
-        return iter(dict.fromkeys((self.node, *readers)))
+        return iter(dict.fromkeys(user for x in self.node.inputs if x is not None for user, _ in x.uses()))
 
 
 @contextmanager
