@@ -102,9 +102,9 @@ def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
     model = model_of(tmp_path, name)
     both, alone = (model.sample(model.denoiser, seeds, steps=2, solver="ddim") for seeds in ([3, 4], [4]))
     assert len(both) == 2 and both.dim() == 4 and both.min() >= 0 and both.max() <= 1
-    # Kandinsky scales the first frames to the mean and deviation of all samples' later frames.
-    if name != "kandinsky5_i2v":
-        torch.testing.assert_close(both[1:], alone, atol=2e-3, rtol=0)
+    # Kandinsky 5 scales the first frames to the mean and deviation of all samples' later frames.
+    told = [notice for notice in model.notices if "in a call of several than alone" in notice]
+    assert ((both[1:] - alone).abs().max() <= 2e-3) == (not told) == (name != "kandinsky5_i2v")
     assert (both[0] - both[1]).abs().max() > 0.01
 
 

@@ -24,7 +24,7 @@ from trtconvert.models.loading import load_pipeline
 from trtconvert.models.observation import DoesNotRun, Observed, observe_sizes, shapes_of
 from trtconvert.models.pipeline_sampler import PipelineSampler, notices_of_sound, read_pictures
 from trtconvert.models.pipelines import CLEANING, PipelineCaller
-from trtconvert.models.probes import first_inputs, first_step
+from trtconvert.models.probes import changed_in_batch, first_inputs, first_step
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import denoiser_among
 from trtconvert.models.size_steps import OperationLog, Range, refuse_between_steps, steps_of
@@ -151,6 +151,8 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     lengths = varied
     if varied is not None and caller.takes_prompts and not caller.pads:
         lengths = prompt_lengths(caller, inputs, flat.record, timestep, varied, sizes, shape)
+    single = ranges["batch"][2] == 1
+    changed = "" if single else changed_in_batch(caller, flat.record, timestep, sizes, shape)
     components = PipelineComponents(caller, ranges, flat.record, timestep, shape, lengths)
     sampler = PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2])
     shares = flat.record.timestep_shares
@@ -174,7 +176,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         notices=(
             *components.drawn(),
             *notices_of_sound(pipe),
-            *_notices_of_batch(caller, ranges["batch"]),
+            *_notices_of_batch(caller.kind, changed),
             *_notices_of_cleaning(caller),
         ),
         as_passed={
@@ -186,12 +188,12 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     )
 
 
-def _notices_of_batch(caller: PipelineCaller, batch: Range) -> tuple[str, ...]:
-    if batch[2] == 1 or not caller.follows_batch:
+def _notices_of_batch(kind: str, changed: str) -> tuple[str, ...]:
+    """changed: see `changed_in_batch`."""
+    if not changed:
         return ()
     return (
-        f"{caller.kind} draws a sample otherwise in a call of several than alone, because the noise of the image's latents "
-        "follows the call; model.options.batch: 1 keeps samples apart",
+        f"{kind} draws a sample otherwise in a call of several than alone: {changed}; model.options.batch: 1 keeps samples apart",
     )
 
 

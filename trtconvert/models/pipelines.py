@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trtconvert.diffusion_model import OF_NOISE
 from trtconvert.errors import (
@@ -45,6 +45,7 @@ from trtconvert.models.drawings import Stopped
 from trtconvert.models.observation import Arguments, DoesNotRun
 from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
+from trtconvert.models.sample_rows import is_second_of
 from trtconvert.models.stand_ins import EMBEDDINGS, stand_ins
 from trtconvert.runtime.arguments import flat_arguments, share_timesteps, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
@@ -78,9 +79,6 @@ def refuse_missing_package(kind: str, error: BaseException) -> None:
 _NO_KIND = {"Optional", "None", "NoneType", "Union", "list", "List", "typing", "torch", "class"}
 """Words in an annotation that name no type of a value."""
 
-_SAME = 1e-3
-"""Largest relative difference between the arguments of one sample in calls of different batches."""
-
 CLEANING = "clean_caption"
 """Argument of the pipelines of PixArt, IF and others that removes markup from prompts."""
 
@@ -110,8 +108,6 @@ class PipelineCaller:
     pads: bool = field(default=False, init=False)
     _image_each: bool | None = field(default=None, init=False)
     """True if several samples of a call get an image each, False if they share one; None before the first such call."""
-    follows_batch: bool = field(default=False, init=False)
-    """True if a sample with an image gets other arguments in a call of several samples than alone."""
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
@@ -363,7 +359,7 @@ class PipelineCaller:
             if is_second_of(both, alone):
                 return
             ways.append(self._image_each)
-        self._image_each, self.follows_batch = (ways[0], True) if ways else (None, False)
+        self._image_each = ways[0] if ways else None
 
     def _remedy(self, error: Exception) -> str:
         """Returns the remedy for a failed call: give the images that the call lacks, set the arguments that the error names, or
@@ -521,46 +517,6 @@ class PipelineCaller:
             yield
         finally:
             setattr(self.pipe, self.component, own)
-
-
-def is_second_of(both: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
-    """Returns whether the second of two samples gets the arguments that the sample gets alone.
-
-    Args:
-        both, alone: arguments of a model's call, by parameter; the first holds the samples.
-    """
-    pairs = [
-        (x, one)
-        for x, one in _pairs(both, alone)
-        if isinstance(x, Tensor) and isinstance(one, Tensor) and one.dim() and x.shape[1:] == one.shape[1:]
-    ]
-    samples = len(pairs[0][1]) if pairs else 0
-    if not pairs or len(pairs[0][0]) != 2 * samples:
-        return False  # as many noisy samples as for one
-    if any(len(x) == len(one) == samples > 1 for x, one in pairs):
-        return False  # rows for the halves of guidance alone, which two samples cannot share
-    return all(_has_second(x, one) for x, one in pairs if len(x) == 2 * len(one))
-
-
-def _pairs(both: Mapping[str, Any], alone: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for name, one in alone.items():
-        x = both.get(name)
-        if isinstance(x, list) and isinstance(one, list) and len(x) == 2 * len(one) > 0:  # a list of samples
-            if all(isinstance(row, Tensor) and row.shape == x[0].shape for row in (*x, *one)):
-                yield torch.stack(x), torch.stack(one)
-        else:
-            yield from zip(tree_leaves(x), tree_leaves(one), strict=False)
-
-
-def _has_second(both: Tensor, alone: Tensor) -> bool:
-    """Returns whether the rows of the second sample are those of the sample alone. Guidance has a block of rows for each half, in
-    which a sample of several frames has a row for each."""
-    rows = len(alone)
-    arranged = (
-        both.unflatten(0, (blocks, 2, -1))[:, 1].flatten(0, 1) for blocks in range(1, rows + 1) if not rows % blocks
-    )
-    own = alone.double()
-    return any(bool((second.double() - own).norm() <= _SAME * own.norm()) for second in arranged)
 
 
 def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:

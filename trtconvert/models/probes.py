@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
 from trtconvert.models.pipelines import Called, PipelineCaller
+from trtconvert.models.sample_rows import changed_argument
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 from trtconvert.runtime.signature import shape_like
 
@@ -64,7 +66,7 @@ def first_step(
     Raises:
         UserError: see `first_inputs`.
     """
-    step, zeros = FirstStep([], []), no_noise(timestep, prediction)
+    step, predicted = FirstStep([], []), number_of_sample(timestep, prediction)
 
     def watched(**named: Tensor) -> Tensor:
         at = float(named[timestep].flatten()[0])
@@ -74,7 +76,7 @@ def first_step(
             step.timesteps.append(at)
             raise Called({})
         step.shapes.append({name: tuple(x.shape) for name, x in named.items()})
-        return zeros(**named)
+        return predicted(**named)
 
     with caller.denoising_with(stand_in(watched, record, timestep)):
         try:
@@ -85,19 +87,51 @@ def first_step(
     return step
 
 
-def no_noise(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Tensor]:
-    """Returns a denoiser that predicts zeros.
+def number_of_sample(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Tensor]:
+    """Returns a denoiser that predicts one number for each sample, so that samples differ: the first of its noisy input.
 
     Args:
         timestep: name of this input.
         prediction: symbolic shape of the output.
     """
 
-    def zeros(**named: Tensor) -> Tensor:
+    def predicted(**named: Tensor) -> Tensor:
         first = next(x for name, x in named.items() if name != timestep)
-        return torch.zeros(shape_like(prediction, first))
+        shape = shape_like(prediction, first)
+        return first.flatten(1)[:, :1].reshape(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
 
-    return zeros
+    return predicted
+
+
+def changed_in_batch(
+    caller: PipelineCaller,
+    record: DiffusersRecord,
+    timestep: str,
+    sizes: Mapping[str, int],
+    prediction: Sequence[int | str],
+) -> str:
+    """Returns what the pipeline computes otherwise for a sample in a call of two than for the sample alone, in words; "" where it
+    is the same, as far as the denoiser's first call and the decoded latents tell.
+
+    Args:
+        prediction: symbolic shape of the denoiser's output.
+    """
+
+    def changed(*model: Any) -> str:
+        try:
+            return changed_argument(*(caller.first_call(seeds, sizes, *model) for seeds in ([0, 1], [1])))
+        except UserError:  # the pipeline draws one sample in a call, or does not call the model
+            return ""
+
+    with torch.no_grad():
+        if name := changed():
+            return f"its {record.component} gets another '{name}'"
+        vae = getattr(caller.pipe, "vae", None)
+        if vae is not None:
+            with caller.denoising_with(stand_in(number_of_sample(timestep, prediction), record, timestep)):
+                if changed(vae, "decode"):
+                    return "it decodes other latents for the same predictions"
+    return ""
 
 
 def stand_in(denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep: str) -> DiffusersDenoiser:
