@@ -46,12 +46,14 @@ class Convertible:
         of: subject of a sample, for people.
         options: of `diffusers_model`.
         images: arguments of the pipeline's call that are images.
+        side: of the images, in pixels.
     """
 
     make: Callable[[], Any]
     of: str
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
+    side: int = 32
 
 
 CONVERTIBLE: dict[str, Convertible] = {}
@@ -61,12 +63,12 @@ Make = Callable[[], Any]
 
 
 def convertible(
-    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = ()
+    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = (), side: int = 32
 ) -> Callable[[Make], Make]:
     """Adds a function that makes a pipeline to the table, see `Convertible`."""
 
     def added(make: Make) -> Make:
-        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images)
+        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images, side)
         return CONVERTIBLE[make.__name__].make
 
     return added
@@ -199,6 +201,75 @@ def control_net() -> Any:
     added = diffusers.ControlNetModel.from_unet(parts["unet"], conditioning_embedding_out_channels=(8, 8, 8))
     parts["controlnet"] = randomised(added)
     return pipeline(diffusers.StableDiffusionControlNetPipeline, **parts, requires_safety_checker=False)
+
+
+def with_sd_text(kind: Any, parts: dict[str, Any], **more: Any) -> Any:
+    return pipeline(kind, **parts | {"text_encoder": clip(), "tokenizer": clip_tokenizer()} | more)
+
+
+@convertible("a prompt, a panorama of views", SIZE | {"batch": 1})
+def panorama() -> Any:
+    parts = stable_diffusion().components
+    return with_sd_text(diffusers.StableDiffusionPanoramaPipeline, parts, requires_safety_checker=False)
+
+
+@convertible("a prompt, an image and its depth", SIZE)
+def ldm3d() -> Any:
+    """Returns arrays alone, of images and of depths."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+    both = model(
+        diffusers.AutoencoderKL, in_channels=6, out_channels=6, block_out_channels=(8,) * 3, layers_per_block=1,
+        latent_channels=4, norm_num_groups=4, **blocks,
+    )
+    parts = stable_diffusion().components
+    return with_sd_text(diffusers.StableDiffusionLDM3DPipeline, parts, vae=both, requires_safety_checker=False)
+
+
+@convertible("a prompt and an image of half the size", {"tokens": None}, images=("image",))
+def latent_upscale() -> Any:
+    """The scheduler has a table of timesteps, and the denoiser gets ln σ / 4. The denoiser predicts one more channel."""
+    cross = ("KCrossAttnDownBlock2D",) * 3, ("KCrossAttnUpBlock2D",) * 3
+    denoiser = model(
+        diffusers.UNet2DConditionModel, act_fn="gelu", attention_head_dim=8, norm_num_groups=None,
+        block_out_channels=[32, 32, 64, 64], time_cond_proj_dim=128 + WIDTH, conv_in_kernel=1, conv_out_kernel=1,
+        cross_attention_dim=WIDTH, down_block_types=("KDownBlock2D", *cross[0]), in_channels=8, mid_block_type=None,
+        out_channels=5, resnet_time_scale_shift="scale_shift", time_embedding_type="fourier",
+        timestep_post_act="gelu", up_block_types=(*cross[1], "KUpBlock2D"),
+    )
+    scheduler = diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", prediction_type="sample")
+    return with_sd_text(
+        diffusers.StableDiffusionLatentUpscalePipeline, {"unet": denoiser, "vae": vae(4), "scheduler": scheduler},
+    )
+
+
+@convertible("an image, several images of a sample", images=("image",))
+def marigold_intrinsics() -> Any:
+    targets = {"target_names": ["albedo", "roughness"], "albedo": {"prediction_space": "srgb"}}
+    return with_sd_text(
+        diffusers.MarigoldIntrinsicsPipeline, {"unet": unet(in_channels=12, out_channels=8), "vae": vae(4)},
+        scheduler=diffusers.DDIMScheduler(clip_sample=False), prediction_type="intrinsics",
+        target_properties=targets | {"roughness": {"prediction_space": "linear"}}, default_denoising_steps=2,
+        default_processing_resolution=32,
+    )
+
+
+@convertible(
+    "a prompt and an image, through a ControlNet of several modes", SIZE | {"call": {"control_mode": [0]}},
+    images=("control_image",),
+)
+def control_net_union() -> Any:
+    denoiser = sdxl_unet(6)
+    added = model(
+        diffusers.ControlNetUnionModel, down_block_types=denoiser.config.down_block_types, block_out_channels=(32, 64),
+        layers_per_block=1, norm_num_groups=8, cross_attention_dim=WIDTH, attention_head_dim=1, num_trans_head=4,
+        use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8, num_trans_channel=32,
+        projection_class_embeddings_input_dim=WIDTH + 48, conditioning_embedding_out_channels=(8, 8, 8),
+        num_proj_channel=32,
+    )
+    return pipeline(
+        diffusers.StableDiffusionXLControlNetUnionPipeline, unet=denoiser, vae=vae(4), controlnet=added,
+        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"), add_watermarker=False,
+    )
 
 
 convertible("a prompt", SIZE | {"batch": 1})(qwen_image)
@@ -553,6 +624,12 @@ def flux2_klein() -> Any:
     return pipeline(diffusers.Flux2KleinPipeline, **flux2_parts())
 
 
+@convertible("a prompt and an image", SIZE, images=("image",), side=64)
+def flux2_klein_with_image() -> Any:
+    """Takes images of 64 pixels and more."""
+    return flux2_klein()
+
+
 @convertible("a prompt, without an image", SIZE)
 def flux2_klein_kv() -> Any:
     """With an image the first step returns keys and values of the image, which the other steps take."""
@@ -679,14 +756,26 @@ def krea2() -> Any:
     )
 
 
+def z_image_with_control(kind: Any, channels: int, **config: Any) -> Any:
+    controlnet = model(
+        diffusers.ZImageControlNetModel, control_layers_places=[0], control_refiner_layers_places=[0],
+        control_in_dim=channels, dim=64, n_refiner_layers=1, n_heads=2, n_kv_heads=2, **config,
+    )
+    return pipeline(kind, **z_image().components, controlnet=controlnet)
+
+
 @convertible("a prompt and an image, through a ControlNet", SIZE, images=("control_image",))
 def z_image_control_net() -> Any:
     """The ControlNet computes additions to layers from the image and the prompt."""
-    controlnet = model(
-        diffusers.ZImageControlNetModel, control_layers_places=[0], control_refiner_layers_places=[0],
-        control_in_dim=16, dim=64, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
-    )
-    return pipeline(diffusers.ZImageControlNetPipeline, **z_image().components, controlnet=controlnet)
+    return z_image_with_control(diffusers.ZImageControlNetPipeline, 16)
+
+
+@convertible(
+    "a prompt, an image and a mask, through a ControlNet", SIZE, images=("image", "mask_image", "control_image"),
+)
+def z_image_control_net_inpainting() -> Any:
+    kind = diffusers.ZImageControlNetInpaintPipeline
+    return z_image_with_control(kind, 33, add_control_noise_refiner="control_noise_refiner")
 
 
 @convertible("a prompt", SIZE)

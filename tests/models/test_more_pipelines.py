@@ -50,7 +50,7 @@ def save(folder: Path, name: str, **sections: Any) -> Path:
             "weights": "pipeline",
             "dtype": "float32",
             "options": {"tokens": 8, "prompts": ["a cat", "a dog"]} | tiny.options,
-            "images": {image: str(picture(folder / f"{image}.png", 0)) for image in tiny.images},
+            "images": {image: str(picture(folder / f"{image}.png", 0, tiny.side)) for image in tiny.images},
         },
         "attention": {"modes": ["precision", "balanced"]},
         **SMALL_BUILD,
@@ -64,7 +64,7 @@ def model_of(folder: Path, name: str, **options):
     tiny = CONVERTIBLE[name]
     if not (folder / "pipeline").is_dir():
         tiny.make().save_pretrained(folder / "pipeline")
-    images = {image: picture(folder / f"{image}.png", 0) for image in tiny.images}
+    images = {image: picture(folder / f"{image}.png", 0, tiny.side) for image in tiny.images}
     given: dict[str, Any] = {"tokens": 8, **tiny.options, **options}
     return diffusers_model(folder / "pipeline", images=images, **given)
 
@@ -300,6 +300,13 @@ def test_a_size_that_kandinsky_rounds_is_told(tmp_path):
     assert notice == "KandinskyV22Pipeline draws height 34 as 36"
     model = model_of(tmp_path, "kandinsky22", height=34, width=36)
     assert model.sample(model.denoiser, [0], steps=1, solver="ddim").shape[2:] == (36, 36)
+
+
+def test_a_failed_call_names_the_argument_that_it_lacks(tmp_path):
+    """The error of diffusers does not: "'>=' not supported between instances of 'NoneType' and 'int'"."""
+    with pytest.raises(UserError, match="NoneType") as error:
+        model_of(tmp_path, "control_net_union", call={})
+    assert error.value.remedy == "set control_mode in model.options.call"
 
 
 def test_an_argument_whose_default_does_not_fit_is_named(tmp_path):

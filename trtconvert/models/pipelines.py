@@ -11,9 +11,12 @@ import importlib.util
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -282,6 +285,8 @@ class PipelineCaller:
         steps: int,
         sizes: Mapping[str, int],
         captions: Sequence[str] | None = None,
+        *,
+        as_latents: bool = False,
     ) -> Tensor:
         """Runs the pipeline for these seeds; a sample depends on its own seed alone.
 
@@ -289,8 +294,9 @@ class PipelineCaller:
             sizes: height, width and frames, where they differ from the pipeline's defaults; tokens, the length that the pipeline
                 pads prompts to, or else the length of embeddings of noise instead of prompts.
             captions: one per seed, instead of the prompts.
+            as_latents: whether to return latents as the pipeline has them before it decodes.
         Returns:
-            Images in [0, 1], or latents where the pipeline has no decoder.
+            Images in [0, 1], or latents where the pipeline has no decoder. Several images of a sample are as a video's frames.
         Raises:
             UserError: the pipeline refuses its arguments, or fails with them.
         """
@@ -321,7 +327,7 @@ class PipelineCaller:
                     **arguments,
                     num_inference_steps=steps,
                     generator=generators if len(seeds) > 1 else generators[0],  # Wan VACE takes no list
-                    output_type="pt" if self.decodes else "latent",
+                    output_type="latent" if as_latents or not self.decodes else self._output_type,
                 )
         except TrtconvertError:
             raise
@@ -334,7 +340,26 @@ class PipelineCaller:
                 remedy=self._remedy(error),
             ) from error
         drawn = output[0]  # the oldest pipelines ignore "pt" and return arrays [N, H, W, C]
-        return drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
+        if as_latents:
+            return drawn
+        drawn = drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
+        # Marigold's intrinsics are several images of a sample, one after the other.
+        of_sample = len(drawn) // len(seeds)
+        return drawn.unflatten(0, (len(seeds), of_sample)) if of_sample > 1 and drawn.dim() == 4 else drawn
+
+    @cached_property
+    def _output_type(self) -> str:
+        """The form of the pipeline's images: arrays if it makes no tensors of images, as LDM3D."""
+
+        def fails(form: str) -> bool:
+            try:
+                self.pipe.image_processor.postprocess(torch.zeros(1, channels, 8, 8), output_type=form)
+            except Exception:  # whatever an image processor raises
+                return True
+            return False
+
+        channels = getattr(getattr(self.pipe, "vae", None), "config", {}).get("out_channels") or 3
+        return "np" if fails("pt") and not fails("np") else "pt"
 
     @property
     def _takes_one_text(self) -> bool:
@@ -375,7 +400,12 @@ class PipelineCaller:
             and parameter.default is not parameter.empty
             and not _is_tensor(parameter)  # a recipe has none
         }
-        named = [name for name in defaults if "_" in name and name.replace("_", " ") in said]
+        line = _failing_line(error)
+        named = [
+            name
+            for name, default in defaults.items()
+            if ("_" in name and name.replace("_", " ") in said) or (default is None and re.search(rf"\b{name}\b", line))
+        ]
         given = [name for name in named if self.arguments.get(name) is not None]
         if unset := [
             name for name in named if name not in self.arguments and (defaults[name] is not None or not given)
@@ -609,6 +639,14 @@ def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[
             delattr(model, method)
         else:
             setattr(model, method, before)
+
+
+def _failing_line(error: BaseException) -> str:
+    """Returns the line of a pipeline's code that failed; "" if code that the pipeline calls failed, or if the pipeline raised an
+    error of its own, which tells more."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    line = last.line or ""
+    return "" if "pipelines" not in Path(last.filename).parts or line.startswith("raise") else line
 
 
 def _is_tensor(parameter: inspect.Parameter) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
-from trtconvert.models.pipelines import Called, PipelineCaller
+from trtconvert.models.pipelines import Called, PipelineCaller, replaced
 from trtconvert.models.sample_rows import changed_argument
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 from trtconvert.runtime.signature import shape_like
@@ -111,27 +112,30 @@ def changed_in_batch(
     prediction: Sequence[int | str],
 ) -> str:
     """Returns what the pipeline computes otherwise for a sample in a call of two than for the sample alone, in words; "" where it
-    is the same, as far as the denoiser's first call and the decoded latents tell.
+    is the same, as far as the denoiser's first call and the latents at the end tell.
 
     Args:
         prediction: symbolic shape of the denoiser's output.
     """
 
-    def changed(*model: Any) -> str:
-        try:
-            return changed_argument(*(caller.first_call(seeds, sizes, *model) for seeds in ([0, 1], [1])))
-        except UserError:  # the pipeline draws one sample in a call, or does not call the model
-            return ""
+    def decoded(*_: Any, **__: Any) -> None:
+        raise Called({})
 
-    with torch.no_grad():
-        if name := changed():
-            return f"its {record.component} gets another '{name}'"
-        vae = getattr(caller.pipe, "vae", None)
-        if vae is not None:
-            with caller.denoising_with(stand_in(number_of_sample(timestep, prediction), record, timestep)):
-                if changed(vae, "decode"):
-                    return "it decodes other latents for the same predictions"
-    return ""
+    predicted = number_of_sample(timestep, prediction)
+    vae: Any = getattr(caller.pipe, "vae", None)
+    with torch.no_grad(), ExitStack() as stack:
+        try:
+            if name := changed_argument(*(caller.first_call(seeds, sizes) for seeds in ([0, 1], [1]))):
+                return f"its {record.component} gets another '{name}'"
+            stack.enter_context(caller.others_idling())
+            stack.enter_context(caller.denoising_with(stand_in(predicted, record, timestep)))
+            if hasattr(vae, "decode"):
+                stack.enter_context(replaced(vae, "decode", decoded))
+            steps = caller.taken_steps(2, least=2)
+            both, alone = ({"latents": caller(seeds, steps, sizes, as_latents=True)} for seeds in ([0, 1], [1]))
+        except (UserError, Called):  # the pipeline draws one sample in a call, or returns no latents
+            return ""
+    return "the same predictions give other latents" if changed_argument(both, alone) else ""
 
 
 def stand_in(denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep: str) -> DiffusersDenoiser:
