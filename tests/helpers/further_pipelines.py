@@ -699,6 +699,20 @@ def kandinsky6_without_sound() -> Any:
     return pipeline(diffusers.Kandinsky6TI2VAPipeline, **kandinsky_parts(diffusers.Kandinsky6Transformer3DModel))
 
 
+def kandinsky6_upscaler() -> Any:
+    """Computes attention of blocks that it chooses, by flex_attention."""
+    transformer = model(
+        diffusers.Kandinsky6SRTransformer3DModel, in_visual_dim=4, out_visual_dim=4, time_dim=32, model_dim=64,
+        ff_dim=64, num_visual_blocks=1, axes_dims=(8, 12, 12), tile_sizes=((128, 128),),
+    )
+    widths = (8,) * 5
+    video = model(
+        diffusers.Kandinsky6SRVAE, latent_channels=4, encoder_block_out_channels=widths, layers_per_block=1,
+        decoder_block_out_channels=widths,
+    )
+    return pipeline(diffusers.Kandinsky6SRPipeline, transformer=transformer, vae=video)
+
+
 def qwen3_vl(layers: int = 2) -> Any:
     text = {
         "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": layers,

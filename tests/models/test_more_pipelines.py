@@ -11,7 +11,7 @@ import pytest
 import tiny_pipelines
 import torch
 from exports import int8_weights
-from further_pipelines import CONVERTIBLE, REFUSED, cosmos2
+from further_pipelines import CONVERTIBLE, REFUSED, cosmos2, kandinsky6_upscaler
 from models_page import PAGE, page
 from PIL import Image
 from rich.console import Console
@@ -435,6 +435,16 @@ def test_attention_of_a_sound_that_is_not_drawn_is_left_before_the_calibration(t
     of_layers = {layer.name for layer in parts.left_layers if layer.obstacle == UNUSED}
     assert (f"{text}.attn.to_query" in of_layers) == bool(left)
     assert all("audio" in layer for layer in of_layers)
+
+
+@pytest.mark.soak  # flex_attention is slow on a CPU
+def test_attention_by_an_operator_that_takes_functions_is_refused_by_name(tmp_path):
+    kandinsky6_upscaler().save_pretrained(tmp_path / "pipeline")
+    frames = {"video": [picture(tmp_path / "frame.png", 0, 64)]}
+    model = diffusers_model(tmp_path / "pipeline", images=frames, batch=1, call={"resolution_scale": 2})
+    with pytest.raises(UserError, match=r"computes flex_attention, which is not converted") as error:
+        parts_to_convert(model, AttentionSection(), LayersSection())
+    assert error.value.got == "flex_attention in transformer.visual_transformer_blocks.0.self_attention"
 
 
 def test_the_page_of_models_is_what_the_tests_convert():
