@@ -841,6 +841,52 @@ def glm_image_transformer() -> Any:
     )
 
 
+def glm_image_processor(start: int) -> Any:
+    """Makes a processor of prompts by letters. start: number of the token that begins an image."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokens = ["<unk>", "<pad>", "<image>", "<grid>", "</grid>", *"abcdefghijklmnopqrstuvwxyz0123456789 "]
+    letters = models.WordLevel({x: i for i, x in enumerate(tokens)} | {"<start>": start}, unk_token="<unk>")
+    tokenizer = Tokenizer(letters)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return transformers.GlmImageProcessor(
+        transformers.GlmImageImageProcessor(patch_size=8, merge_size=1),
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<start>", padding_side="left",
+            extra_special_tokens={
+                "image_token": "<image>", "grid_bos_token": "<grid>", "grid_eos_token": "</grid>",
+            },
+        ),
+        chat_template="{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}",
+    )
+
+
+@convertible("a prompt, from which another model draws tokens", SIZE | {"tokens": None, "batch": 1})
+def glm_image() -> Any:
+    start, codes = 60, 16
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH}
+    text = sizes | {
+        "vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "vision_vocab_size": codes, "pad_token_id": 1, "eos_token_id": 63,
+        "rope_parameters": {"rope_type": "default", "mrope_section": (4, 2, 2)},
+    }
+    config = transformers.GlmImageConfig(
+        text_config=text, vision_config=sizes | {"depth": 1, "num_heads": 2, "image_size": 32, "patch_size": 8},
+        vq_config={"embed_dim": WIDTH, "num_embeddings": codes, "latent_channels": WIDTH}, image_token_id=2,
+        image_start_token_id=start, image_end_token_id=start + 1,
+    )
+    autoencoder = vae(4, blocks=4)
+    autoencoder.register_to_config(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    bytes_of_text = transformers.T5Config(
+        vocab_size=384, d_model=WIDTH, d_kv=8, d_ff=WIDTH, num_layers=2, num_heads=4,
+    )
+    return pipeline(
+        diffusers.GlmImagePipeline, transformer=glm_image_transformer(), vae=autoencoder,
+        vision_language_encoder=randomised(transformers.GlmImageForConditionalGeneration(config)),
+        processor=glm_image_processor(start), text_encoder=randomised(transformers.T5EncoderModel(bytes_of_text)),
+        tokenizer=transformers.ByT5Tokenizer(),
+    )
+
 
 def stable_cascade_prior() -> Any:
     kinds = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")

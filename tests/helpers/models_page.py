@@ -84,9 +84,9 @@ _AFTER = """\
 | Cosmos3OmniPipeline | its samples are a list in a packed sequence with the prompt, without a timestep for each sample |
 | QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, shapes depend on a mask's values |
 
-The last two were tried without saving, with stand-ins for their tokenizers. GlmImagePipeline with its own tokens is not tested,
-because diffusers needs large models of transformers for its prompts. GLM-Image's transformer converts without an image, with
-given tokens. Cosmos 2 needs the package cosmos_guardrail; it is tested with a stand-in.
+The last two were tried without saving, with stand-ins for their tokenizers. GLM-Image is tested without an image. Its text in
+quotation marks has embeddings of its own length, so that prompts of a bundle have quotations of one length. Cosmos 2 needs the
+package cosmos_guardrail; it is tested with a stand-in.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from trtconvert.stages.components import component_names
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
 QUICK = ("dit",)
+SLOW = ("glm_image",)
 
 
 def save(folder: Path, name: str, **sections: Any) -> Path:
@@ -96,7 +98,9 @@ def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
     assert errors and max(errors) <= INT8_CALL
 
 
-@pytest.mark.parametrize("name", CONVERTIBLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in CONVERTIBLE]
+)
 def test_a_sample_depends_on_its_seed_alone(tmp_path, name):
     """There are as many samples as seeds, whatever argument of the pipeline counts samples."""
     model = model_of(tmp_path, name)
@@ -238,6 +242,26 @@ def test_prompts_of_other_lengths_are_refused_with_a_remedy_that_leads_out(tmp_p
         model_of(tmp_path, "bria_fibo", prompts=["a b c d", "abcdef", "abcd"])
     inputs = {spec.name for spec in model_of(tmp_path, "bria_fibo", prompts=["a dog on a hill"]).inputs}
     assert {"text_encoder_layers.0", "text_encoder_layers.1"} <= inputs
+
+
+def test_embeddings_that_need_prompts_beside_them_are_no_remedy(tmp_path, monkeypatch):
+    """GLM-Image draws tokens from its prompt, and takes embeddings beside the prompt alone."""
+    own = diffusers.ErnieImagePipeline.__call__
+
+    @functools.wraps(own)
+    def with_prompt(self, **named):
+        if named.get("prompt") is None:
+            raise ValueError("Provide `prompt`.")
+        return own(self, **named)
+
+    monkeypatch.setattr(diffusers.ErnieImagePipeline, "__call__", with_prompt)
+    options = {"prompts": ["a cat", "a dog on a hill"]}
+    with pytest.raises(
+        UserError, match=r"(?s)as many tokens as its longest prompt.*remedy: give model.options.prompts"
+    ):
+        model_of(tmp_path, "ernie_image", **options, tokens=None)
+    with pytest.raises(UserError, match=r"(?s)does not let its caller say.*take model.options.tokens out.*as one text"):
+        model_of(tmp_path, "ernie_image", **options)
 
 
 def test_tensors_are_no_remedy_in_a_recipe(tmp_path, monkeypatch):
