@@ -46,12 +46,14 @@ class Convertible:
         of: subject of a sample, for people.
         options: of `diffusers_model`.
         images: arguments of the pipeline's call that are images.
+        side: of the images, in pixels.
     """
 
     make: Callable[[], Any]
     of: str
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
+    side: int = 32
 
 
 CONVERTIBLE: dict[str, Convertible] = {}
@@ -61,12 +63,12 @@ Make = Callable[[], Any]
 
 
 def convertible(
-    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = ()
+    of: str, options: Mapping[str, Any] | None = None, images: tuple[str, ...] = (), side: int = 32
 ) -> Callable[[Make], Make]:
     """Adds a function that makes a pipeline to the table, see `Convertible`."""
 
     def added(make: Make) -> Make:
-        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images)
+        CONVERTIBLE[make.__name__] = Convertible(seeded(make), of, options or {}, images, side)
         return CONVERTIBLE[make.__name__].make
 
     return added
@@ -199,6 +201,75 @@ def control_net() -> Any:
     added = diffusers.ControlNetModel.from_unet(parts["unet"], conditioning_embedding_out_channels=(8, 8, 8))
     parts["controlnet"] = randomised(added)
     return pipeline(diffusers.StableDiffusionControlNetPipeline, **parts, requires_safety_checker=False)
+
+
+def with_sd_text(kind: Any, parts: dict[str, Any], **more: Any) -> Any:
+    return pipeline(kind, **parts | {"text_encoder": clip(), "tokenizer": clip_tokenizer()} | more)
+
+
+@convertible("a prompt, a panorama of views", SIZE | {"batch": 1})
+def panorama() -> Any:
+    parts = stable_diffusion().components
+    return with_sd_text(diffusers.StableDiffusionPanoramaPipeline, parts, requires_safety_checker=False)
+
+
+@convertible("a prompt, an image and its depth", SIZE)
+def ldm3d() -> Any:
+    """Returns arrays alone, of images and of depths."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+    both = model(
+        diffusers.AutoencoderKL, in_channels=6, out_channels=6, block_out_channels=(8,) * 3, layers_per_block=1,
+        latent_channels=4, norm_num_groups=4, **blocks,
+    )
+    parts = stable_diffusion().components
+    return with_sd_text(diffusers.StableDiffusionLDM3DPipeline, parts, vae=both, requires_safety_checker=False)
+
+
+@convertible("a prompt and an image of half the size", {"tokens": None}, images=("image",))
+def latent_upscale() -> Any:
+    """The scheduler has a table of timesteps, and the denoiser gets ln σ / 4. The denoiser predicts one more channel."""
+    cross = ("KCrossAttnDownBlock2D",) * 3, ("KCrossAttnUpBlock2D",) * 3
+    denoiser = model(
+        diffusers.UNet2DConditionModel, act_fn="gelu", attention_head_dim=8, norm_num_groups=None,
+        block_out_channels=[32, 32, 64, 64], time_cond_proj_dim=128 + WIDTH, conv_in_kernel=1, conv_out_kernel=1,
+        cross_attention_dim=WIDTH, down_block_types=("KDownBlock2D", *cross[0]), in_channels=8, mid_block_type=None,
+        out_channels=5, resnet_time_scale_shift="scale_shift", time_embedding_type="fourier",
+        timestep_post_act="gelu", up_block_types=(*cross[1], "KUpBlock2D"),
+    )
+    scheduler = diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", prediction_type="sample")
+    return with_sd_text(
+        diffusers.StableDiffusionLatentUpscalePipeline, {"unet": denoiser, "vae": vae(4), "scheduler": scheduler},
+    )
+
+
+@convertible("an image, several images of a sample", images=("image",))
+def marigold_intrinsics() -> Any:
+    targets = {"target_names": ["albedo", "roughness"], "albedo": {"prediction_space": "srgb"}}
+    return with_sd_text(
+        diffusers.MarigoldIntrinsicsPipeline, {"unet": unet(in_channels=12, out_channels=8), "vae": vae(4)},
+        scheduler=diffusers.DDIMScheduler(clip_sample=False), prediction_type="intrinsics",
+        target_properties=targets | {"roughness": {"prediction_space": "linear"}}, default_denoising_steps=2,
+        default_processing_resolution=32,
+    )
+
+
+@convertible(
+    "a prompt and an image, through a ControlNet of several modes", SIZE | {"call": {"control_mode": [0]}},
+    images=("control_image",),
+)
+def control_net_union() -> Any:
+    denoiser = sdxl_unet(6)
+    added = model(
+        diffusers.ControlNetUnionModel, down_block_types=denoiser.config.down_block_types, block_out_channels=(32, 64),
+        layers_per_block=1, norm_num_groups=8, cross_attention_dim=WIDTH, attention_head_dim=1, num_trans_head=4,
+        use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8, num_trans_channel=32,
+        projection_class_embeddings_input_dim=WIDTH + 48, conditioning_embedding_out_channels=(8, 8, 8),
+        num_proj_channel=32,
+    )
+    return pipeline(
+        diffusers.StableDiffusionXLControlNetUnionPipeline, unet=denoiser, vae=vae(4), controlnet=added,
+        scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"), add_watermarker=False,
+    )
 
 
 convertible("a prompt", SIZE | {"batch": 1})(qwen_image)
@@ -553,6 +624,12 @@ def flux2_klein() -> Any:
     return pipeline(diffusers.Flux2KleinPipeline, **flux2_parts())
 
 
+@convertible("a prompt and an image", SIZE, images=("image",), side=64)
+def flux2_klein_with_image() -> Any:
+    """Takes images of 64 pixels and more."""
+    return flux2_klein()
+
+
 @convertible("a prompt, without an image", SIZE)
 def flux2_klein_kv() -> Any:
     """With an image the first step returns keys and values of the image, which the other steps take."""
@@ -622,6 +699,20 @@ def kandinsky6_without_sound() -> Any:
     return pipeline(diffusers.Kandinsky6TI2VAPipeline, **kandinsky_parts(diffusers.Kandinsky6Transformer3DModel))
 
 
+def kandinsky6_upscaler() -> Any:
+    """Computes attention of blocks that it chooses, by flex_attention."""
+    transformer = model(
+        diffusers.Kandinsky6SRTransformer3DModel, in_visual_dim=4, out_visual_dim=4, time_dim=32, model_dim=64,
+        ff_dim=64, num_visual_blocks=1, axes_dims=(8, 12, 12), tile_sizes=((128, 128),),
+    )
+    widths = (8,) * 5
+    video = model(
+        diffusers.Kandinsky6SRVAE, latent_channels=4, encoder_block_out_channels=widths, layers_per_block=1,
+        decoder_block_out_channels=widths,
+    )
+    return pipeline(diffusers.Kandinsky6SRPipeline, transformer=transformer, vae=video)
+
+
 def qwen3_vl(layers: int = 2) -> Any:
     text = {
         "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": layers,
@@ -679,14 +770,26 @@ def krea2() -> Any:
     )
 
 
+def z_image_with_control(kind: Any, channels: int, **config: Any) -> Any:
+    controlnet = model(
+        diffusers.ZImageControlNetModel, control_layers_places=[0], control_refiner_layers_places=[0],
+        control_in_dim=channels, dim=64, n_refiner_layers=1, n_heads=2, n_kv_heads=2, **config,
+    )
+    return pipeline(kind, **z_image().components, controlnet=controlnet)
+
+
 @convertible("a prompt and an image, through a ControlNet", SIZE, images=("control_image",))
 def z_image_control_net() -> Any:
     """The ControlNet computes additions to layers from the image and the prompt."""
-    controlnet = model(
-        diffusers.ZImageControlNetModel, control_layers_places=[0], control_refiner_layers_places=[0],
-        control_in_dim=16, dim=64, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
-    )
-    return pipeline(diffusers.ZImageControlNetPipeline, **z_image().components, controlnet=controlnet)
+    return z_image_with_control(diffusers.ZImageControlNetPipeline, 16)
+
+
+@convertible(
+    "a prompt, an image and a mask, through a ControlNet", SIZE, images=("image", "mask_image", "control_image"),
+)
+def z_image_control_net_inpainting() -> Any:
+    kind = diffusers.ZImageControlNetInpaintPipeline
+    return z_image_with_control(kind, 33, add_control_noise_refiner="control_noise_refiner")
 
 
 @convertible("a prompt", SIZE)
@@ -737,6 +840,52 @@ def glm_image_transformer() -> Any:
         text_embed_dim=WIDTH, time_embed_dim=32, condition_dim=8, prior_vq_quantizer_codebook_size=16,
     )
 
+
+def glm_image_processor(start: int) -> Any:
+    """Makes a processor of prompts by letters. start: number of the token that begins an image."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokens = ["<unk>", "<pad>", "<image>", "<grid>", "</grid>", *"abcdefghijklmnopqrstuvwxyz0123456789 "]
+    letters = models.WordLevel({x: i for i, x in enumerate(tokens)} | {"<start>": start}, unk_token="<unk>")
+    tokenizer = Tokenizer(letters)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return transformers.GlmImageProcessor(
+        transformers.GlmImageImageProcessor(patch_size=8, merge_size=1),
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<start>", padding_side="left",
+            extra_special_tokens={
+                "image_token": "<image>", "grid_bos_token": "<grid>", "grid_eos_token": "</grid>",
+            },
+        ),
+        chat_template="{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}",
+    )
+
+
+@convertible("a prompt, from which another model draws tokens", SIZE | {"tokens": None, "batch": 1})
+def glm_image() -> Any:
+    start, codes = 60, 16
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH}
+    text = sizes | {
+        "vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "vision_vocab_size": codes, "pad_token_id": 1, "eos_token_id": 63,
+        "rope_parameters": {"rope_type": "default", "mrope_section": (4, 2, 2)},
+    }
+    config = transformers.GlmImageConfig(
+        text_config=text, vision_config=sizes | {"depth": 1, "num_heads": 2, "image_size": 32, "patch_size": 8},
+        vq_config={"embed_dim": WIDTH, "num_embeddings": codes, "latent_channels": WIDTH}, image_token_id=2,
+        image_start_token_id=start, image_end_token_id=start + 1,
+    )
+    autoencoder = vae(4, blocks=4)
+    autoencoder.register_to_config(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    bytes_of_text = transformers.T5Config(
+        vocab_size=384, d_model=WIDTH, d_kv=8, d_ff=WIDTH, num_layers=2, num_heads=4,
+    )
+    return pipeline(
+        diffusers.GlmImagePipeline, transformer=glm_image_transformer(), vae=autoencoder,
+        vision_language_encoder=randomised(transformers.GlmImageForConditionalGeneration(config)),
+        processor=glm_image_processor(start), text_encoder=randomised(transformers.T5EncoderModel(bytes_of_text)),
+        tokenizer=transformers.ByT5Tokenizer(),
+    )
 
 
 def stable_cascade_prior() -> Any:

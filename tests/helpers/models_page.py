@@ -58,6 +58,9 @@ with a remedy.
 - If the prediction does not depend on the result of some attention or layer, as on the sound's text in Kandinsky 6 without sound,
   a build leaves this attention or layer out of INT8. Its record in the manifest has the reason.
 - HunyuanVideo 1.5 needs `batch: 1`: the VAE of diffusers decodes one video at a time.
+- Some pipelines draw a sample otherwise in a call of several than alone: Panorama gives samples each other's prompts, and
+  Kandinsky 5 scales first frames by all samples of a call. A build says so, and `batch: 1` keeps samples apart.
+- The latent upscaler of Stable Diffusion gets ln σ / 4 as its timestep, and its timestep bins are even in it.
 
 ## Sizes
 
@@ -77,13 +80,13 @@ _OF_TESTS = ("base_num_frames", "max_area", "max_sequence_length", "decode_times
 """Arguments that are needed for the sizes of tiny models alone."""
 
 _AFTER = """\
+| Kandinsky6SRPipeline | its attention is torch's flex_attention, of blocks that it chooses by values |
 | Cosmos3OmniPipeline | its samples are a list in a packed sequence with the prompt, without a timestep for each sample |
 | QwenImage21Pipeline | each step's call takes a cache; with `call: {use_kv_cache: false}`, shapes depend on a mask's values |
 
-The last two were tried without saving, with stand-ins for their tokenizers. GlmImagePipeline with its own tokens is not tested,
-because diffusers needs large models of transformers for its prompts. GLM-Image's transformer converts without an image, with
-given tokens. Kandinsky 6 is tested without its upscaler. Cosmos 2 needs the package cosmos_guardrail; it is tested with a
-stand-in.
+The last two were tried without saving, with stand-ins for their tokenizers. GLM-Image is tested without an image. Its text in
+quotation marks has embeddings of its own length, so that prompts of a bundle have quotations of one length. Cosmos 2 needs the
+package cosmos_guardrail; it is tested with a stand-in.
 """
 
 

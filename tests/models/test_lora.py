@@ -256,7 +256,6 @@ DAMAGES = {
         r"does not fit.*down \[2, 32\]",
     ),
     "OFT": (lambda x: x.update({f"{QUERY}.oft_blocks": torch.ones(2, 2)}), r"cannot be merged.*oft_blocks: OFT"),
-    "DoRA": (lambda x: x.update({f"{QUERY}.dora_scale": torch.ones(2)}), r"cannot be merged.*dora_scale: DoRA"),
     "a text encoder's alone": (
         lambda x: change_key(x, "lora_unet_", "lora_te1_"),
         r"nothing for denoiser.*got: names of text_encoder\n",

@@ -1,4 +1,4 @@
-"""LoHa and LoKr, merged into models: against their definitions element by element, and against peft's own modules."""
+"""LoHa, LoKr and DoRA, merged into models: against their definitions element by element, and against peft's own modules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import tiny_loras
 import torch
 from merged_loras import ATTENTION, UNET, assert_close, fresh, merged
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -186,6 +187,74 @@ def test_differences_of_norms_are_added(tmp_path):
         torch.testing.assert_close(after[f"{norm}.{suffix}"], before[f"{norm}.{suffix}"] + 0.5 * difference)
 
 
+# DoRA -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["rows", "columns"])
+def test_rows_or_columns_get_the_lengths_of_dora(tmp_path, of):
+    """At a scale below 1 the lengths change by a share, as lycoris does."""
+    torch.manual_seed(0)
+    module, layers, expected = fresh("stable_diffusion"), {}, {}
+    axis = 0 if of == "rows" else 1
+    for name in NAMES:
+        weight = module.get_parameter(f"{name}.weight")
+        tensors, delta = loha(weight.shape, False)
+        shape = [1] * weight.dim()
+        shape[axis] = weight.shape[axis]
+        lengths = drawn(*shape).abs() + 0.5
+        layers[LAYOUTS["kohya"](name)] = tensors | {"dora_scale": lengths, "alpha": torch.tensor(ALPHA)}
+        made = weight.double() + 0.7 * ALPHA / RANK * delta
+        for vector, length in zip(made.unbind(axis), lengths.flatten().tolist(), strict=True):
+            vector.mul_(1 + 0.7 * (length / float(vector.norm()) - 1))
+        expected[f"{name}.weight"] = made.float()
+    expected = module.state_dict() | expected
+    assert_close(merged(module, {"file": written(tmp_path / "a.safetensors", layers), "scale": 0.7}), expected)
+
+
+def test_lengths_of_rows_go_to_the_modules_of_a_joint_layer(tmp_path):
+    torch.manual_seed(0)
+    module = fresh("flux")
+    names = [f"transformer_blocks.0.attn.to_{name}" for name in "qkv"]
+    joint = torch.cat([module.get_parameter(f"{name}.weight") for name in names])
+    tensors, delta = loha(joint.shape, False)
+    name, lengths = "diffusion_model.double_blocks.0.img_attn.qkv", drawn(len(joint), 1).abs()
+    file = written(tmp_path / "a.safetensors", {name: tensors | {"dora_scale": lengths}})
+    made = joint.double() + delta
+    rows = (made * lengths / made.norm(dim=1, keepdim=True)).float().chunk(3)
+    expected = {f"{name}.weight": of for name, of in zip(names, rows, strict=True)}
+    expected = module.state_dict() | expected
+    assert_close(merged(module, {"file": file}), expected)
+    columns = drawn(1, joint.shape[1]).abs()
+    file = written(tmp_path / "b.safetensors", {name: tensors | {"dora_scale": columns}})
+    with pytest.raises(UserError, match=r"does not fit[^\0]*lengths of columns, by DoRA, of 3 weights in one"):
+        merged(fresh("flux"), {"file": file})
+
+
+@pytest.mark.parametrize("place", ["beside", "within"])
+def test_dora_of_peft_is_merged_as_peft_does(tmp_path, place):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    base = Base().eval().requires_grad_(False)
+    state = {name: x.clone() for name, x in base.state_dict().items()}
+    names = ["linear", "few", "conv", "pixel"]
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=names, init_lora_weights=False, use_dora=True)
+    adapted = peft.get_peft_model(base, config)
+    for name, x in adapted.named_parameters():
+        if "magnitude" in name:
+            x.data.mul_(1 + 0.3 * torch.rand_like(x))
+    adapted.save_pretrained(tmp_path)
+    expected = adapted.merge_and_unload().state_dict()
+    file = settled(tmp_path, place)
+    module = Base().eval().requires_grad_(False)
+    module.load_state_dict(state)
+    assert_close(merged(module, {"file": file}), expected)
+    tensors = {name: x for name, x in load_file(file).items() if "linear.lora_magnitude" not in name}
+    with safe_open(file, framework="pt") as opened:
+        save_file(tensors, file, opened.metadata())
+    with pytest.raises(UserError, match=r"(?s)not whole.*lora_magnitude_vector of .*linear, as its settings have use"):
+        merged(Base().requires_grad_(False), {"file": file})
+
+
 # peft -------------------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +271,18 @@ class Base(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
+
+
+def settled(folder: Path, place: str) -> Path:
+    """Returns a file that peft saved in a folder, with its settings beside it, or within as diffusers writes them."""
+    file = folder / "adapter_model.safetensors"
+    if place == "beside":
+        return file
+    tensors = {name.replace("base_model.model.", "transformer."): x for name, x in load_file(file).items()}
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    metadata = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": x for name, x in settings.items()})}
+    save_file(tensors, folder / "again.safetensors", metadata)
+    return folder / "again.safetensors"
 
 
 SETTINGS = {
@@ -235,14 +316,7 @@ def test_files_of_peft_are_merged_as_peft_does(tmp_path, kind, settings, place):
     expected = adapted.merge_and_unload().state_dict()
     module = Base().eval().requires_grad_(False)
     module.load_state_dict(state)
-    file = tmp_path / "adapter_model.safetensors"
-    if place == "within":
-        tensors = {name.replace("base_model.model.", "transformer."): x for name, x in load_file(file).items()}
-        settings_of = json.loads((tmp_path / "adapter_config.json").read_text())
-        metadata = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": x for name, x in settings_of.items()})}
-        file = tmp_path / "again.safetensors"
-        save_file(tensors, file, metadata)
-    after = merged(module, {"file": file})
+    after = merged(module, {"file": settled(tmp_path, place)})
     assert all(not torch.equal(after[f"{name}.weight"], state[f"{name}.weight"]) for name in names)
     assert_close(after, expected)
 
@@ -291,9 +365,10 @@ DAMAGES = {
         lambda shape: changed(loha(shape, False)[0], hada_w1_b=drawn(2, shape[1])),
         r"does not fit.*hada_w1_b \[2, 32\]",
     ),
-    "DoRA": (
-        lambda shape: changed(lokr(shape, "whole", "whole")[0], dora_scale=drawn(32, 1)),
-        "cannot be merged.*dora_scale: DoRA",
+    "lengths alone": (lambda shape: {"dora_scale": drawn(32, 1)}, "not whole.*expected: down and up of"),
+    "lengths of another weight": (
+        lambda shape: changed(lokr(shape, "whole", "whole")[0], dora_scale=drawn(31, 1)),
+        r"does not fit.*dora \[31, 1\] for a weight of \[32, 32\]",
     ),
     "a kernel that lycoris never uses": (
         lambda shape: changed(lokr(shape, "whole", "whole")[0], lokr_t1=drawn(3, 3)),

@@ -170,6 +170,17 @@ def test_a_sample_that_follows_its_batch_is_told_before_the_calibration(tmp_path
     assert difference.abs().max() <= 2e-3 and not model.notices
 
 
+def test_a_sample_that_meets_prompts_of_another_is_told(tmp_path):
+    """Panorama passes noisy samples in the order of samples, and prompts in the order of guidance."""
+    parts = tiny_pipelines.with_text("stable_diffusion").components
+    pipe = tiny_pipelines.pipeline(diffusers.StableDiffusionPanoramaPipeline, **parts, requires_safety_checker=False)
+    model, difference = samples_beside(tmp_path, pipe, {}, height=32, width=32, prompts=["a cat", "a dog"])
+    assert difference.abs().max() > 0.1
+    assert model.notices[0].endswith("another 'encoder_hidden_states'; model.options.batch: 1 keeps samples apart")
+    model, difference = samples_beside(tmp_path, pipe, {}, height=32, width=32, prompts=["a cat", "a dog"], batch=1)
+    assert difference.abs().max() <= 2e-3 and not model.notices
+
+
 def test_a_pipeline_draws_one_sample_where_its_images_are_frames(tmp_path):
     """AnimateDiff with a ControlNet takes a list of frames, or a list of such lists if there are as many lists as frames."""
     parts = tiny_pipelines.animatediff().components

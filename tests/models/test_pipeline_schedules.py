@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import tiny_pipelines
 import torch
+from further_pipelines import latent_upscale
+from tiny_pipelines import picture
 
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.schedules import scheduler_sigmas, sigma_rule_modes
 from trtconvert.errors import UserError
 from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.probes import first_step
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -133,6 +137,38 @@ def test_a_consistency_models_scheduler_is_told_at_250_logarithms():
     scheduler = diffusers.CMStochasticIterativeScheduler()
     scheduler.set_timesteps(1)
     assert float(noise.noise_input.place(scheduler.timesteps.double())[0]) == pytest.approx(1000)
+
+
+def test_logarithms_beside_a_scheduler_of_a_table_have_places(tmp_path):
+    """The latent upscaler's UNet gets ln σ / 4, and its scheduler has timesteps to 999."""
+    latent_upscale().save_pretrained(tmp_path)
+    model = diffusers_model(tmp_path, images={"image": picture(tmp_path / "image.png", 0)}, batch=1)
+    assert model.noise_input is not None and model.diffusers is not None and model.diffusers.timestep_factor == 1.0
+    table, seen = scheduler_sigmas(diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear")), []
+    noise_input = model.noise_input
+    assert table is not None
+    assert noise_input.low == pytest.approx(math.log(table.sigmas[0]) / 4)
+    assert noise_input.high == pytest.approx(math.log(table.sigmas[-1]) / 4)
+
+    def denoiser(**named):
+        seen.append(noise_input.place(named["timestep"])[0])
+        return model.denoiser(**named)
+
+    model.sample(denoiser, [3], steps=5, solver="ddim")
+    assert seen[0] == pytest.approx(1000, abs=1) and seen == sorted(seen, reverse=True) and seen[-1] < 10
+
+
+def test_timesteps_that_a_table_does_not_have_are_refused(tmp_path, monkeypatch):
+    """A share of the schedule, which only pipelines of flow matching pass."""
+
+    def shares(*arguments):
+        step = first_step(*arguments)
+        return replace(step, timesteps=[x / 1000 for x in step.timesteps])
+
+    tiny_pipelines.stable_diffusion().save_pretrained(tmp_path)
+    monkeypatch.setattr("trtconvert.models.diffusers.first_step", shares)
+    with pytest.raises(UserError, match=r"(?s)passes timesteps to its unet that.*does not have.*got: 0.667, 0.334"):
+        diffusers_model(tmp_path, **SIZES)
 
 
 def test_a_scheduler_of_unknown_noise_is_refused(tmp_path, monkeypatch):

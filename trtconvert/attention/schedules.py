@@ -256,15 +256,18 @@ def _noise_of_sigma_timesteps(scheduler: Any) -> SchedulerNoise | None:
         low, high = (config.get(end) or float(table[at]) for end, at in (("sigma_min", 0), ("sigma_max", -1)))
     else:
         low, high = config["sigma_min"], config["sigma_max"]
-    levels = SigmaRange(low, high)
     sigma_data = float(config.get("sigma_data") or 1.0)
     if name == "CosineDPMSolverMultistep":  # the input is 2/π · atan σ; places are even in the angle
         noise_input = NoiseInput(math.atan(low) / math.pi * 2, math.atan(high) / math.pi * 2)
         angles = noise_input.at(torch.arange(PLACES, dtype=torch.float64)) * math.pi / 2
         return SchedulerNoise(angles.tan(), False, noise_input, sigma_data)
-    factor = 250.0 if name == "CMStochasticIterative" else 0.25
+    return log_sigma_noise(low, high, 250.0 if name == "CMStochasticIterative" else 0.25, sigma_data)
+
+
+def log_sigma_noise(low: float, high: float, factor: float = 0.25, sigma_data: float = 1.0) -> SchedulerNoise:
+    """Returns the noise of timesteps that are factor · ln σ, by default c_noise of EDM, for σ from low to high."""
     noise_input = NoiseInput(factor * math.log(low), factor * math.log(high))
-    return SchedulerNoise(levels.sigmas, False, noise_input, sigma_data)
+    return SchedulerNoise(SigmaRange(low, high).sigmas, False, noise_input, sigma_data)
 
 
 class NoiseSchedule:

@@ -6,6 +6,7 @@ interrupted. The statistics of each batch are independent and merged in the orde
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from trtconvert.data_flow import DataFlow
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
 from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
-from trtconvert.interception import Hooks
+from trtconvert.interception import Hooks, module_of
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
@@ -51,6 +52,9 @@ from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSectio
 
 COVERAGE_SHARE = 16
 """One in this many samples, the first ones, runs a second time to measure how well the scales cover the data."""
+
+_HIGHER_ORDER = re.compile(r"no rule registered for .*?(\w+) and mode")
+"""The error of torch for operators that take functions, such as flex_attention, which observers of operations do not follow."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,13 @@ def _found_sites(model: DiffusionModel, also: Hooks, flow: DataFlow) -> list[Sit
         except TrtconvertError:
             raise
         except Exception as error:  # the model may raise anything
+            if isinstance(error, NotImplementedError) and (operator := _HIGHER_ORDER.search(str(error))):
+                raise UserError(
+                    f"{model.name} computes {operator[1]}, which is not converted",
+                    expected="attention by torch's scaled_dot_product_attention, or by products and softmax",
+                    got=f"{operator[1]} in {module_of(model.denoiser, error) or 'the model itself'}",
+                    remedy="keep the model as it is, or convert one that computes its attention in this way",
+                ) from error
             raise UserError(
                 f"{model.name} cannot be run",
                 expected="a model that takes " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),

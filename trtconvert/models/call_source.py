@@ -54,7 +54,7 @@ def image_arguments(pipeline: str) -> list[ImageArgument]:
         # An IP-Adapter is loaded into a pipeline and is not a part of the saved folder.
         if "ip_adapter" in name:
             continue
-        frames = LIST.match(declared) is not None and "|" not in _outside_brackets(declared).replace("| None", "")
+        frames = LIST.match(declared) is not None and "Image" not in _outside_brackets(declared)
         instead = frames and any(other.needed and not other.frames for other in found)
         needed = default is None or not (instead or _NONE.search(declared))
         found.append(ImageArgument(name, needed, frames))

@@ -29,7 +29,7 @@ from trtconvert.models.observation import (
     shapes_of,
 )
 from trtconvert.models.pipelines import PipelineCaller, replaced
-from trtconvert.models.probes import no_noise, stand_in
+from trtconvert.models.probes import number_of_sample, stand_in
 from trtconvert.models.prompt_lengths import REMOVE_COMPONENT, PromptLengths
 from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
 from trtconvert.runtime.diffusers import PACKING
@@ -90,8 +90,8 @@ class PipelineComponents:
         encoders, so that they are kept."""
         key = method, tuple(sizes.values())
         if key not in self._calls:
-            nothing = stand_in(no_noise(self.timestep_input, self.prediction), self.record, self.timestep_input)
-            with self.caller.denoising_with(nothing):
+            predicted = number_of_sample(self.timestep_input, self.prediction)
+            with self.caller.denoising_with(stand_in(predicted, self.record, self.timestep_input)):
                 self._calls[key] = self.caller.first_call(range(sizes["batch"]), sizes, self.caller.pipe.vae, method)
         return self._calls[key]
 

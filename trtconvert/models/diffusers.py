@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trtconvert.attention.schedules import scheduler_sigmas
+from trtconvert.attention.schedules import SchedulerNoise, log_sigma_noise, scheduler_sigmas
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.diffusion_model import OF_NOISE, DiffusionModel, ImageEncoder, InputSpec, resized
 from trtconvert.errors import UserError
@@ -24,7 +24,7 @@ from trtconvert.models.loading import load_pipeline
 from trtconvert.models.observation import DoesNotRun, Observed, observe_sizes, shapes_of
 from trtconvert.models.pipeline_sampler import PipelineSampler, notices_of_sound, read_pictures
 from trtconvert.models.pipelines import CLEANING, PipelineCaller
-from trtconvert.models.probes import first_inputs, first_step
+from trtconvert.models.probes import changed_in_batch, first_inputs, first_step
 from trtconvert.models.prompt_lengths import prompt_lengths, settled_lengths
 from trtconvert.models.saved import denoiser_among
 from trtconvert.models.size_steps import OperationLog, Range, refuse_between_steps, steps_of
@@ -142,7 +142,8 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     _refuse_largest(flat, inputs.dims, specs, named)
     flat.record = _with_counted_parts(caller, flat.record, timestep, sizes)
     seen = first_step(caller, flat.record, timestep, sizes, shape).timesteps
-    if schedule.noise_input is None and max(seen) <= 1:  # some flow-matching pipelines divide their timesteps by 1000
+    schedule = schedule.passed(caller, seen)
+    if schedule.noise_input is None and schedule.is_share(seen):
         flat.record = flat.record.model_copy(update={"timestep_factor": 1 / schedule.timesteps})
     _refuse_rising_shares(flat.record, seen)
     schedule = schedule.followed(rising=seen[-1] > seen[0])
@@ -151,6 +152,8 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     lengths = varied
     if varied is not None and caller.takes_prompts and not caller.pads:
         lengths = prompt_lengths(caller, inputs, flat.record, timestep, varied, sizes, shape)
+    single = ranges["batch"][2] == 1
+    changed = "" if single else changed_in_batch(caller, flat.record, timestep, sizes, shape)
     components = PipelineComponents(caller, ranges, flat.record, timestep, shape, lengths)
     sampler = PipelineSampler(caller, flat.record, timestep, sizes, ranges["batch"][2])
     shares = flat.record.timestep_shares
@@ -174,7 +177,7 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
         notices=(
             *components.drawn(),
             *notices_of_sound(pipe),
-            *_notices_of_batch(caller, ranges["batch"]),
+            *_notices_of_batch(caller.kind, changed),
             *_notices_of_cleaning(caller),
         ),
         as_passed={
@@ -186,12 +189,12 @@ def _observed(caller: PipelineCaller, length: Range | None, ranges: dict[str, Ra
     )
 
 
-def _notices_of_batch(caller: PipelineCaller, batch: Range) -> tuple[str, ...]:
-    if batch[2] == 1 or not caller.follows_batch:
+def _notices_of_batch(kind: str, changed: str) -> tuple[str, ...]:
+    """changed: see `changed_in_batch`."""
+    if not changed:
         return ()
     return (
-        f"{caller.kind} draws a sample otherwise in a call of several than alone, because the noise of the image's latents "
-        "follows the call; model.options.batch: 1 keeps samples apart",
+        f"{kind} draws a sample otherwise in a call of several than alone: {changed}; model.options.batch: 1 keeps samples apart",
     )
 
 
@@ -309,6 +312,43 @@ class _Schedule:
     signal: Tensor | None
     noise_input: NoiseInput | None = None
 
+    @property
+    def is_table(self) -> bool:
+        """Whether timesteps are places in a diffusion table."""
+        return self.signal is None and self.noise_input is None
+
+    def is_share(self, seen: Sequence[float]) -> bool:
+        """Whether timesteps that a pipeline passes are divided by the number of timesteps, as in some of flow matching."""
+        return not self.is_table and max(seen) <= 1
+
+    def passed(self, caller: PipelineCaller, seen: Sequence[float]) -> _Schedule:
+        """Returns the schedule of the timesteps that a pipeline passes. Stable Diffusion's latent upscaler has a scheduler of a
+        diffusion table, and passes ln σ / 4.
+
+        Args:
+            seen: the first timesteps of a run, which the scheduler still has.
+        Raises:
+            UserError: they are neither places in the scheduler's table, nor ln σ / 4.
+        """
+        scheduler = caller.pipe.scheduler
+        of_run = torch.as_tensor(scheduler.timesteps, dtype=torch.float64, device="cpu")
+        off = float((of_run - seen[0]).abs().min())
+        if not self.is_table or off < (
+            1 if seen[0] > 10 else 1e-3
+        ):  # a pipeline may round timesteps; ln σ / 4 is below 10
+            return self
+        sigmas = getattr(scheduler, "sigmas", None)
+        if sigmas is not None:
+            c_noise = torch.as_tensor(sigmas, dtype=torch.float64, device="cpu").log() / 4
+            if bool((c_noise - seen[0]).abs().min() < 1e-4):
+                return _schedule_of(log_sigma_noise(float(self.sigmas[0]), float(self.sigmas[-1])), self.timesteps)
+        raise UserError(
+            f"{caller.kind} passes timesteps to its {caller.component} that its scheduler does not have",
+            expected=f"timesteps of {type(scheduler).__name__}, such as {float(of_run[0]):g}, or a quarter of the logarithm of σ",
+            got=", ".join(f"{x:g}" for x in seen),
+            remedy=f"keep the pipeline as it is, or {_OWN_FUNCTION}, that declares the noise input (docs/entry-points.md)",
+        )
+
     def followed(self, *, rising: bool) -> _Schedule:
         """Returns the schedule of a pipeline whose timesteps rise, or fall, while it draws.
 
@@ -320,10 +360,14 @@ class _Schedule:
         return _Schedule(self.timesteps, self.sigmas.flip(0), self.signal.flip(0))
 
 
+def _schedule_of(noise: SchedulerNoise, timesteps: int) -> _Schedule:
+    return _Schedule(timesteps, noise.sigmas, noise.signal, noise.noise_input)
+
+
 def _schedule(pipe: Any) -> _Schedule:
     scheduler = pipe.scheduler
     if (noise := scheduler_sigmas(scheduler)) is not None:
-        return _Schedule(int(scheduler.config.num_train_timesteps), noise.sigmas, noise.signal, noise.noise_input)
+        return _schedule_of(noise, int(scheduler.config.num_train_timesteps))
     raise UserError(
         f"the noise of {type(scheduler).__name__} is not known",
         expected="a scheduler with alphas_cumprod, of flow matching, of EDM or of consistency models",

@@ -11,15 +11,18 @@ import importlib.util
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trtconvert.diffusion_model import OF_NOISE
 from trtconvert.errors import (
@@ -45,6 +48,7 @@ from trtconvert.models.drawings import Stopped
 from trtconvert.models.observation import Arguments, DoesNotRun
 from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
+from trtconvert.models.sample_rows import is_second_of
 from trtconvert.models.stand_ins import EMBEDDINGS, stand_ins
 from trtconvert.runtime.arguments import flat_arguments, share_timesteps, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
@@ -78,9 +82,6 @@ def refuse_missing_package(kind: str, error: BaseException) -> None:
 _NO_KIND = {"Optional", "None", "NoneType", "Union", "list", "List", "typing", "torch", "class"}
 """Words in an annotation that name no type of a value."""
 
-_SAME = 1e-3
-"""Largest relative difference between the arguments of one sample in calls of different batches."""
-
 CLEANING = "clean_caption"
 """Argument of the pipelines of PixArt, IF and others that removes markup from prompts."""
 
@@ -110,8 +111,6 @@ class PipelineCaller:
     pads: bool = field(default=False, init=False)
     _image_each: bool | None = field(default=None, init=False)
     """True if several samples of a call get an image each, False if they share one; None before the first such call."""
-    follows_batch: bool = field(default=False, init=False)
-    """True if a sample with an image gets other arguments in a call of several samples than alone."""
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
@@ -286,6 +285,8 @@ class PipelineCaller:
         steps: int,
         sizes: Mapping[str, int],
         captions: Sequence[str] | None = None,
+        *,
+        as_latents: bool = False,
     ) -> Tensor:
         """Runs the pipeline for these seeds; a sample depends on its own seed alone.
 
@@ -293,8 +294,9 @@ class PipelineCaller:
             sizes: height, width and frames, where they differ from the pipeline's defaults; tokens, the length that the pipeline
                 pads prompts to, or else the length of embeddings of noise instead of prompts.
             captions: one per seed, instead of the prompts.
+            as_latents: whether to return latents as the pipeline has them before it decodes.
         Returns:
-            Images in [0, 1], or latents where the pipeline has no decoder.
+            Images in [0, 1], or latents where the pipeline has no decoder. Several images of a sample are as a video's frames.
         Raises:
             UserError: the pipeline refuses its arguments, or fails with them.
         """
@@ -325,7 +327,7 @@ class PipelineCaller:
                     **arguments,
                     num_inference_steps=steps,
                     generator=generators if len(seeds) > 1 else generators[0],  # Wan VACE takes no list
-                    output_type="pt" if self.decodes else "latent",
+                    output_type="latent" if as_latents or not self.decodes else self._output_type,
                 )
         except TrtconvertError:
             raise
@@ -338,7 +340,26 @@ class PipelineCaller:
                 remedy=self._remedy(error),
             ) from error
         drawn = output[0]  # the oldest pipelines ignore "pt" and return arrays [N, H, W, C]
-        return drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
+        if as_latents:
+            return drawn
+        drawn = drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
+        # Marigold's intrinsics are several images of a sample, one after the other.
+        of_sample = len(drawn) // len(seeds)
+        return drawn.unflatten(0, (len(seeds), of_sample)) if of_sample > 1 and drawn.dim() == 4 else drawn
+
+    @cached_property
+    def _output_type(self) -> str:
+        """The form of the pipeline's images: arrays if it makes no tensors of images, as LDM3D."""
+
+        def fails(form: str) -> bool:
+            try:
+                self.pipe.image_processor.postprocess(torch.zeros(1, channels, 8, 8), output_type=form)
+            except Exception:  # whatever an image processor raises
+                return True
+            return False
+
+        channels = getattr(getattr(self.pipe, "vae", None), "config", {}).get("out_channels") or 3
+        return "np" if fails("pt") and not fails("np") else "pt"
 
     @property
     def _takes_one_text(self) -> bool:
@@ -363,7 +384,7 @@ class PipelineCaller:
             if is_second_of(both, alone):
                 return
             ways.append(self._image_each)
-        self._image_each, self.follows_batch = (ways[0], True) if ways else (None, False)
+        self._image_each = ways[0] if ways else None
 
     def _remedy(self, error: Exception) -> str:
         """Returns the remedy for a failed call: give the images that the call lacks, set the arguments that the error names, or
@@ -379,7 +400,12 @@ class PipelineCaller:
             and parameter.default is not parameter.empty
             and not _is_tensor(parameter)  # a recipe has none
         }
-        named = [name for name in defaults if "_" in name and name.replace("_", " ") in said]
+        line = _failing_line(error)
+        named = [
+            name
+            for name, default in defaults.items()
+            if ("_" in name and name.replace("_", " ") in said) or (default is None and re.search(rf"\b{name}\b", line))
+        ]
         given = [name for name in named if self.arguments.get(name) is not None]
         if unset := [
             name for name in named if name not in self.arguments and (defaults[name] is not None or not given)
@@ -523,46 +549,6 @@ class PipelineCaller:
             setattr(self.pipe, self.component, own)
 
 
-def is_second_of(both: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
-    """Returns whether the second of two samples gets the arguments that the sample gets alone.
-
-    Args:
-        both, alone: arguments of a model's call, by parameter; the first holds the samples.
-    """
-    pairs = [
-        (x, one)
-        for x, one in _pairs(both, alone)
-        if isinstance(x, Tensor) and isinstance(one, Tensor) and one.dim() and x.shape[1:] == one.shape[1:]
-    ]
-    samples = len(pairs[0][1]) if pairs else 0
-    if not pairs or len(pairs[0][0]) != 2 * samples:
-        return False  # as many noisy samples as for one
-    if any(len(x) == len(one) == samples > 1 for x, one in pairs):
-        return False  # rows for the halves of guidance alone, which two samples cannot share
-    return all(_has_second(x, one) for x, one in pairs if len(x) == 2 * len(one))
-
-
-def _pairs(both: Mapping[str, Any], alone: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for name, one in alone.items():
-        x = both.get(name)
-        if isinstance(x, list) and isinstance(one, list) and len(x) == 2 * len(one) > 0:  # a list of samples
-            if all(isinstance(row, Tensor) and row.shape == x[0].shape for row in (*x, *one)):
-                yield torch.stack(x), torch.stack(one)
-        else:
-            yield from zip(tree_leaves(x), tree_leaves(one), strict=False)
-
-
-def _has_second(both: Tensor, alone: Tensor) -> bool:
-    """Returns whether the rows of the second sample are those of the sample alone. Guidance has a block of rows for each half, in
-    which a sample of several frames has a row for each."""
-    rows = len(alone)
-    arranged = (
-        both.unflatten(0, (blocks, 2, -1))[:, 1].flatten(0, 1) for blocks in range(1, rows + 1) if not rows % blocks
-    )
-    own = alone.double()
-    return any(bool((second.double() - own).norm() <= _SAME * own.norm()) for second in arranged)
-
-
 def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result. The encoder computes equal
     rows of a batch once."""
@@ -653,6 +639,14 @@ def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[
             delattr(model, method)
         else:
             setattr(model, method, before)
+
+
+def _failing_line(error: BaseException) -> str:
+    """Returns the line of a pipeline's code that failed; "" if code that the pipeline calls failed, or if the pipeline raised an
+    error of its own, which tells more."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    line = last.line or ""
+    return "" if "pipelines" not in Path(last.filename).parts or line.startswith("raise") else line
 
 
 def _is_tensor(parameter: inspect.Parameter) -> bool:

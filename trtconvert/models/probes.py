@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import UserError
-from trtconvert.models.pipelines import Called, PipelineCaller
+from trtconvert.models.pipelines import Called, PipelineCaller, replaced
+from trtconvert.models.sample_rows import changed_argument
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 from trtconvert.runtime.signature import shape_like
 
@@ -64,7 +67,7 @@ def first_step(
     Raises:
         UserError: see `first_inputs`.
     """
-    step, zeros = FirstStep([], []), no_noise(timestep, prediction)
+    step, predicted = FirstStep([], []), number_of_sample(timestep, prediction)
 
     def watched(**named: Tensor) -> Tensor:
         at = float(named[timestep].flatten()[0])
@@ -74,7 +77,7 @@ def first_step(
             step.timesteps.append(at)
             raise Called({})
         step.shapes.append({name: tuple(x.shape) for name, x in named.items()})
-        return zeros(**named)
+        return predicted(**named)
 
     with caller.denoising_with(stand_in(watched, record, timestep)):
         try:
@@ -85,19 +88,54 @@ def first_step(
     return step
 
 
-def no_noise(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Tensor]:
-    """Returns a denoiser that predicts zeros.
+def number_of_sample(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Tensor]:
+    """Returns a denoiser that predicts one number for each sample, so that samples differ: the first of its noisy input.
 
     Args:
         timestep: name of this input.
         prediction: symbolic shape of the output.
     """
 
-    def zeros(**named: Tensor) -> Tensor:
+    def predicted(**named: Tensor) -> Tensor:
         first = next(x for name, x in named.items() if name != timestep)
-        return torch.zeros(shape_like(prediction, first))
+        shape = shape_like(prediction, first)
+        return first.flatten(1)[:, :1].reshape(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
 
-    return zeros
+    return predicted
+
+
+def changed_in_batch(
+    caller: PipelineCaller,
+    record: DiffusersRecord,
+    timestep: str,
+    sizes: Mapping[str, int],
+    prediction: Sequence[int | str],
+) -> str:
+    """Returns what the pipeline computes otherwise for a sample in a call of two than for the sample alone, in words; "" where it
+    is the same, as far as the denoiser's first call and the latents at the end tell.
+
+    Args:
+        prediction: symbolic shape of the denoiser's output.
+    """
+
+    def decoded(*_: Any, **__: Any) -> None:
+        raise Called({})
+
+    predicted = number_of_sample(timestep, prediction)
+    vae: Any = getattr(caller.pipe, "vae", None)
+    with torch.no_grad(), ExitStack() as stack:
+        try:
+            if name := changed_argument(*(caller.first_call(seeds, sizes) for seeds in ([0, 1], [1]))):
+                return f"its {record.component} gets another '{name}'"
+            stack.enter_context(caller.others_idling())
+            stack.enter_context(caller.denoising_with(stand_in(predicted, record, timestep)))
+            if hasattr(vae, "decode"):
+                stack.enter_context(replaced(vae, "decode", decoded))
+            steps = caller.taken_steps(2, least=2)
+            both, alone = ({"latents": caller(seeds, steps, sizes, as_latents=True)} for seeds in ([0, 1], [1]))
+        except (UserError, Called):  # the pipeline draws one sample in a call, or returns no latents
+            return ""
+    return "the same predictions give other latents" if changed_argument(both, alone) else ""
 
 
 def stand_in(denoiser: Callable[..., Tensor], record: DiffusersRecord, timestep: str) -> DiffusersDenoiser:

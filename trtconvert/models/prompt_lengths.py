@@ -56,7 +56,7 @@ def settled_lengths(caller: PipelineCaller, given: Range | None, sizes: Mapping[
         pair = (max(low, min(8, high - 1)) if low < high else max(1, high - 1), high)
         if caller.pads and not _follows(caller, sizes, *pair, captions=["a"] * sizes["batch"]):
             caller.pads = False  # it cuts prompts at the length, and pads them to another
-        if not caller.pads and not caller.takes_embeddings:
+        if not caller.pads and not _takes_embeddings_alone(caller, sizes, high):
             raise UserError(
                 f"{caller.kind} does not let its caller say how many tokens prompts have",
                 expected=f"a pipeline with an argument {LENGTH}, or one that takes embeddings instead of prompts",
@@ -119,9 +119,20 @@ def _refuse_different(caller: PipelineCaller, sizes: Mapping[str, int]) -> None:
             expected="a number of tokens that prompts are padded to, or a range of them",
             got=", ".join(f"{size} for {texts[found.index(size)]!r}" for size in (min(found), max(found))),
             remedy=f"give model.options.tokens as [min, opt, max], such as {[min(found), max(found), most]}"
-            if caller.takes_embeddings
+            if _takes_embeddings_alone(caller, sizes, max(found))
             else _other_than_a_range(caller),
         )
+
+
+def _takes_embeddings_alone(caller: PipelineCaller, sizes: Mapping[str, int], tokens: int) -> bool:
+    """Whether a call works with embeddings of so many tokens instead of prompts. GLM-Image reads prompts beside embeddings."""
+    if not caller.takes_embeddings:
+        return False
+    try:
+        caller.first_call(range(sizes["batch"]), {**sizes, TOKENS: tokens})
+    except UserError:
+        return False
+    return True
 
 
 def _other_than_a_range(caller: PipelineCaller) -> str:

@@ -7,6 +7,9 @@
 | LoKr | w1 ⊗ w2, each a matrix or a product _a · _b | Yeh et al. 2023, arXiv 2309.14859 |
 | difference | itself, of a weight (diff) or a bias (diff_b) | |
 
+DoRA (Liu et al. 2024, arXiv 2402.09353) scales the sum W' of a weight and a difference: each row, or column, gets a length m. At
+a scale s, W' is multiplied by 1 + s·(m / ‖W'‖ - 1), as lycoris does. peft has m / ‖W'‖ at any scale.
+
 A tensor with the kernel may stand between two factors of a convolution: mid, hada_t1, hada_t2, lokr_t2 (Tucker decomposition).
 """
 
@@ -18,9 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+MAGNITUDES = "dora"
+"""DoRA's lengths among the tensors of a layer: [rows] or [rows, 1, …] of rows, [1, columns, …] of columns."""
+
 _LOHA = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}
 
-PARTS = {"down", "up", "mid", "diff", "diff_b", "hada_t1", "hada_t2", "lokr_t2"} | _LOHA
+PARTS = {"down", "up", "mid", "diff", "diff_b", "hada_t1", "hada_t2", "lokr_t2", MAGNITUDES} | _LOHA
 PARTS |= {f"lokr_w{side}{end}" for side in "12" for end in ("", "_a", "_b")}
 """Names of the tensors of a layer, whatever the file's layout calls them."""
 
@@ -72,6 +78,11 @@ def difference(parts: Mapping[str, Tensor]) -> Tensor:
     return parts["diff"]
 
 
+def of_columns(magnitudes: Tensor) -> bool:
+    """Return whether DoRA's lengths are those of columns."""
+    return magnitudes.dim() > 1 and len(magnitudes) == 1
+
+
 def _matrix(x: Tensor) -> Tensor:
     return x.flatten(1)
 
@@ -116,6 +127,7 @@ class Update:
             weight: FP32 of `shape`, contiguous, or a matrix that lies transposed.
         """
         parts = {name: x.to(weight.device, torch.float32) for name, x in self.parts.items()}
+        magnitudes = parts.pop(MAGNITUDES, None)
         # The smaller factor is scaled, and not the product.
         first = next(name for name in ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a", "diff") if name in parts)
         parts[first] = parts[first] * (scale * self.factor)
@@ -125,6 +137,17 @@ class Update:
             matrix.addmm_(_rows(_matrix(parts["up"]), self.rows), _matrix(parts["down"]))
         else:
             weight += _rows(difference(parts), self.rows).reshape(self.shape)
+        if magnitudes is not None:
+            self._scale(weight, magnitudes, scale)
+
+    def _scale(self, weight: Tensor, magnitudes: Tensor, scale: float) -> None:
+        """Give the rows or columns of a weight their lengths by DoRA, in place."""
+        if of_columns(magnitudes):
+            lengths, wanted, shape = weight.transpose(0, 1).flatten(1).norm(dim=1), magnitudes, (1, -1)
+        else:
+            lengths, wanted, shape = weight.flatten(1).norm(dim=1), _rows(magnitudes, self.rows), (-1,)
+        factors = 1 + scale * (wanted.flatten() / lengths.clamp_min(torch.finfo(torch.float32).tiny) - 1)
+        weight *= factors.reshape(*shape, *[1] * (weight.dim() - len(shape)))
 
 
 def _rows(x: Tensor, rows: Sequence[slice]) -> Tensor:

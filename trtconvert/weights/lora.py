@@ -28,7 +28,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trtconvert.errors import UserError, first_line, first_problem
-from trtconvert.weights.adapters import PARTS, Update, difference, kind_of, missing_parts, rank_of
+from trtconvert.weights.adapters import (
+    MAGNITUDES,
+    PARTS,
+    Update,
+    difference,
+    kind_of,
+    missing_parts,
+    of_columns,
+    rank_of,
+)
 from trtconvert.weights.finite import is_finite
 from trtconvert.weights.lora_files import PEFT_CONFIG, refuse_unreadable, settings_beside
 from trtconvert.weights.lora_names import (
@@ -52,13 +61,13 @@ _KEY = re.compile(
     r"(?:(?:_lora|\.lora|\.lora_linear_layer)\.(?P<theirs>down|up)\.weight"
     r"|\.lora_(?P<part>down|up|mid|A|B)(?:\.\w+)??\.weight"  # peft may put an adapter's name between or behind
     rf"|\.(?P<lycoris>{'|'.join(part for part in sorted(PARTS) if part.startswith(('hada_', 'lokr_')))})(?:\.\w+)?"
+    r"|\.(?P<dora>dora_scale|lora_magnitude_vector)(?:\.\w+){0,2}"
     r"|(?:_lora)?\.(?P<plain>alpha|diff|diff_b|w_norm|b_norm))"
 )
 _PARTS = {"A": "down", "B": "up", "w_norm": "diff", "b_norm": "diff_b"}
+_PARTS |= dict.fromkeys(("dora_scale", "lora_magnitude_vector"), MAGNITUDES)
 
 _OTHERS = {
-    "dora_scale": "DoRA, which normalises weights",
-    "lora_magnitude_vector": "DoRA, which normalises weights",
     "oft_": "OFT, which rotates weights",
     "lora_embedding_": "a LoRA of a table of embeddings",
 }
@@ -219,7 +228,7 @@ def read_lora(path: Path) -> LoraFile:
             match = _KEY.fullmatch(name)
             if match is None:
                 raise _no_lora(path, name, names)
-            found = match["theirs"] or match["part"] or match["lycoris"] or match["plain"]
+            found = match["theirs"] or match["part"] or match["lycoris"] or match["dora"] or match["plain"]
             part = _PARTS.get(found, found)
             module = match["module"].replace(".processor.", ".")
             layer = layers.setdefault(module, _Layer())
@@ -236,7 +245,8 @@ def read_lora(path: Path) -> LoraFile:
                     remedy="get the file again, or train it in a type that holds its range",
                 )
             else:
-                layer.parts[part] = tensor
+                # peft's lengths are of rows, [1, rows, 1, 1] of a convolution.
+                layer.parts[part] = tensor.flatten() if found == "lora_magnitude_vector" else tensor
     for module, layer in layers.items():
         _refuse_halves(path, module, layer)
         if layer.alpha is None and not layer.parts.keys() <= {"diff", "diff_b"}:
@@ -297,10 +307,12 @@ def _no_lora(path: Path, name: str, names: Collection[str]) -> UserError:
 
 
 def _refuse_halves(path: Path, module: str, layer: _Layer) -> None:
-    kinds = {kind_of(part): layer.keys[part] for part in layer.parts if kind_of(part) != "diff"}
+    adapter = [part for part in layer.parts if kind_of(part) != "diff" and part != MAGNITUDES]
+    kinds = {kind_of(part): layer.keys[part] for part in adapter}
     if len(kinds) > 1:
         raise _twice(path, module, *kinds.values())
-    if missing := missing_parts(layer.parts):
+    of_dora = MAGNITUDES in layer.parts
+    if missing := missing_parts(adapter if of_dora else layer.parts):
         raise UserError(
             f"the LoRA {path} is not whole",
             expected=f"{' and '.join(sorted(missing))} of {module}",
@@ -363,11 +375,11 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
             remedy="get the file again, with the files beside it",
         ) from error
     for of in settings.values():
-        if asked := [name for name in ("use_dora", "fan_in_fan_out") if getattr(of, name)]:
+        if of.fan_in_fan_out:
             raise UserError(
                 f"the LoRA {path} cannot be merged",
-                expected="plain LoRA",
-                got=f"{asked[0]} in its settings",
+                expected="differences of weights [rows, columns]",
+                got="fan_in_fan_out in its settings",
                 remedy=_BY_PEFT,
             )
     return settings
@@ -391,6 +403,13 @@ def _settings_of(
     """The alpha and the rank of a layer without an alpha of its own."""
     for prefix, of_prefix in settings.items():
         if module.startswith(prefix):
+            if of_prefix.use_dora and MAGNITUDES not in parts:
+                raise UserError(
+                    f"the LoRA {path} is not whole",
+                    expected=f"lora_magnitude_vector of {module}, as its settings have use_dora",
+                    got=", ".join(sorted(parts)),
+                    remedy="get the file again",
+                )
             if "lokr_w2" in parts and parts["lokr_w2"].dim() == 3:
                 raise UserError(
                     f"the LoRA {path} cannot be merged",
@@ -444,7 +463,8 @@ def _updates_of(layer: _Layer, place: Place, weights: Mapping[str, Sequence[int]
             return f"{next(iter(given))} for {missing[0]}, which the model does not have"
         shapes = [tuple(weights[name]) for name in names]
         total = sum(shape[0] for shape in shapes)
-        if problem := _misfit(given, [total, *shapes[0][1:]]):
+        wanted = [total, *shapes[0][1:]]
+        if problem := _misfit(given, wanted) or _misfit_of_lengths(given.get(MAGNITUDES), wanted, len(names)):
             return problem
         end = 0
         for name, shape in zip(names, shapes, strict=True):
@@ -455,10 +475,25 @@ def _updates_of(layer: _Layer, place: Place, weights: Mapping[str, Sequence[int]
     return updates
 
 
+def _misfit_of_lengths(lengths: Tensor | None, wanted: Sequence[int], modules: int) -> str:
+    """Why DoRA's lengths do not fit a weight; empty where they do, or where there are none."""
+    if lengths is None:
+        return ""
+    if of_columns(lengths):
+        if modules > 1:
+            return f"lengths of columns, by DoRA, of {modules} weights in one"
+        number = wanted[1] if len(wanted) > 1 else 0
+    else:
+        number = wanted[0]
+    fits = lengths.numel() == number and lengths.numel() == max(lengths.shape)
+    return "" if fits else f"{MAGNITUDES} {list(lengths.shape)} for a weight of {list(wanted)}"
+
+
 def _misfit(parts: Mapping[str, Tensor], wanted: list[int]) -> str:
     """Why tensors do not give a difference of such a shape; empty where they do."""
     try:
-        given = list(difference({name: x.to("meta", torch.float32) for name, x in parts.items()}).shape)
+        of_sum = {name: x.to("meta", torch.float32) for name, x in parts.items() if name != MAGNITUDES}
+        given = list(difference(of_sum).shape)
     except (RuntimeError, IndexError):
         given = []
 
