@@ -231,6 +231,61 @@ def test_other_numbers_of_steps_are_priced_by_what_lies_between(count):
     )
 
 
+@pytest.fixture
+def uneven() -> Trajectories:
+    """50 steps of a cosine schedule. Predictions fall fast at first, as those of the emoji model, and have a small part of each
+    timestep's own, as by embeddings of the timestep."""
+    grid = torch.linspace(999, 19, 50, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    rate = torch.rand(4, 1, 200, generator=generator, dtype=torch.float64)
+    own = torch.randn(1, len(grid), 200, generator=generator, dtype=torch.float64)
+    at_first = rate.flip(2) * ((grid[:, None] - 999) / 10).exp()
+    found = trajectories(torch.sin(rate * grid[:, None] / 150) + at_first + 0.01 * own, grid)
+    return replace(found, fitted=True, correction=1.0, sigmas=(grid / 1000 * torch.pi / 2).tan())
+
+
+def every_second(found: Trajectories) -> Trajectories:
+    """The same trajectories, measured at half of the timesteps."""
+    kept = slice(0, None, 2)
+    return replace(
+        found,
+        timesteps=found.timesteps[kept],
+        products=found.products[:, kept, kept],
+        sigmas=found.sigmas[kept],
+        gain=found.gain[kept],
+    )
+
+
+def test_the_error_of_an_interpolation_is_known_from_calibrated_timesteps(uneven):
+    coarse, between = every_second(uneven), uneven.timesteps[1:-1:2]
+    missed = -coarse.interpolation(between)
+    spread = torch.zeros(len(between), len(uneven.timesteps), dtype=torch.float64)
+    spread[:, ::2] = missed
+    spread[torch.arange(len(between)), torch.arange(1, len(uneven.timesteps) - 1, 2)] = 1
+    exact = torch.einsum("mi,sij,mj->m", spread, uneven.products, spread) / len(uneven.products)
+    estimated = coarse.interpolation_error(between).mean(0)
+    assert (estimated > exact / 2).all()
+    assert (estimated[3:] < exact[3:] * 3).all()  # more in the fast fall, where neighbours are far from each other
+    assert not coarse.interpolation_error(coarse.timesteps).any()
+    few = replace(coarse, timesteps=coarse.timesteps[:4], products=coarse.products[:, :4, :4])
+    assert not few.interpolation_error(few.timesteps[:3] - 5).any()
+
+
+def test_schedules_of_coarser_measurements_cost_little_more(uneven):
+    """Within 3 dB of the schedules of these timesteps, by the errors of these timesteps."""
+    inside = uneven.timesteps[:-1]
+    best, coarse = (best_schedules(of, inside, "mean") for of in (uneven, every_second(uneven)))
+    for count in (12, 16, 20, 25):
+        errors = [float(error_of(uneven, inside, of[count]).mean()) for of in (best, coarse)]
+        assert errors[1] < 2 * errors[0]
+
+
+def test_noise_levels_between_calibrated_timesteps_are_those_of_the_schedule(uneven):
+    """The first noise level of a cosine schedule is 636, the next ones are 30, 15, …"""
+    inside = uneven.timesteps[:-1]
+    torch.testing.assert_close(every_second(uneven).weights(inside), uneven.weights(inside), rtol=1e-6, atol=0)
+
+
 def test_timesteps_may_rise():
     grid = torch.linspace(0, 1, 12, dtype=torch.float64)
     predictions = torch.sin(grid * 3)[None, :, None].expand(2, -1, ELEMENTS)
