@@ -197,7 +197,7 @@ def _products(found: Trajectories, timesteps: Tensor) -> Tensor:
     timestep. Without this part, extrapolations over short distances would seem exact. The part is taken as independent from step
     to step. Samples are sums of predictions over many steps, and have next to none of it.
     """
-    through, unseen = found.interpolation(timesteps), found.interpolation_error(timesteps)
+    through, unseen = found.interpolation(timesteps), found.unseen(timesteps)
     if found.with_samples:
         through, unseen = torch.block_diag(through, through), pad(unseen, (0, len(timesteps)))
     return through @ found.products @ through.T + unseen.diag_embed()

@@ -28,6 +28,10 @@ from torch.nn.functional import pad
 KNOTS = 4
 """Calibrated timesteps of one interpolation."""
 
+UNSEEN = 0.2
+"""Share of the error of interpolating a calibrated timestep that interpolations lack half way between two. For noise σ² that is
+independent from step to step, evenly spaced cubics miss a calibrated timestep by 1.94 σ², and keep 0.64 σ² half way."""
+
 
 @dataclass(frozen=True, eq=False)
 class Trajectories:
@@ -101,9 +105,10 @@ class Trajectories:
         first = (torch.searchsorted(grid, timesteps.double().contiguous()) - count // 2).clamp(0, len(grid) - count)
         return _lagrange(self.timesteps, order[first[:, None] + torch.arange(count)], timesteps)
 
-    def interpolation_error(self, timesteps: Tensor) -> Tensor:
-        """[S, M] squared error of interpolated predictions: 0 at calibrated timesteps; half way between two, the error of
-        interpolating a calibrated timestep from its neighbours. 0 for fewer than 5 calibrated timesteps."""
+    def unseen(self, timesteps: Tensor) -> Tensor:
+        """[S, M] squared size of what interpolated predictions lack: 0 at calibrated timesteps; half way between two, the share
+        `UNSEEN` of the error of interpolating a calibrated timestep from its neighbours. 0 for fewer than 5 calibrated
+        timesteps."""
         steps = len(self.timesteps)
         if steps <= KNOTS:
             return self.products.new_zeros(len(self.products), len(timesteps))
@@ -119,7 +124,7 @@ class Trajectories:
         high = torch.searchsorted(grid, timesteps.double().contiguous()).clamp(1, steps - 1)
         share = (timesteps - grid[high - 1]) / (grid[high] - grid[high - 1])
         reached = (4 * share * (1 - share)).clamp(0, 1).square()
-        return reached * (squared[:, high - 1] + squared[:, high]) / 2
+        return UNSEEN * reached * (squared[:, high - 1] + squared[:, high]) / 2
 
     def weights(self, timesteps: Tensor) -> Tensor:
         """[M] FP64 shift of the final sample by a unit of error in each step's prediction, for Gaussian data; timesteps: [M] in
