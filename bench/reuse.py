@@ -4,8 +4,10 @@
                           [--device auto|cpu|cuda] [--int8] [--peers]
 
 Schedules are chosen on some seeds and measured on others: PSNR of all unseen samples, and of the worst of them, against the same
-model with all steps computed. The fourth column has, for other numbers of steps, schedules from the measurement at the first
-number. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
+model with all steps computed. Two columns have, for other numbers of steps, schedules from the measurement at the first
+number: with as many computed steps, and with as many as its modelled error asks for. The first row of a number of steps
+computes all of them from noisy samples that are rounded to BF16: the model itself turns a change as small as this into
+this error. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
 FP32 and all steps. Prints a Markdown table with the date and the machine. With --peers a second table has rivals in full
 precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds, alone and with TaylorSeer). A step
 of cache-dit counts as computed if the last block ran.
@@ -46,7 +48,7 @@ from trtconvert.models.placed import placed
 from trtconvert.models.placement import choose_place
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe
-from trtconvert.reuse.schedule import Schedule, Scheduler, all_computed
+from trtconvert.reuse.schedule import Schedule, Scheduler, all_computed, best_schedules
 from trtconvert.runtime.reuse import Reusable, follow
 from trtconvert.shipped import shipped_folder
 from trtconvert.stages.build import Build
@@ -54,6 +56,7 @@ from trtconvert.stages.calibrate import calibrate_stage
 from trtconvert.stages.converted import int8_in_torch
 from trtconvert.stages.plan import plan_stages
 from trtconvert.stages.search import search_stage
+from trtconvert.wrapped import WrappedDenoiser
 
 MODELS = {"digits": (digits_model, "digits-dit"), "emoji": (emoji_model, "emoji-dit")}
 THRESHOLDS = (0.08, 0.2, 0.5)
@@ -63,17 +66,16 @@ FIRST_CALIBRATED, FIRST_UNSEEN = 500, 10_000
 
 
 class Stated:
-    """Steps that are stated, in the place of a `Reuse`."""
+    """A stated schedule, in the place of a `Reuse`."""
 
-    timestep_input, timestep_place, noise_input = "timestep", 1, None
+    timestep_input, timestep_place, noise_input, sample_input = "timestep", 1, None, "x"
 
-    def __init__(self, computed: Sequence[bool]) -> None:
-        self._computed = tuple(computed)
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
-        """Returns the steps, for as many timesteps."""
-        fits = len(timesteps) == len(self._computed)
-        return Schedule(self._computed, 0.0) if fits else all_computed(len(timesteps))
+        """Returns the schedule, for as many timesteps."""
+        return self._schedule if len(timesteps) == len(self._schedule.computed) else all_computed(len(timesteps))
 
 
 class Counted:
@@ -109,10 +111,17 @@ def host_microseconds(model: DiffusionModel, denoiser: Denoiser, reuse: Schedule
     return statistics.median(skipped) * 1e6
 
 
-def uniform(steps: int, count: int) -> list[bool]:
+def uniform(steps: int, count: int) -> Schedule:
     """Returns evenly spaced computed steps."""
     kept = {round(k * steps / count) for k in range(count)}
-    return [step in kept for step in range(steps)]
+    return Schedule(tuple(step in kept for step in range(steps)), 0.0)
+
+
+class OfRounded(WrappedDenoiser):
+    """A denoiser of noisy samples that are rounded to BF16."""
+
+    def __call__(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+        return self._denoiser(x.bfloat16().to(x.dtype), *others, **named)
 
 
 def loss(samples: Tensor, expected: Tensor) -> str:
@@ -191,8 +200,11 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
         f"{options.model} in {kind}, DDIM, schedules of {len(calibrated)} seeds, {len(unseen)} others, {where}, "
         f"{datetime.date.today()}\n"
     )
-    print("| steps | computed | schedule | of the first steps' calibration | uniform | as many plain steps | to FP32 |")
-    print("| ---: | ---: | --- | --- | --- | --- | --- |")
+    print(
+        "| steps | computed | schedule | of the first steps' calibration | by its limit | uniform | as many plain steps | to "
+        "FP32 |"
+    )
+    print("| ---: | ---: | --- | --- | --- | --- | --- | --- |")
 
     def drawn(denoiser: Denoiser, seeds: range, steps: int) -> Tensor:
         return model.sample(denoiser, seeds, steps=steps, solver="ddim")
@@ -207,8 +219,9 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
         took = time.monotonic() - began
         expected = drawn(denoiser, unseen, steps)
         in_float32 = of.in_float32(unseen, steps) if of.in_float32 else None
-        if in_float32 is not None:
-            print(f"| {steps} | {steps} (1.00×) | – | – | – | – | {loss(expected, in_float32)} |", flush=True)
+        exact = loss(expected, in_float32) if in_float32 is not None else "–"
+        floor = loss(drawn(OfRounded(denoiser), unseen, steps), expected)
+        print(f"| {steps} | {steps} (1.00×), rounded samples | {floor} | – | – | – | – | {exact} |", flush=True)
         for factor in options.fewer:
             found = search_reuse(model, denoiser, measured, full, calibrated, steps, budget, 1 / factor, NoBar())[-1]
             if found.reuse is None:
@@ -217,18 +230,22 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
             if factor == options.fewer[0]:
                 host = host_microseconds(model, denoiser, found.reuse, FIRST_UNSEEN, steps)
             left_out = drawn(Reusable(denoiser, found.reuse), unseen, steps)
-            other = "–"
+            other, by_limit = "–", "–"
             if factor in first:
+                earlier = first[factor]
+                schedule = best_schedules(earlier.found, found.reuse.found.timesteps, earlier.objective).get(count)
+                if schedule is not None:
+                    other = loss(drawn(Reusable(denoiser, Stated(schedule)), unseen, steps), expected)
                 counted = Counted(denoiser)
-                other = loss(drawn(Reusable(counted, first[factor]), unseen, steps), expected)
-                other += f" with {counted.calls}"
+                by_limit = loss(drawn(Reusable(counted, earlier), unseen, steps), expected)
+                by_limit += f" with {counted.calls}"
             first.setdefault(factor, found.reuse)
             even = loss(drawn(Reusable(denoiser, Stated(uniform(steps, count))), unseen, steps), expected)
             plain = loss(drawn(denoiser, unseen, count), expected)
             exact = loss(left_out, in_float32) if in_float32 is not None else "–"
             print(
-                f"| {steps} | {count} ({steps / count:.2f}×) | {loss(left_out, expected)} | {other} | {even} | {plain} | "
-                f"{exact} |",
+                f"| {steps} | {count} ({steps / count:.2f}×) | {loss(left_out, expected)} | {other} | {by_limit} | "
+                f"{even} | {plain} | {exact} |",
                 flush=True,
             )
         print(

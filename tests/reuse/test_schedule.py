@@ -231,6 +231,60 @@ def test_other_numbers_of_steps_are_priced_by_what_lies_between(count):
     )
 
 
+@pytest.fixture
+def uneven() -> Trajectories:
+    """50 steps of a cosine schedule. Predictions fall fast at first, as those of the emoji model, and have a small part of each
+    timestep's own, as by embeddings of the timestep."""
+    grid = torch.linspace(999, 19, 50, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    rate = torch.rand(4, 1, 200, generator=generator, dtype=torch.float64)
+    own = torch.randn(1, len(grid), 200, generator=generator, dtype=torch.float64)
+    at_first = rate.flip(2) * ((grid[:, None] - 999) / 10).exp()
+    found = trajectories(torch.sin(rate * grid[:, None] / 150) + at_first + 0.01 * own, grid)
+    return replace(found, fitted=True, correction=1.0, sigmas=(grid / 1000 * torch.pi / 2).tan())
+
+
+def every_second(found: Trajectories) -> Trajectories:
+    """The same trajectories, measured at half of the timesteps."""
+    kept = slice(0, None, 2)
+    return replace(
+        found,
+        timesteps=found.timesteps[kept],
+        products=found.products[:, kept, kept],
+        sigmas=found.sigmas[kept],
+        gain=found.gain[kept],
+    )
+
+
+def test_interpolated_predictions_have_the_size_of_calibrated_ones():
+    """Noise that is independent from step to step keeps its size between calibrated timesteps."""
+    grid = torch.linspace(999, 19, 50, dtype=torch.float64)
+    noise = torch.randn(8, len(grid), 200, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    found, between = trajectories(noise, grid), (grid[2:-3] + grid[3:-2]) / 2
+    through = found.interpolation(between)
+    kept = torch.einsum("mi,sij,mj->sm", through, found.products, through)
+    assert float(kept.mean()) == pytest.approx(0.64, rel=0.05)
+    assert float((kept + found.unseen(between)).mean()) == pytest.approx(1, rel=0.05)
+    assert not found.unseen(grid).any()
+    few = replace(found, timesteps=grid[:4], products=found.products[:, :4, :4])
+    assert not few.unseen(grid[:3] - 5).any()
+
+
+def test_schedules_of_coarser_measurements_cost_little_more(uneven):
+    """Within 3 dB of the schedules of these timesteps, by the errors of these timesteps."""
+    inside = uneven.timesteps[:-1]
+    best, coarse = (best_schedules(of, inside, "mean") for of in (uneven, every_second(uneven)))
+    for count in (12, 16, 20, 25):
+        errors = [float(error_of(uneven, inside, of[count]).mean()) for of in (best, coarse)]
+        assert errors[1] < 2 * errors[0]
+
+
+def test_noise_levels_between_calibrated_timesteps_are_those_of_the_schedule(uneven):
+    """The first noise level of a cosine schedule is 636, the next ones are 30, 15, …"""
+    inside = uneven.timesteps[:-1]
+    torch.testing.assert_close(every_second(uneven).weights(inside), uneven.weights(inside), rtol=1e-6, atol=0)
+
+
 def test_timesteps_may_rise():
     grid = torch.linspace(0, 1, 12, dtype=torch.float64)
     predictions = torch.sin(grid * 3)[None, :, None].expand(2, -1, ELEMENTS)

@@ -191,11 +191,16 @@ def _of_extrapolation(timesteps: Tensor, schedule: Schedule, last: list[int], st
 
 def _products(found: Trajectories, timesteps: Tensor) -> Tensor:
     """[S, M, M] products of the predictions, or [S, 2·M, 2·M] with those of the samples, at other timesteps than the calibrated
-    ones."""
-    through = found.interpolation(timesteps)
+    ones.
+
+    Between calibrated timesteps a prediction has a part that its neighbours do not show, such as that of the embedding of the
+    timestep. Without this part, extrapolations over short distances would seem exact. The part is taken as independent from step
+    to step. Samples are sums of predictions over many steps, and have next to none of it.
+    """
+    through, unseen = found.interpolation(timesteps), found.unseen(timesteps)
     if found.with_samples:
-        through = torch.block_diag(through, through)
-    return through @ found.products @ through.T
+        through, unseen = torch.block_diag(through, through), pad(unseen, (0, len(timesteps)))
+    return through @ found.products @ through.T + unseen.diag_embed()
 
 
 @dataclass(frozen=True)
