@@ -216,6 +216,14 @@ def test_an_engine_without_any_plugin_is_kept_where_it_is_the_fastest(choice, ti
     assert [told in notice for notice in watch.notices].count(True) == (kept == "plain")
 
 
+def test_no_engine_without_plugins_is_built_where_int8_attention_gains_clearly():
+    chosen, timed, _ = mix({"abcd": 90.0, "": 99.0}, EVERYWHERE, build_plain=refuse)
+    assert (chosen.plan, chosen.times, chosen.plain_times) == (b"abcd", EngineTimes(90.0, 99.0), None)
+    assert timed == ["abcd", ""]
+    chosen, timed, _ = mix({"abcd": 90.0, "": 98.9, "plain": 91.0}, EVERYWHERE, build_plain=plain)
+    assert chosen.plain_times and timed == ["abcd", "", "plain"]
+
+
 def test_an_engine_without_any_plugin_stays_where_no_other_can_be_built():
     chosen, timed, watch = mix({}, EVERYWHERE, refuse, plain)
     assert (chosen.plan, chosen.with_plugin, chosen.is_plain, chosen.plain_times) == (b"plain", False, True, None)

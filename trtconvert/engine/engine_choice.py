@@ -4,7 +4,8 @@
 plugin prevents fusions: each site may be faster with the plugin, and the step slower. The reverse happens too: with plugins at
 all sites the layers between them become plugins (`lower_to_plugin`), so that the step is faster although some sites are slower.
 
-Group norms are plugins in all of these engines. The fastest one is compared with an engine without plugins at the end.
+Group norms are plugins in all of these engines. The fastest one is compared with an engine without plugins at the end, unless
+INT8 attention gains clearly more than group norms could cost.
 
 Building an engine of a large model takes minutes, so `auto` builds `MOST_ENGINES` at most. Mixes of the plugin and TensorRT's own
 attention gain least (docs/figures.md, auto-keeps), so the limit drops mixes.
@@ -32,6 +33,10 @@ LayerKind = Literal["native", "plugin", "exact"]
 
 MOST_ENGINES = 4
 """The most engines that `auto` builds and times for one denoiser."""
+
+CLEAR_GAIN = 1.1
+"""Gain of the plugin over TensorRT's own attention in whole engines from which no engine without plugins is built: group norms as
+plugins gain 4 to 24 % in U-Nets, and cost nothing (docs/figures.md, unet-parts)."""
 
 _LONG = 20.0
 """Seconds of a build that the user is told about."""
@@ -181,11 +186,11 @@ def fastest_engine(
 ) -> ChosenEngine:
     """Builds and times whole engines, and returns the fastest.
 
-    The engines have the plugin where it is faster alone, and at no site. Then come mixes. If the plugin saves in the whole engine
-    at least half of what its sites save alone, the mix has the plugin at every site. Otherwise the plugin prevents fusions, and
-    mixes have the plugin at the sites of some lengths: first where it saves most, then at each further length that makes the
-    engine faster. The last engine has no plugins at all. Engines that cannot be built or timed are skipped with a notice. Only
-    the fastest plan is kept: each is as large as the model.
+    The engines have the plugin where it is faster alone, and at no site. Then come mixes. If the plugin saves in the whole
+    engine at least half of what its sites save alone, the mix has the plugin at every site. Otherwise the plugin prevents
+    fusions, and mixes have the plugin at the sites of some lengths: first where it saves most, then at each further length that
+    makes the engine faster. The last engine has no plugins at all; see `CLEAR_GAIN`. Engines that cannot be built or timed are
+    skipped with a notice. Only the fastest plan is kept: each is as large as the model.
 
     Args:
         nodes: `Int8Attention` nodes by their site.
@@ -208,6 +213,8 @@ def fastest_engine(
             f"{error.problem}: {error.got}"
         )
         return plain
+    if engine.with_plugin and engine.times and engine.times.native >= CLEAR_GAIN * engine.times.plugin:
+        return engine
     return _unless_plain_is_faster(engine, build_plain, timed, watch)
 
 
