@@ -332,10 +332,8 @@ class _Schedule:
         """
         scheduler = caller.pipe.scheduler
         of_run = torch.as_tensor(scheduler.timesteps, dtype=torch.float64, device="cpu")
-        off = float((of_run - seen[0]).abs().min())
-        if not self.is_table or off < (
-            1 if seen[0] > 10 else 1e-3
-        ):  # a pipeline may round timesteps; ln σ / 4 is below 10
+        room = 1 if seen[0] > 10 else 1e-3  # a pipeline may round timesteps; ln σ / 4 is below 10
+        if not self.is_table or float((of_run - seen[0]).abs().min()) < room:
             return self
         sigmas = getattr(scheduler, "sigmas", None)
         if sigmas is not None:
