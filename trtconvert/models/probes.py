@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ def first_step(
 
 
 def number_of_sample(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Tensor]:
-    """Returns a denoiser that predicts one number for each sample, so that samples differ: the first of its noisy input.
+    """Returns a denoiser that predicts multiples of one number for each sample, so that samples differ: the first of its noisy
+    input. The multiples differ, as a pipeline may divide by the deviation of a prediction (guidance_rescale).
 
     Args:
         timestep: name of this input.
@@ -99,7 +101,8 @@ def number_of_sample(timestep: str, prediction: Sequence[int | str]) -> Callable
     def predicted(**named: Tensor) -> Tensor:
         first = next(x for name, x in named.items() if name != timestep)
         shape = shape_like(prediction, first)
-        return first.flatten(1)[:, :1].reshape(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
+        multiples = torch.linspace(0.5, 1.5, math.prod(shape[1:]), device=first.device)
+        return (first.flatten(1)[:, :1] * multiples).reshape(shape)
 
     return predicted
 
