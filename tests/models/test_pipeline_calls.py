@@ -116,6 +116,29 @@ def test_guidance_by_the_deviation_of_predictions_keeps_samples_apart(tmp_path, 
     assert not [text for text in model.notices if "otherwise in a call of several" in text]
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_guidance_by_the_deviation_of_a_batch_is_told(tmp_path, normalize):
+    """Bria's deviation is that of all samples of a call. It changes nothing where the halves of guidance are equal."""
+    transformer = tiny_pipelines.model(
+        diffusers.BriaTransformer2DModel,
+        **tiny_pipelines.HEADS,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=[8, 12, 12],
+    )
+    parts = {"text_encoder": tiny_pipelines.t5(), "tokenizer": tiny_pipelines.t5_tokenizer()}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipe = diffusers.BriaPipeline(
+        transformer=transformer, scheduler=scheduler, vae=tiny_pipelines.vae(4), image_encoder=None, **parts
+    )
+    pipe.save_pretrained(tmp_path)
+    options = {"height": 32, "width": 32, "batch": [1, 1, 2], "call": {"normalize": normalize}}
+    told = [text for text in diffusers_model(tmp_path, **options).notices if "give other latents" in text]
+    assert bool(told) == normalize
+
+
 def test_predictions_of_probes_differ_within_a_sample_and_between_samples():
     noisy = torch.randn(3, 4, 2, 2)
     drawn = number_of_sample("timestep", ("batch", 4, 2, 2))(sample=noisy, timestep=torch.zeros(3))
