@@ -230,6 +230,55 @@ def test_lengths_of_rows_go_to_the_modules_of_a_joint_layer(tmp_path):
         merged(fresh("flux"), {"file": file})
 
 
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_rows_of_zeros_stay_zeros_whatever_their_length_by_dora(tmp_path, name):
+    """Such a row has no direction; one of 1e-25 has squares of zero."""
+    module = Base().requires_grad_(False)
+    weight = module.get_parameter(f"{name}.weight")
+    weight[0], weight[1] = 0.0, 1e-25
+    tensors, delta = loha(weight.shape, False)
+    tensors["hada_w1_a"][:2] = 0.0
+    rows = weight.double() + delta * (torch.arange(len(weight)) > 1).view(-1, *[1] * (weight.dim() - 1))
+    expected = 5 * rows / rows.flatten(1).norm(dim=1).view(-1, *[1] * (weight.dim() - 1)).clamp_min(1e-6)
+    lengths = torch.full((len(weight), *[1] * (weight.dim() - 1)), 5.0)
+    file = written(tmp_path / "a.safetensors", {f"lycoris_{name}": tensors | {"dora_scale": lengths}})
+    after = merged(module, {"file": file})[f"{name}.weight"]
+    torch.testing.assert_close(after, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (24, 1), (1, 4, 3, 3), (4, 1, 3, 3)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_one_row_or_one_column_gets_its_length_by_dora(tmp_path, shape, axis):
+    """[1, 1] is the length of a row for one row, and of a column for one column."""
+    module = nn.ModuleDict({"layer": nn.Conv2d(shape[1], shape[0], 3) if shape[2:] else nn.Linear(shape[1], shape[0])})
+    module.requires_grad_(False)
+    tensors, delta = loha(torch.Size(shape), False)
+    made = module.get_parameter("layer.weight").double() + delta
+    lengths = drawn(*(size if at == axis else 1 for at, size in enumerate(shape))).abs() + 0.5
+    others = [at for at in range(len(shape)) if at != axis]
+    expected = made * lengths / torch.linalg.vector_norm(made, dim=others, keepdim=True)
+    file = written(tmp_path / "a.safetensors", {"lycoris_layer": tensors | {"dora_scale": lengths}})
+    torch.testing.assert_close(merged(module, {"file": file})["layer.weight"], expected.float())
+
+
+def test_a_dora_gives_its_lengths_to_the_sum_with_the_files_before(tmp_path):
+    module = Base().requires_grad_(False)
+    before, files, deltas = module.linear.weight.double(), [], []
+    lengths = drawn(36, 1).abs() + 0.5
+    for further in ({}, {"dora_scale": lengths}):
+        tensors, delta = loha(before.shape, False)
+        files.append({"file": written(tmp_path / f"{len(files)}.safetensors", {"lycoris_linear": tensors | further})})
+        deltas.append(delta)
+    made = before + sum(deltas)
+    last = made * lengths / made.norm(dim=1, keepdim=True)
+    state = {name: x.clone() for name, x in module.state_dict().items()}
+    torch.testing.assert_close(merged(module, *files)["linear.weight"], last.float())
+    module.load_state_dict(state)
+    made = before + deltas[1]
+    first = made * lengths / made.norm(dim=1, keepdim=True) + deltas[0]
+    torch.testing.assert_close(merged(module, *files[::-1])["linear.weight"], first.float())
+
+
 @pytest.mark.parametrize("place", ["beside", "within"])
 def test_dora_of_peft_is_merged_as_peft_does(tmp_path, place):
     peft = pytest.importorskip("peft", reason="needs peft")

@@ -16,6 +16,8 @@ from tiny_pipelines import WIDTH, picture
 from trtconvert.errors import UserError
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.pipelines import PipelineCaller
+from trtconvert.models.probes import number_of_sample
+from trtconvert.models.sample_rows import changed_argument
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -81,6 +83,81 @@ def test_equal_texts_of_a_batch_are_encoded_once(monkeypatch):
             found = caller.first_call([0, 1, 2], sizes)
             assert torch.allclose(found["encoder_hidden_states"], plain["encoder_hidden_states"], atol=1e-5)
     assert sum(rows) == 2  # SDXL has zeros for the empty text of guidance
+
+
+@torch.no_grad()
+def test_a_text_of_a_batch_is_not_encoded_again_alone(monkeypatch):
+    pipe = tiny_pipelines.with_text("stable_diffusion_xl")
+    caller = PipelineCaller(pipe, "unet", None, ("a cat", "a dog"), {})
+    sizes, rows, real = {"height": 32, "width": 32}, [], pipe.text_encoder_2.forward
+    plain = [caller.first_call([seed], sizes) for seed in (0, 1)]
+
+    def counted(*args, **kwargs):
+        rows.append(len(args[0]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pipe.text_encoder_2, "forward", counted)
+    with caller.encoding_once():
+        caller.first_call([0, 1], sizes)
+        for seed, expected in enumerate(plain):
+            found = caller.first_call([seed], sizes)
+            for name in ("encoder_hidden_states", "added_cond_kwargs"):
+                torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert rows == [2]
+
+
+@pytest.mark.parametrize("kind", ["stable_diffusion", "stable_diffusion_xl", "ltx"])
+def test_guidance_by_the_deviation_of_predictions_keeps_samples_apart(tmp_path, kind):
+    """It divides by the deviation of a sample's prediction, which must not be 0 where samples are compared."""
+    make, options = tiny_pipelines.PIPELINES[kind]
+    make().save_pretrained(tmp_path)
+    call = {"guidance_rescale": 0.7, **options.get("call", {})}
+    model = diffusers_model(tmp_path, **options | {"tokens": 8, "batch": [1, 1, 2], "call": call})
+    assert not [text for text in model.notices if "otherwise in a call of several" in text]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_guidance_by_the_deviation_of_a_batch_is_told(tmp_path, normalize):
+    """Bria's deviation is that of all samples of a call. It changes nothing where the halves of guidance are equal."""
+    transformer = tiny_pipelines.model(
+        diffusers.BriaTransformer2DModel,
+        **tiny_pipelines.HEADS,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=[8, 12, 12],
+    )
+    parts = {"text_encoder": tiny_pipelines.t5(), "tokenizer": tiny_pipelines.t5_tokenizer()}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipe = diffusers.BriaPipeline(
+        transformer=transformer, scheduler=scheduler, vae=tiny_pipelines.vae(4), image_encoder=None, **parts
+    )
+    pipe.save_pretrained(tmp_path)
+    options = {"height": 32, "width": 32, "batch": [1, 1, 2], "call": {"normalize": normalize}}
+    told = [text for text in diffusers_model(tmp_path, **options).notices if "give other latents" in text]
+    assert bool(told) == normalize
+
+
+def test_predictions_of_probes_differ_within_a_sample_and_between_samples():
+    noisy = torch.randn(3, 4, 2, 2)
+    drawn = number_of_sample("timestep", ("batch", 4, 2, 2))(sample=noisy, timestep=torch.zeros(3))
+    assert drawn.shape == noisy.shape and bool((drawn.flatten(1).std(1) > 0).all())
+    torch.testing.assert_close(drawn / noisy[:, :1, :1, :1], (drawn / noisy[:, :1, :1, :1])[:1].expand(drawn.shape))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_arguments_that_are_no_numbers_are_compared_too(value):
+    """Masks that are added to scores may have -Inf."""
+    noisy, mask = torch.randn(2, 8), torch.randn(2, 8)
+    mask[:, 3:] = value
+    both = {"sample": noisy, "mask": mask}
+    alone = {name: x[1:].clone() for name, x in both.items()}
+    assert changed_argument(both, alone) == ""
+    alone["mask"][0, 0] = 7.0
+    assert changed_argument(both, alone) == "mask"
+    alone["mask"] = torch.zeros(1, 8)
+    assert changed_argument(both, alone) == "mask"
 
 
 def test_a_part_of_the_schedule_has_a_step(tmp_path):

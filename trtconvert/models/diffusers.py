@@ -330,10 +330,12 @@ class _Schedule:
         Raises:
             UserError: they are neither places in the scheduler's table, nor ln σ / 4.
         """
+        if not self.is_table:
+            return self
         scheduler = caller.pipe.scheduler
         of_run = torch.as_tensor(scheduler.timesteps, dtype=torch.float64, device="cpu")
-        room = 1 if seen[0] > 10 else 1e-3  # a pipeline may round timesteps; ln σ / 4 is below 10
-        if not self.is_table or float((of_run - seen[0]).abs().min()) < room:
+        # A pipeline may round timesteps; ln σ / 4 is below 10.
+        if float((of_run - seen[0]).abs().min()) < (1 if seen[0] > 10 else 1e-3):
             return self
         sigmas = getattr(scheduler, "sigmas", None)
         if sigmas is not None:

@@ -551,12 +551,15 @@ class PipelineCaller:
 
 def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result. The encoder computes equal
-    rows of a batch once."""
+    rows of a batch once, and no row alone that it computed in a batch."""
     results: dict[Any, Any] = {}
 
-    def result_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
+    def key_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
         numbers = ((x.dtype, x.shape, x.cpu().numpy().tobytes()) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        key = (repr(structure), *numbers)
+        return repr(structure), *numbers
+
+    def result_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
+        key = key_of(leaves, structure)
         if key not in results:
             args, kwargs = tree_unflatten(leaves, structure)
             results[key] = forward(*args, **kwargs)
@@ -571,16 +574,22 @@ def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
         sizes = {len(x) if x.dim() else 0 for x in tensors}
         if len(sizes) != 1 or max(sizes) < 2:
             return result_of(leaves, structure)
+
+        def rows_of(places: Sequence[int]) -> list[Any]:
+            return [x[list(places)] if isinstance(x, Tensor) else x for x in leaves]
+
         rows = list(zip(*(x.tolist() for x in tensors), strict=True))
         first = [rows.index(row) for row in rows]
         kept = sorted(set(first))
-        if len(kept) == len(rows):
-            return result_of(leaves, structure)
-        found = result_of([x[kept] if isinstance(x, Tensor) else x for x in leaves], structure)
-        again = torch.tensor([kept.index(place) for place in first])
+        found = result_of(rows_of(kept), structure)
         outputs, form = tree_flatten(found)
         if not all(isinstance(x, Tensor) and x.dim() and len(x) == len(kept) for x in outputs):
-            return result_of(leaves, structure)
+            return found if len(kept) == len(rows) else result_of(leaves, structure)
+        if len(kept) > 1:
+            for number, place in enumerate(kept):
+                alone = tree_unflatten([x[number : number + 1].clone() for x in outputs], form)
+                results.setdefault(key_of(rows_of([place]), structure), alone)
+        again = torch.tensor([kept.index(place) for place in first])
         return tree_unflatten([x[again.to(x.device)] for x in outputs], form)
 
     return cached

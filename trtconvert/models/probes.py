@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -89,7 +90,10 @@ def first_step(
 
 
 def number_of_sample(timestep: str, prediction: Sequence[int | str]) -> Callable[..., Tensor]:
-    """Returns a denoiser that predicts one number for each sample, so that samples differ: the first of its noisy input.
+    """Returns a denoiser that predicts multiples of one number for each row, so that samples differ: the first noisy number.
+
+    Pipelines may divide by the deviation of a sample's prediction (guidance_rescale) or of a batch's (Bria's normalize), so that
+    the multiples differ, and the halves of guidance by the means of their prompts' embeddings.
 
     Args:
         timestep: name of this input.
@@ -99,7 +103,13 @@ def number_of_sample(timestep: str, prediction: Sequence[int | str]) -> Callable
     def predicted(**named: Tensor) -> Tensor:
         first = next(x for name, x in named.items() if name != timestep)
         shape = shape_like(prediction, first)
-        return first.flatten(1)[:, :1].reshape(-1, *[1] * (len(shape) - 1)).expand(shape).clone()
+        number = first.flatten(1)[:, 0]
+        # Other inputs may have as many rows by chance: positions of tokens, or layers of a text encoder.
+        texts = named.get("encoder_hidden_states")
+        if texts is not None and len(texts) == len(first):
+            number = number + texts.flatten(1).mean(1).nan_to_num().tanh()
+        multiples = torch.linspace(0.5, 1.5, math.prod(shape[1:]), device=first.device)
+        return (number[:, None] * multiples).reshape(shape)
 
     return predicted
 
@@ -132,7 +142,12 @@ def changed_in_batch(
             if hasattr(vae, "decode"):
                 stack.enter_context(replaced(vae, "decode", decoded))
             steps = caller.taken_steps(2, least=2)
-            both, alone = ({"latents": caller(seeds, steps, sizes, as_latents=True)} for seeds in ([0, 1], [1]))
+            # One prompt, as a longer one may pad that of the sample.
+            texts = [caller.prompts[0]] * 2
+            both, alone = (
+                {"latents": caller(seeds, steps, sizes, texts[: len(seeds)], as_latents=True)}
+                for seeds in ([0, 1], [1])
+            )
         except (UserError, Called):  # the pipeline draws one sample in a call, or returns no latents
             return ""
     return "the same predictions give other latents" if changed_argument(both, alone) else ""

@@ -74,5 +74,8 @@ def _orders(both: Tensor, alone: Tensor) -> set[int]:
     def second(blocks: int) -> Tensor:
         return both.unflatten(0, (blocks, 2, -1))[:, 1].flatten(0, 1).double()
 
-    numbers = (blocks for blocks in range(1, rows + 1) if not rows % blocks)
-    return {blocks for blocks in numbers if bool((second(blocks) - own).norm() <= _SAME * own.norm())}
+    def same(x: Tensor) -> bool:
+        apart = (x != own) & ~(x.isnan() & own.isnan())  # a mask may have -Inf, whose difference from itself is NaN
+        return bool((x - own)[apart].norm() <= _SAME * own[own.isfinite()].norm())
+
+    return {blocks for blocks in range(1, rows + 1) if not rows % blocks and same(second(blocks))}

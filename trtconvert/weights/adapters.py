@@ -8,7 +8,8 @@
 | difference | itself, of a weight (diff) or a bias (diff_b) | |
 
 DoRA (Liu et al. 2024, arXiv 2402.09353) scales the sum W' of a weight and a difference: each row, or column, gets a length m. At
-a scale s, W' is multiplied by 1 + s·(m / ‖W'‖ - 1), as lycoris does. peft has m / ‖W'‖ at any scale.
+a scale s, W' is multiplied by 1 + s·(m / ‖W'‖ - 1), as lycoris does. peft has m / ‖W'‖ at any scale. W has the differences of
+the files before, so that the order of files counts. peft takes ‖W'‖ without those.
 
 A tensor with the kernel may stand between two factors of a convolution: mid, hada_t1, hada_t2, lokr_t2 (Tucker decomposition).
 """
@@ -78,9 +79,9 @@ def difference(parts: Mapping[str, Tensor]) -> Tensor:
     return parts["diff"]
 
 
-def of_columns(magnitudes: Tensor) -> bool:
-    """Return whether DoRA's lengths are those of columns."""
-    return magnitudes.dim() > 1 and len(magnitudes) == 1
+def of_columns(magnitudes: Tensor, rows: int) -> bool:
+    """Return whether DoRA's lengths are those of columns. One number is the length of the row where a weight has one row."""
+    return magnitudes.dim() > 1 and len(magnitudes) == 1 and (rows > 1 or magnitudes.numel() > 1)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -142,11 +143,12 @@ class Update:
 
     def _scale(self, weight: Tensor, magnitudes: Tensor, scale: float) -> None:
         """Give the rows or columns of a weight their lengths by DoRA, in place."""
-        if of_columns(magnitudes):
+        if of_columns(magnitudes, len(weight)):
             lengths, wanted, shape = weight.transpose(0, 1).flatten(1).norm(dim=1), magnitudes, (1, -1)
         else:
             lengths, wanted, shape = weight.flatten(1).norm(dim=1), _rows(magnitudes, self.rows), (-1,)
-        factors = 1 + scale * (wanted.flatten() / lengths.clamp_min(torch.finfo(torch.float32).tiny) - 1)
+        # A row of zeros stays so, and the squares of a row near zero underflow.
+        factors = 1 + scale * (wanted.flatten() / lengths.clamp_min(torch.finfo(torch.float32).eps) - 1)
         weight *= factors.reshape(*shape, *[1] * (weight.dim() - len(shape)))
 
 

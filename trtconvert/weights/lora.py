@@ -479,7 +479,7 @@ def _misfit_of_lengths(lengths: Tensor | None, wanted: Sequence[int], modules: i
     """Why DoRA's lengths do not fit a weight; empty where they do, or where there are none."""
     if lengths is None:
         return ""
-    if of_columns(lengths):
+    if of_columns(lengths, wanted[0]):
         if modules > 1:
             return f"lengths of columns, by DoRA, of {modules} weights in one"
         number = wanted[1] if len(wanted) > 1 else 0
