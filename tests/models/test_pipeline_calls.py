@@ -175,6 +175,22 @@ def test_a_strength_of_nothing_is_refused(tmp_path):
         diffusers_model(tmp_path / "pipeline", tokens=8, images=image, call={"strength": 0})
 
 
+def test_an_image_is_encoded_once_for_each_batch(tmp_path, monkeypatch):
+    """A pipeline is observed with a few batches, some of them often."""
+    components = tiny_pipelines.stable_diffusion().components
+    diffusers.StableDiffusionImg2ImgPipeline(**components).save_pretrained(tmp_path / "pipeline")
+    shapes, real = [], diffusers.AutoencoderKL.encode
+
+    def counted(self, x, *args, **kwargs):
+        shapes.append(tuple(x.shape))
+        return real(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "encode", counted)
+    image = {"image": picture(tmp_path / "image.png", 0)}
+    diffusers_model(tmp_path / "pipeline", tokens=8, batch=[1, 1, 2], images=image)
+    assert len(shapes) == len(set(shapes)) < 5
+
+
 @torch.no_grad()
 def samples_beside(folder: Path, pipe: Any, images: dict[str, Any], **options: Any) -> tuple[Any, torch.Tensor]:
     """Saves a pipeline and returns its model, and the second of two samples in one call less the same sample alone."""

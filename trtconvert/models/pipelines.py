@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import importlib.util
 import inspect
 import math
@@ -512,12 +513,15 @@ class PipelineCaller:
 
     @contextmanager
     def encoding_once(self) -> Iterator[None]:
-        """Inside the block each text encoder computes once for equal tokens: observing a pipeline needs the same few prompts ten
-        times, and a large encoder takes seconds for each on a CPU."""
+        """Inside the block text encoders compute once for equal tokens, and the VAE encodes equal images once: observing a
+        pipeline needs the same few prompts and images ten times, and each takes seconds on a CPU."""
+        vae: Any = getattr(self.pipe, "vae", None)
         with ExitStack() as caches:
             for name, part in self.pipe.components.items():
                 if name.startswith("text_encoder") and isinstance(part, nn.Module):
                     caches.enter_context(replaced(part, "forward", _cached(part.forward)))
+            if isinstance(vae, nn.Module) and hasattr(vae, "encode"):
+                caches.enter_context(replaced(vae, "encode", _remembered(vae.encode)))
             yield
 
     @contextmanager
@@ -554,12 +558,8 @@ def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
     rows of a batch once, and no row alone that it computed in a batch."""
     results: dict[Any, Any] = {}
 
-    def key_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
-        numbers = ((x.dtype, x.shape, x.cpu().numpy().tobytes()) if isinstance(x, Tensor) else repr(x) for x in leaves)
-        return repr(structure), *numbers
-
     def result_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
-        key = key_of(leaves, structure)
+        key = _key_of(leaves, structure)
         if key not in results:
             args, kwargs = tree_unflatten(leaves, structure)
             results[key] = forward(*args, **kwargs)
@@ -588,11 +588,40 @@ def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
         if len(kept) > 1:
             for number, place in enumerate(kept):
                 alone = tree_unflatten([x[number : number + 1].clone() for x in outputs], form)
-                results.setdefault(key_of(rows_of([place]), structure), alone)
+                results.setdefault(_key_of(rows_of([place]), structure), alone)
         again = torch.tensor([kept.index(place) for place in first])
         return tree_unflatten([x[again.to(x.device)] for x in outputs], form)
 
     return cached
+
+
+def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method whose result depends on its arguments alone: equal arguments give a copy of the first result."""
+    results: dict[Any, Any] = {}
+
+    @functools.wraps(method)
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        if any(isinstance(x, Tensor) and type(x) is not Tensor for x in leaves):  # shapes alone
+            return method(*args, **kwargs)
+        key = _key_of(leaves, structure)
+        if key not in results:
+            results[key] = method(*args, **kwargs)
+        return copy.deepcopy(results[key])
+
+    return remembered
+
+
+def _key_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
+    """Returns a key of a call's arguments by their values."""
+
+    def value_of(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return repr(x)
+        numbers = x.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        return x.dtype, x.shape, hashlib.sha256(numbers).digest()
+
+    return repr(structure), *map(value_of, leaves)
 
 
 def _zeros(*arguments: Any, **named: Any) -> Any:
