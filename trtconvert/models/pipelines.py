@@ -520,8 +520,8 @@ class PipelineCaller:
             for name, part in self.pipe.components.items():
                 if name.startswith("text_encoder") and isinstance(part, nn.Module):
                     caches.enter_context(replaced(part, "forward", _cached(part.forward)))
-            if isinstance(vae, nn.Module) and hasattr(vae, "encode"):
-                caches.enter_context(replaced(vae, "encode", _remembered(vae.encode)))
+            if (encode := getattr(vae, "encode", None)) is not None:
+                caches.enter_context(replaced(vae, "encode", _remembered(encode)))
             yield
 
     @contextmanager
@@ -619,7 +619,7 @@ def _key_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
         if not isinstance(x, Tensor):
             return repr(x)
         numbers = x.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-        return x.dtype, x.shape, hashlib.sha256(numbers).digest()
+        return x.dtype, x.shape, hashlib.sha256(numbers.data).digest()
 
     return repr(structure), *map(value_of, leaves)
 
