@@ -861,7 +861,7 @@ def glm_image_processor(start: int) -> Any:
     )
 
 
-@convertible("a prompt, from which another model draws tokens", SIZE | {"tokens": None, "batch": 1})
+@convertible("a prompt, and tokens that another model draws from the prompt", SIZE | {"tokens": None, "batch": 1})
 def glm_image() -> Any:
     start, codes = 60, 16
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH}

@@ -519,9 +519,9 @@ class PipelineCaller:
         with ExitStack() as caches:
             for name, part in self.pipe.components.items():
                 if name.startswith("text_encoder") and isinstance(part, nn.Module):
-                    caches.enter_context(replaced(part, "forward", _cached(part.forward)))
+                    caches.enter_context(replaced(part, "forward", _encoding_rows_once(part.forward)))
             if (encode := getattr(vae, "encode", None)) is not None:
-                caches.enter_context(replaced(vae, "encode", _remembered(encode)))
+                caches.enter_context(replaced(vae, "encode", _encoding_once(encode)))
             yield
 
     @contextmanager
@@ -553,17 +553,28 @@ class PipelineCaller:
             setattr(self.pipe, self.component, own)
 
 
-def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
+class _Remembered:
+    """A function whose result depends on its arguments alone: equal arguments give a copy of the first result."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._results = function, dict[Any, Any]()
+
+    def of(self, leaves: Sequence[Any], structure: TreeSpec) -> Any:
+        key = _key_of(leaves, structure)
+        if key not in self._results:
+            args, kwargs = tree_unflatten(leaves, structure)
+            self._results[key] = self._function(*args, **kwargs)
+        return copy.deepcopy(self._results[key])
+
+    def keep(self, leaves: Sequence[Any], structure: TreeSpec, result: Any) -> None:
+        """Stores the result of a call, unless one is stored."""
+        self._results.setdefault(_key_of(leaves, structure), result)
+
+
+def _encoding_rows_once(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a text encoder's forward: equal tokens, masks and options give a copy of the first result. The encoder computes equal
     rows of a batch once, and no row alone that it computed in a batch."""
-    results: dict[Any, Any] = {}
-
-    def result_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
-        key = _key_of(leaves, structure)
-        if key not in results:
-            args, kwargs = tree_unflatten(leaves, structure)
-            results[key] = forward(*args, **kwargs)
-        return copy.deepcopy(results[key])
+    results = _Remembered(forward)
 
     @functools.wraps(forward)
     def cached(*args: Any, **kwargs: Any) -> Any:
@@ -573,7 +584,7 @@ def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         sizes = {len(x) if x.dim() else 0 for x in tensors}
         if len(sizes) != 1 or max(sizes) < 2:
-            return result_of(leaves, structure)
+            return results.of(leaves, structure)
 
         def rows_of(places: Sequence[int]) -> list[Any]:
             return [x[list(places)] if isinstance(x, Tensor) else x for x in leaves]
@@ -581,35 +592,32 @@ def _cached(forward: Callable[..., Any]) -> Callable[..., Any]:
         rows = list(zip(*(x.tolist() for x in tensors), strict=True))
         first = [rows.index(row) for row in rows]
         kept = sorted(set(first))
-        found = result_of(rows_of(kept), structure)
+        found = results.of(rows_of(kept), structure)
         outputs, form = tree_flatten(found)
         if not all(isinstance(x, Tensor) and x.dim() and len(x) == len(kept) for x in outputs):
-            return found if len(kept) == len(rows) else result_of(leaves, structure)
+            return found if len(kept) == len(rows) else results.of(leaves, structure)
         if len(kept) > 1:
             for number, place in enumerate(kept):
                 alone = tree_unflatten([x[number : number + 1].clone() for x in outputs], form)
-                results.setdefault(_key_of(rows_of([place]), structure), alone)
+                results.keep(rows_of([place]), structure, alone)
         again = torch.tensor([kept.index(place) for place in first])
         return tree_unflatten([x[again.to(x.device)] for x in outputs], form)
 
     return cached
 
 
-def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method whose result depends on its arguments alone: equal arguments give a copy of the first result."""
-    results: dict[Any, Any] = {}
+def _encoding_once(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a VAE's encode: equal images give a copy of the first result."""
+    results = _Remembered(encode)
 
-    @functools.wraps(method)
-    def remembered(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(encode)
+    def cached(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         if any(isinstance(x, Tensor) and type(x) is not Tensor for x in leaves):  # shapes alone
-            return method(*args, **kwargs)
-        key = _key_of(leaves, structure)
-        if key not in results:
-            results[key] = method(*args, **kwargs)
-        return copy.deepcopy(results[key])
+            return encode(*args, **kwargs)
+        return results.of(leaves, structure)
 
-    return remembered
+    return cached
 
 
 def _key_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:

@@ -67,8 +67,8 @@ def _pairs(both: Mapping[str, Any], alone: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _orders(both: Tensor, alone: Tensor) -> set[int]:
-    """Returns the numbers of blocks of rows in which the second sample's rows are those of the sample alone. Guidance has a block
-    for each half, in which a sample of several frames has a row for each."""
+    """Returns the numbers of blocks of rows for which the second sample's rows equal those of the sample alone. Guidance makes a
+    block for each half. A sample of several frames has one row for each frame in every block."""
     rows, own = len(alone), alone.double()
 
     def second(blocks: int) -> Tensor:
