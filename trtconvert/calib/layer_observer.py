@@ -112,7 +112,8 @@ class LayerObserver:
         places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + turn * _STRIDE) % count
         turn += 1
         sample = x.index_select(1, places).float()
-        self.notes.add(name, _Seen(timestep, count, x.amin(1).float(), x.amax(1).float(), sample))
+        low, high = torch.aminmax(x, dim=1)
+        self.notes.add(name, _Seen(timestep, count, low.float(), high.float(), sample))
 
     def finish(self) -> dict[str, LayerRows]:
         """Returns the entries of all calls since the last `finish`, by layer.
