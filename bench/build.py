@@ -83,7 +83,11 @@ EXACT: dict[str, Any] = {
 EXACT_ENGINE = {"attention": "native", "layers": "native", "channels_last": False}
 
 OF_MODEL: dict[str, dict[str, Any]] = {
-    "flux": {"calibration": {"samples": 8, "batch": 1, "steps": 10, "bins": 10}, "plan": {"samples": 2, "steps": 10}},
+    "flux": {
+        "calibration": {"samples": 8, "batch": 1, "steps": 10, "bins": 10},
+        # Predictions of random weights in BF16 alone err by a half.
+        "plan": {"samples": 2, "steps": 10, "max_prediction_error": None},
+    },
     "wan": {
         "calibration": {"samples": 2, "batch": 1, "steps": 10, "bins": 10},
         "plan": {"samples": 1, "steps": 10},
