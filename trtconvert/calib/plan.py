@@ -140,8 +140,11 @@ def search(
     def prediction_error(plan: Plan, denoiser: Denoiser) -> dict[str, float]:
         """Measures predictions in the bins of the largest modelled errors."""
         modelled = sensitivity.prediction_error(plan)
-        bins = [index for index in modelled.argsort(descending=True).tolist() if modelled[index] > 0]
-        errors = predictions.errors(denoiser, bins[:_BINS_MEASURED]).values()
+        # Stated layers alone have no modelled error: all bins are measured.
+        measured = _BINS_MEASURED if modelled.any() else bins
+        if plan.exact:
+            measured = 0
+        errors = predictions.errors(denoiser, modelled.argsort(descending=True)[:measured].tolist()).values()
         return {PREDICTION_ERROR: max(errors, key=lambda x: math.inf if math.isnan(x) else x, default=0.0)}
 
     def measure_all(plans: Sequence[Plan]) -> None:
