@@ -91,7 +91,8 @@ class LayerObserver:
 
     def __call__(self, call: LayerCall) -> Tensor:
         if call.name in self._layers:
-            x = call.x.movedim(1, -1) if call.kind == "conv" else call.x
+            # A view: channels of a convolution's input stay in front in memory.
+            x = call.x.flatten(2).transpose(1, 2) if call.kind == "conv" else call.x
             x = x.reshape(len(call.timestep), -1, x.shape[-1])  # [B, rows, K]
             self._add(call.name, call.timestep, x)
             if call.name in self._deltas:
