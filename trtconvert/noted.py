@@ -62,8 +62,8 @@ class Notes(Generic[Entry]):
 
 
 class PackedEntries:
-    """Entries of a forward that a CUDA graph records. One tensor for each type and device holds all numbers of the entries, so that
-    a replay is followed by few copies. Make it during the recording: the graph then fills these tensors.
+    """Entries of a forward that a CUDA graph records. One tensor for each type and device holds all numbers of the entries, so
+    that a replay is followed by few copies. Make it during the recording: the graph then fills these tensors.
 
     Args:
         entries: of the recorded forward.

@@ -154,9 +154,7 @@ class _Graph:
         try:
             with _uncollected(), _unharmed(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._outputs = function(**self._inputs)
-                self._noted = [
-                    (one, PackedEntries(one.cut(start))) for one, start in zip(notes, starts, strict=True)
-                ]
+                self._noted = [(one, PackedEntries(one.cut(start))) for one, start in zip(notes, starts, strict=True)]
         finally:
             for one, start in zip(notes, starts, strict=True):
                 one.cut(start)  # entries of a recording that failed

@@ -112,6 +112,8 @@ class PipelineCaller:
     pads: bool = field(default=False, init=False)
     _image_each: bool | None = field(default=None, init=False)
     """True if several samples of a call get an image each, False if they share one; None before the first such call."""
+    _encoders: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
+    """The functions of `encoding_once`, by the pipeline's part, with all that they encoded."""
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
@@ -513,15 +515,21 @@ class PipelineCaller:
 
     @contextmanager
     def encoding_once(self) -> Iterator[None]:
-        """Inside the block text encoders compute once for equal tokens, and the VAE encodes equal images once: observing a
+        """Inside such blocks text encoders compute once for equal tokens, and the VAE encodes equal images once: observing a
         pipeline needs the same few prompts and images ten times, and each takes seconds on a CPU."""
         vae: Any = getattr(self.pipe, "vae", None)
         with ExitStack() as caches:
+
+            def once(name: str, part: Any, method: str, wrapped: Callable[..., Any]) -> None:
+                if name not in self._encoders:
+                    self._encoders[name] = wrapped(getattr(part, method))
+                caches.enter_context(replaced(part, method, self._encoders[name]))
+
             for name, part in self.pipe.components.items():
                 if name.startswith("text_encoder") and isinstance(part, nn.Module):
-                    caches.enter_context(replaced(part, "forward", _encoding_rows_once(part.forward)))
-            if (encode := getattr(vae, "encode", None)) is not None:
-                caches.enter_context(replaced(vae, "encode", _encoding_once(encode)))
+                    once(name, part, "forward", _encoding_rows_once)
+            if hasattr(vae, "encode"):
+                once("vae", vae, "encode", _encoding_once)
             yield
 
     @contextmanager
@@ -627,7 +635,7 @@ def _key_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
         if not isinstance(x, Tensor):
             return repr(x)
         numbers = x.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-        return x.dtype, x.shape, hashlib.sha256(numbers.data).digest()
+        return x.dtype, x.device, x.shape, hashlib.sha256(numbers.data).digest()
 
     return repr(structure), *map(value_of, leaves)
 
