@@ -41,3 +41,21 @@ def test_errors_are_those_of_the_first_call_of_each_bin():
     again = Predictions(model, BINS)
     again.read(predictions.tensors())
     assert again.errors(off, range(BINS)) == found
+
+
+def test_inputs_that_stay_the_same_are_kept_once():
+    model = tiny_models.build()
+    predictions = Predictions(model, BINS)
+    recorded = predictions.around(lambda **given: given["x"] + 1)
+    x = torch.rand(2, *tiny_models.SHAPE)
+    timesteps = [torch.full((2,), (index + 0.5) * model.timestep_max / BINS) for index in range(BINS)]
+    for timestep in reversed(timesteps):
+        recorded(x=x, timestep=timestep)
+        recorded(x=x + 1, timestep=timestep)  # not the first call of its bin
+    kept = predictions.tensors()
+    assert sorted(name.rpartition("/")[2] for name in kept) == ["prediction", *["timestep"] * BINS, "x"]
+    again = Predictions(model, BINS)
+    again.read(kept)
+    assert again.errors(lambda x, timestep: x + timestep[:, None, None, None], [1]) == predictions.errors(
+        lambda x, timestep: x + timestep[:, None, None, None], [1]
+    )
