@@ -189,13 +189,18 @@ def stop_in(process: subprocess.Popen[str], cache: Path, stage: str, number: sig
 
 
 @pytest.mark.slow
-def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succeeds(tiny_build, tmp_path):
+@pytest.mark.parametrize(
+    "stages",
+    [{"export": 1.0}, pytest.param({"calibrate": 0.5, "export": 1.0, "verify": 0.02}, marks=pytest.mark.soak)],
+    ids=["one", "several"],
+)
+def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succeeds(tiny_build, tmp_path, stages):
     cache, output = tmp_path / "cache", shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     before = contents(output)
     recipe = tiny_recipe(tmp_path, output={"grid": 1})
     arguments = ("build", recipe, "-o", output, "--cache", cache)
     delays = random.Random(0)
-    for stage, longest in (("calibrate", 0.5), ("export", 1.0), ("verify", 0.02)):
+    for stage, longest in stages.items():
         process = start(*arguments)
         stop_in(process, cache, stage, signal.SIGKILL, delays.uniform(0, longest))
         assert finish(process).exit_code == -signal.SIGKILL
@@ -210,6 +215,7 @@ def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succee
     check_files(output, read_manifest(output))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_build_clears_up_at_once(tiny_build, tmp_path, number, exit_code):
     output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")

@@ -75,7 +75,11 @@ def test_two_processes_build_what_one_builds(alone, tmp_path):
     assert contents(tmp_path / "cache") == contents(folder / "cache")
     assert told.stdout.count("look at") == 1 and not partials(tmp_path, tmp_path / "cache")
 
-    # The same stages with a stricter gate: all come from the cache, and all processes exit with the code of rank 0.
+
+@pytest.mark.soak
+def test_all_processes_exit_with_the_code_of_the_first(alone, tmp_path):
+    """The same stages with a stricter gate: all come from the cache."""
+    recipe, folder = alone
     strict = json.loads(recipe.read_text())
     strict["verify"]["min_psnr"] = 300
     (folder / "strict.yaml").write_text(json.dumps(strict))

@@ -98,7 +98,9 @@ def refusals(
 def results() -> list[dict[str, Any]]:
     """The results of each process."""
     with tempfile.TemporaryDirectory() as place:
-        mp.spawn(work, (place,), PROCESSES)
+        # One process imports torch and forks the others.
+        mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "trtconvert.attention"])
+        mp.start_processes(work, (place,), PROCESSES, start_method="forkserver")
         return [torch.load(Path(place) / f"{rank}.pt") for rank in range(PROCESSES)]
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from safetensors import safe_open
-from support import contents, environment, finish, start, tiny_recipe, torchrun
+from support import contents, environment, finish, run, start, tiny_recipe, torchrun
 from tiny_layers import WITH_CONV
 
 BATCHES = 8
@@ -19,7 +19,7 @@ def alone(tmp_path_factory):
     """The recipe, and its calibration by one process."""
     folder = tmp_path_factory.mktemp("alone")
     recipe = recipe_in(folder)
-    outcome = finish(start("calibrate", recipe, "-o", folder / "c.safetensors", "--cache", folder / "cache"))
+    outcome = run("calibrate", recipe, "-o", folder / "c.safetensors", "--cache", folder / "cache")
     assert outcome.exit_code == 0, outcome.output
     return recipe, (folder / "c.safetensors").read_bytes()
 
@@ -79,6 +79,7 @@ def test_ranks_on_disks_of_their_own_make_what_one_makes(alone, tmp_path):
     assert output.read_bytes() == expected
 
 
+@pytest.mark.soak  # test_shared_builds.py starts builds by torchrun
 def test_torchrun_starts_it(alone, tmp_path):
     recipe, expected = alone
     output = tmp_path / "c.safetensors"
@@ -103,7 +104,7 @@ def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
     # Batches take long enough to be killed in between; a recipe of its own has its own result.
     recipe = recipe_in(tmp_path, steps=40, statistic="batch-max")
     expected = tmp_path / "expected.safetensors"
-    assert finish(start("calibrate", recipe, "-o", expected, "--cache", tmp_path / "other")).exit_code == 0
+    assert run("calibrate", recipe, "-o", expected, "--cache", tmp_path / "other").exit_code == 0
 
     cache, output = tmp_path / "cache", tmp_path / "c.safetensors"
     arguments = ("calibrate", recipe, "-o", output, "--cache", cache)
@@ -153,5 +154,5 @@ def test_counts_of_elements_are_resumed(alone, tmp_path):
     wait_for(lambda: list(cache.glob("observed-*/elements-*.safetensors")), process)
     process.kill()
     process.wait()
-    assert finish(start(*arguments)).exit_code == 0
+    assert run(*arguments).exit_code == 0
     assert output.read_bytes() == expected

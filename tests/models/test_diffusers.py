@@ -43,7 +43,7 @@ QUICK = ("flux",)
 
 
 # Each takes half a minute to a minute, and has a network like those of Stable Diffusion, Flux and Wan.
-SOAKED = ("animatediff", "cogvideox", "ltx", "pixart", "stable_diffusion_3", "stable_diffusion_xl")
+SOAKED = ("animatediff", "cogvideox", "ltx", "pixart", "stable_diffusion", "stable_diffusion_3", "stable_diffusion_xl")
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.soak if name in SOAKED else pytest.mark.slow)
     for name in PIPELINES
@@ -90,8 +90,9 @@ def convert(folder: Path, name: str, dtype: str = "float32", *, layers: str = "o
 
 @pytest.fixture(scope="module", params=NAMES)
 def converted(request, tmp_path_factory) -> Converted:
-    layers = "static" if request.param == "flux" else "off"
-    return convert(tmp_path_factory.mktemp(request.param), request.param, layers=layers)
+    if request.param == "flux":
+        return request.getfixturevalue("flux")
+    return convert(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")

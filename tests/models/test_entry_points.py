@@ -137,7 +137,7 @@ def test_a_forward_that_fails_is_told_without_the_traceback_of_torch(caplog, cap
     """torch logs the traceback before it raises the error of the message."""
     product = nn.Linear(4, 4)
     with pytest.raises(UserError, match="same reduction dim"):
-        shapes_of(lambda tensors: product(tensors["x"]), {"x": torch.zeros(2, 5)}, "it", "mend it")
+        shapes_of(product, lambda tensors: product(tensors["x"]), {"x": torch.zeros(2, 5)}, "it", "mend it")
     assert "Traceback" not in caplog.text + capfd.readouterr().err
     with FakeTensorMode() as mode, pytest.raises(RuntimeError):  # other code still sees its own
         torch.mm(mode.from_tensor(torch.zeros(2, 5)), mode.from_tensor(torch.zeros(4, 4)))

@@ -71,7 +71,7 @@ def caches_of(
 
     names = [spec.name for spec in model.inputs]
     example = model.example(0, sizes)
-    with torch.no_grad(), in_float32_shapes(model.denoiser), shapes_alone() as mode:
+    with torch.no_grad(), in_float32_shapes(model.denoiser), shapes_alone(model.denoiser) as mode:
         example = {name: mode.from_tensor(x) for name, x in example.items()}
         InterceptedDenoiser(model.denoiser, names, model.timestep_input, layer_hooks(seen))(**example)
     return [InputSpec(LAST, "float32", (batch,)), *found.values()]

@@ -390,12 +390,18 @@ def _tensors(output: Any) -> dict[str, Tensor]:
 def _result_shapes(flat: FlatComponent, tensors: Mapping[str, Tensor]) -> Any:
     """Returns the method's result with fake tensors. Nothing is computed."""
     title = f"{type(flat.model).__name__}.{flat.method}"
-    return shapes_of(flat.call, tensors, title, REMOVE_COMPONENT)
+    return shapes_of(flat, flat.call, tensors, title, REMOVE_COMPONENT)
 
 
 def _results_of_calls(flat: FlatComponent, inputs: Observed) -> tuple[Any, list[dict[str, Any]]]:
     """Returns the result of the first observed call, and the fields of the results of all of them, with fake tensors."""
-    outputs = [_result_shapes(flat, tensors) for tensors in inputs.calls]
+
+    def shapes(tensors: Mapping[str, Tensor]) -> tuple[torch.Size, ...]:
+        return tuple(x.shape for x in tensors.values())
+
+    different = {shapes(tensors): tensors for tensors in inputs.calls}
+    results = {of: _result_shapes(flat, tensors) for of, tensors in different.items()}
+    outputs = [results[shapes(tensors)] for tensors in inputs.calls]
     if not (isinstance(outputs[0], Mapping) and (hasattr(outputs[0], "latent_dist") or _tensors(outputs[0]))):
         raise UserError(
             f"the result of {type(flat.model).__name__}.{flat.method} cannot be used",

@@ -387,6 +387,7 @@ def _output(
     """
     first = next(name for name in named if name != flat.timestep_input)
     output = shapes_of(
+        flat,
         lambda tensors: flat.call(tensors, return_dict=True),
         named,
         flat.record.model,
@@ -468,7 +469,9 @@ def _steps(
                 return flat(**tensors)
 
         tensors = {name: resized(x, specs[name], sizes) for name, x in named.items()}
-        shape = shapes_of(logged, tensors, flat.record.model, "give model.options one size instead of a range").shape
+        shape = shapes_of(
+            flat, logged, tensors, flat.record.model, "give model.options one size instead of a range"
+        ).shape
         return [*log.operations, ("output", tuple(shape) == shape_of(output, sizes))]
 
     return steps_of(run, dims)
@@ -486,6 +489,7 @@ def _refuse_largest(
     largest = {name: high for name, (_, _, high) in dims.items()}
     tensors = {name: resized(x, specs[name], largest) for name, x in named.items()}
     shapes_of(
+        flat,
         lambda tensors: flat.call(tensors, return_dict=True),
         tensors,
         flat.record.model,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -106,12 +106,21 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
         for name, (low, middle, high) in ranges.items()
         if low < high or name == "batch"
     }
-    structure, example = observe(opt)
+    seen: dict[tuple[int, ...], Arguments] = {}
+
+    def observed(sizes: Mapping[str, int]) -> Arguments:
+        """Calls the pipeline once for equal sizes: where the batch alone varies, its ends are corners as well."""
+        key = tuple(sizes[name] for name in ranges)
+        if key not in seen:
+            seen[key] = observe(sizes)
+        return seen[key]
+
+    structure, example = observed(opt)
     changed: dict[str, dict[str, Tensor]] = {}
     for name, sizes in others.items():
         varies = ranges[name][0] < ranges[name][2]
         try:
-            found, changed[name] = observe(sizes)
+            found, changed[name] = observed(sizes)
         except UserError:
             if varies:
                 raise
@@ -121,7 +130,7 @@ def observe_sizes(observe: Observe, ranges: Mapping[str, tuple[int, int, int]]) 
         if varies:
             refuse_numbers(name, structure, found)
     corners = [{name: size[index] for name, size in ranges.items()} for index in (0, 2)]
-    calls = (example, *changed.values(), *(observe(sizes)[1] for sizes in corners))
+    calls = (example, *changed.values(), *(observed(sizes)[1] for sizes in corners))
     batches = [sizes["batch"] for sizes in (opt, *others.values(), *corners)]
     dims: dict[str, tuple[int, int, int]] = {}
     symbols: dict[str, tuple[int, ...]] = {}
@@ -187,11 +196,16 @@ def refuse_numbers(size: str, structure: Structure, other: Structure) -> None:
 
 
 def shapes_of(
-    function: Callable[[Mapping[str, Tensor]], Any], tensors: Mapping[str, Tensor], title: str, remedy: str
+    module: nn.Module,
+    function: Callable[[Mapping[str, Tensor]], Any],
+    tensors: Mapping[str, Tensor],
+    title: str,
+    remedy: str,
 ) -> Any:
     """Calls a function of named tensors on shapes alone; nothing is computed. Returns the result, with fake tensors.
 
     Args:
+        module: the function calls it.
         title, remedy: for the message.
     Raises:
         DoesNotRun: the function fails.
@@ -199,7 +213,7 @@ def shapes_of(
     """
     try:
         # In the compiling state models keep no tensors for the next call, as QwenImage keeps its rotations.
-        with torch.no_grad(), _compiling_state_context(), shapes_alone() as mode:
+        with torch.no_grad(), _compiling_state_context(), shapes_alone(module) as mode:
             return function({name: mode.from_tensor(x) for name, x in tensors.items()})
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise UserError(
