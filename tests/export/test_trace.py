@@ -388,3 +388,22 @@ def test_products_of_several_types_are_exported_in_their_common_type(as_list):
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, {"x": x.numpy()})
     assert np.abs(got - module(x).numpy()).max() <= 1e-6
+
+
+class Patches(nn.Module):
+    def forward(self, *inputs):
+        (x,) = inputs
+        batch, channels, height, width = x.shape
+        x = x.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5).contiguous()
+        return x.view(batch, height * width // 4, 4 * channels)
+
+
+def test_a_view_of_a_tensor_that_was_made_contiguous_is_exported():
+    x, spec = torch.arange(128.0).view(2, 4, 4, 4), InputSpec("x", "float32", ("batch", 4, 4, 4))
+    model = exported_to_onnx(
+        Patches(), {"x": x}, [spec], ["y"], {"batch": (1, 2, 4)}, title="patches", prefix="", remedy="none"
+    )
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = torch.cat([x, -x[:1]])
+    (got,) = session.run(None, {"x": x.numpy()})
+    assert np.array_equal(got, Patches()(x).numpy())
