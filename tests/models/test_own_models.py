@@ -15,11 +15,12 @@ from found_sites import sites_to_convert
 from support import refusal, run, tiny_recipe
 from torch import Tensor, nn
 
+from trtconvert.calib.calibrate import parts_to_convert
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.errors import UserError
 from trtconvert.evaluate.grid import picture
 from trtconvert.models import load
-from trtconvert.recipe import AttentionSection, ModelSection
+from trtconvert.recipe import AttentionSection, LayersSection, ModelSection
 
 
 def loaded(monkeypatch, make: Callable[[], Any]) -> DiffusionModel:
@@ -123,6 +124,26 @@ def test_models_of_another_type_or_in_training_mode_are_evaluated_in_fp32(dtype,
     model, exact = loaded(monkeypatch, make), tiny_models.build()
     inputs = exact.example(0, {"batch": 2})
     torch.testing.assert_close(model.denoiser(**inputs), exact.denoiser(**inputs), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm],
+    ids=lambda f: f.__module__,
+)
+def test_layers_whose_weights_are_normalised_are_found(norm, monkeypatch):
+    def make() -> DiffusionModel:
+        model = tiny_models.build()
+        norm(model.denoiser.qkv)
+        return model
+
+    made = make().denoiser.eval()
+    model = loaded(monkeypatch, make)
+    inputs = model.example(0, {"batch": 2})
+    if norm is not nn.utils.spectral_norm:  # which begins with a random vector
+        torch.testing.assert_close(model.denoiser(**inputs), made(**inputs))
+    layers = parts_to_convert(model, AttentionSection(), LayersSection(min_rows=1)).layers
+    assert "qkv" in [layer.name for layer in layers]
 
 
 @pytest.mark.parametrize(

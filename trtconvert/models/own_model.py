@@ -6,9 +6,14 @@ import inspect
 import keyword
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.utils import remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
@@ -18,7 +23,8 @@ _TYPES = ("float32", "int64")
 
 
 def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
-    """Returns a model for a conversion: in evaluation mode, in FP32, not compiled, and with a sampler that is watched.
+    """Returns a model for a conversion: in evaluation mode, in FP32, not compiled, with weights that are parameters, and with a
+    sampler that is watched.
 
     Args:
         source: the function that made the model, `package.module:function`.
@@ -31,6 +37,8 @@ def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
     _refuse_other_parameters(source, denoiser, names)
     _refuse_unfit_inputs(source, model)
     denoiser.eval()
+    for part in denoiser.modules():
+        _with_plain_weights(part)
     types = {x.dtype for x in denoiser.state_dict().values() if x.is_floating_point()}
     if len(types) == 1 and types != {torch.float32}:  # of several types, the forward converts between them
         denoiser.float()
@@ -52,6 +60,18 @@ def _module(source: str, model: DiffusionModel) -> nn.Module:
         for name, child in part.named_children():
             setattr(part, name, getattr(child, "_orig_mod", child))
     return denoiser
+
+
+def _with_plain_weights(part: nn.Module) -> None:
+    """Replaces weights that are computed from others, as by weight norm, by the computed ones: layers need parameters."""
+    if is_parametrized(part):
+        for name in [*cast(nn.ModuleDict, part.parametrizations)]:
+            remove_parametrizations(part, name)
+    for hook in [*part._forward_pre_hooks.values()]:
+        if isinstance(hook, WeightNorm):
+            remove_weight_norm(part, hook.name)
+        elif isinstance(hook, SpectralNorm):
+            remove_spectral_norm(part, hook.name)
 
 
 def _refuse_other_parameters(source: str, denoiser: nn.Module, names: tuple[str, ...]) -> None:
