@@ -198,8 +198,8 @@ class PipelineCaller:
         Raises:
             UserError: the pipeline does not take one of the sizes, or draws at sizes of its own instead of a range.
         """
-        for name, parameter in SIZE_ARGUMENTS.items():
-            if name in ranges and parameter not in self.parameters:
+        for name, parameters in SIZE_ARGUMENTS.items():
+            if name in ranges and self.parameters.isdisjoint(parameters):
                 raise UserError(
                     f"{self.kind} takes no {name}",
                     expected="options among " + ", ".join(sorted(self.parameters)),
@@ -304,7 +304,9 @@ class PipelineCaller:
             UserError: the pipeline refuses its arguments, or fails with them.
         """
         arguments: dict[str, Any] = {
-            SIZE_ARGUMENTS[name]: size for name, size in sizes.items() if name in SIZE_ARGUMENTS
+            next(parameter for parameter in SIZE_ARGUMENTS[name] if parameter in self.parameters): size
+            for name, size in sizes.items()
+            if name in SIZE_ARGUMENTS
         }
         tokens = sizes.get(TOKENS, self.tokens)
         embedded = not self.takes_prompts or (TOKENS in sizes and not self.pads)
@@ -345,7 +347,10 @@ class PipelineCaller:
         drawn = output[0]  # the oldest pipelines ignore "pt" and return arrays [N, H, W, C]
         if as_latents:
             return drawn
-        drawn = drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
+        if not isinstance(drawn, Tensor):
+            drawn = torch.from_numpy(drawn)
+            drawn = drawn.movedim(-1, 1) if drawn.dim() > 3 else drawn
+        drawn = drawn[:, None] if drawn.dim() == 2 else drawn  # AudioLDM's sounds of one channel
         # Marigold's intrinsics are several images of a sample, one after the other.
         of_sample = len(drawn) // len(seeds)
         return drawn.unflatten(0, (len(seeds), of_sample)) if of_sample > 1 and drawn.dim() == 4 else drawn
