@@ -1,6 +1,7 @@
 """Measures a bundle of a whole model on this GPU, step and image, beside TensorRT in 16 bits and diffusers.
 
     python bench/whole.py BUNDLE WEIGHTS [--exact BUNDLE] [--peers plain compiled fp8] [--calls 15] [--steps 28] [--json FILE]
+                          [--kernels FILE]
 
 `trtconvert build` made the bundle from the pipeline in the folder WEIGHTS; its TensorRT engine computes. `--exact` names a
 bundle of the same model without INT8 and without plugins (`bench/build.py --exact` makes one): TensorRT's own engine in the
@@ -11,7 +12,7 @@ torchao's FP8 in weights and activations: by row in BF16, by tensor in FP16, whi
 A step is one call of the denoiser with the inputs of a recorded call and fresh noise. Calls of the peer and of the engine
 alternate; the medians are printed. An image is one sample of the recipe's sampler with the whole pipeline, including encoders
 and VAE: the first image, then the median of three further images. The first image of the engine and of each peer comes after
-one by a denoiser that predicts zeros.
+one by a denoiser that predicts zeros. `--kernels` writes the engine's kernels in order, with their times in a steady loop.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine import kernels_of, write_kernels
 from torch import Tensor, nn
 
 from trtconvert import models, runtime
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=15)
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--kernels", type=Path)
     given = parser.parse_args()
     manifest = read_manifest(given.bundle)
     recipe = manifest.recipe
@@ -141,6 +144,10 @@ def main() -> None:
     recorded = [{name: x.cuda() for name, x in inputs.items()} for inputs in calls.inputs.values()]
     of_row = next(iter(calls.expected.values())).shape[1:]
     with torch.no_grad():
+        if given.kernels is not None:
+            kernels = kernels_of(lambda index: engine(**recorded[index % len(recorded)]))
+            write_kernels(kernels, given.kernels)
+            tell("trtconvert", kernels_ms=sum(kernel.us for kernel in kernels) / 1000)
         # Encoders and the VAE load their kernels before the first image that is timed: the peers use them after the engine.
         began = time.perf_counter()
         on_gpu.sample(

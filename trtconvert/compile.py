@@ -30,6 +30,7 @@ from trtconvert.bundle import (
 from trtconvert.cache import Cache, Stage, default_folder
 from trtconvert.documents import YamlError, parse_yaml
 from trtconvert.engine import tensorrt
+from trtconvert.engine.builder import kernels_kept
 from trtconvert.errors import UserError
 from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
 from trtconvert.locks import DAY, lock
@@ -99,7 +100,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
                 raise _replaced(folder)
             write_sealed(path, _with_engines(folder, manifest, built))
 
-        with report.live():
+        with report.live(), kernels_kept():
             for name, component in manifest.components.items():
                 read = _as_stage(folder, manifest, name)
 

@@ -17,13 +17,17 @@ def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
     """Computes with fake tensors inside the block. Existing tensors may take part.
 
     Args:
-        module: its weights are fake inside the block. A U-Net takes half the time then, as torch remembers the shapes of an
-            operation's result only if all arguments are fake.
+        module: its parameters are fake inside the block. A U-Net takes half the time then, as torch remembers the shapes of an
+            operation's result only if all arguments are fake. Buffers stay: models read numbers from them.
     """
+
+    def faked(x: Tensor) -> Tensor:
+        return mode.from_tensor(x) if isinstance(x, nn.Parameter) else x
+
     with (
         without_tracebacks(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        nullcontext() if module is None else _weights_replaced(module, mode.from_tensor),
+        nullcontext() if module is None else _weights_replaced(module, faked),
     ):
         yield mode
 

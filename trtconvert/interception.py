@@ -215,7 +215,12 @@ class InterceptedDenoiser(nn.Module):
         batch = samples_of(named, self.timestep_input)
         timestep = named[self.timestep_input].to(torch.float32).reshape(-1).expand(batch)
         timestep = place_of(self.noise_input, timestep)
-        with Interception(self.denoiser, self.hooks, timestep) as forward, self.around(forward):
+        # Hooks do not see the calls of compiled functions.
+        with (
+            torch.compiler.set_stance("force_eager"),
+            Interception(self.denoiser, self.hooks, timestep) as forward,
+            self.around(forward),
+        ):
             output = first_tensor(self.denoiser(**named))
         forward.end()
         return output

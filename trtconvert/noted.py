@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Generic, Self, TypeVar
@@ -34,7 +34,7 @@ class Notes(Generic[Entry]):
     """Entries by the name of the called module. An entry is a dataclass of tensors, dicts of tensors and plain values.
 
     A forward that a CUDA graph replays runs no Python. The code that replays the forward takes the entries of the recorded
-    forward by `cut`, and adds copies of the entries by `add_copies` after each replay.
+    forward by `cut`, and adds copies of the entries after each replay, see `PackedEntries`.
     """
 
     def __init__(self) -> None:
@@ -60,20 +60,48 @@ class Notes(Generic[Entry]):
         del self._entries[start:]
         return cut
 
-    def add_copies(self, entries: Iterable[tuple[str, Entry]]) -> None:
-        """Adds entries with copies of their tensors. A tensor that several entries share is copied once."""
+
+class PackedEntries:
+    """Entries of a forward that a CUDA graph records. One tensor for each type and device holds all numbers of the entries, so
+    that a replay is followed by few copies. Make it during the recording: the graph then fills these tensors.
+
+    Args:
+        entries: of the recorded forward.
+    """
+
+    def __init__(self, entries: Sequence[tuple[str, Any]]) -> None:
+        self._entries = entries
+        tensors = {id(x): x for _, entry in entries for f in fields(entry) for x in _tensors_of(getattr(entry, f.name))}
+        self._members: dict[tuple[torch.dtype, torch.device], dict[int, torch.Size]] = {}
+        for key, x in tensors.items():
+            self._members.setdefault((x.dtype, x.device), {})[key] = x.shape
+        self._packed = {
+            kind: torch.cat([tensors[key].reshape(-1) for key in members]) for kind, members in self._members.items()
+        }
+
+    def add_copies(self, notes: Notes[Any]) -> None:
+        """Adds the entries to notes, with copies of the numbers that the last replay left."""
         copies: dict[int, Tensor] = {}
+        for kind, members in self._members.items():
+            parts = self._packed[kind].clone().split([shape.numel() for shape in members.values()])
+            copies |= {key: part.view(shape) for (key, shape), part in zip(members.items(), parts, strict=True)}
 
         def copied(x: Any) -> Any:
             if isinstance(x, Tensor):
-                if id(x) not in copies:
-                    copies[id(x)] = x.clone()
                 return copies[id(x)]
             return {name: copied(y) for name, y in x.items()} if isinstance(x, dict) else x
 
-        for name, entry in entries:
-            values = {f.name: copied(getattr(entry, f.name)) for f in fields(entry)}  # type: ignore[arg-type]
-            self.add(name, replace(entry, **values))  # type: ignore[type-var]
+        for name, entry in self._entries:
+            notes.add(name, replace(entry, **{f.name: copied(getattr(entry, f.name)) for f in fields(entry)}))
+
+
+def _tensors_of(x: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a value of an entry."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict):
+        for value in x.values():
+            yield from _tensors_of(value)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from trtconvert.cache import Cache, Stage, versions
 from trtconvert.calib.distributed import Crew
 from trtconvert.calib.identity import named_file, search_reads
 from trtconvert.engine import BackendStatus, choose_backend
+from trtconvert.engine.builder import kernels_kept
 from trtconvert.engine.driver import device_architecture
 from trtconvert.entry_point import look_in, source_identity
 from trtconvert.errors import GateError, UserError
@@ -239,9 +240,10 @@ class _Results:
 def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
     engine_build = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
     components, engines, component_errors = component_stages(build), dict[str, Engines](), dict[str, float]()
-    for name, exported in components.items():
-        built = engine_stages(engine_build, name, component_of(exported), exported)
-        component_errors[name], engines[name] = verified_component(build, name, exported, built)
+    with kernels_kept():
+        for name, exported in components.items():
+            built = engine_stages(engine_build, name, component_of(exported), exported)
+            component_errors[name], engines[name] = verified_component(build, name, exported, built)
     calibrated = calibrate_stage(build)
     searched = search_stage(build, calibrated)
     steps = steps_stage(build, plan_stages(build, calibrated, searched))

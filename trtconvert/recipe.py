@@ -322,6 +322,11 @@ class PlanSection(_Section):
         description="Mean squared distance between unit vectors of features of INT8 and of full-precision samples, 0 to 4. "
         "This is not LPIPS, which weights layers to agree with people. Needs features.",
     )
+    max_prediction_error: Annotated[Number, Field(gt=0)] | None = Field(
+        default=0.025,
+        description="Relative L2 error of a plan's predictions against full precision, in every timestep bin, on inputs of "
+        "full-precision trajectories; 0.005 below the gate leave room for the engine and other seeds. null: no limit.",
+    )
     kernel_cost: Path | None = Field(
         default=None,
         description="Kernel times on the plan's target GPU, a file of `trtconvert measure`, relative to the recipe; read by "

@@ -231,6 +231,21 @@ def in_groups_of_tokens(x: Tensor, context: Tensor) -> Tensor:
     return tokens(output.transpose(1, 2).flatten(2, 3))
 
 
+def with_named_arguments(x: Tensor, context: Tensor) -> Tensor:
+    q, k, v = rows(x, context)
+    scores = torch.mul(torch.bmm(input=q, mat2=k.transpose(dim0=1, dim1=2)), other=DIM**-0.5)
+    bias = random(q.shape[1], k.shape[1], seed=7).to(q.dtype)
+    scores = torch.add(input=bias, other=scores, alpha=0.5).sub(bias, alpha=2)
+    return from_rows(torch.bmm(torch.softmax(input=scores, dim=-1), mat2=v))
+
+
+def with_exponentials(x: Tensor, context: Tensor) -> Tensor:
+    q, k, v = qkv(x, context)
+    scores = q @ k.mT * DIM**-0.5
+    weights = (scores - scores.max(dim=-1, keepdim=True).values).exp()
+    return tokens(weights / weights.sum(dim=-1, keepdim=True) @ v)
+
+
 FORMS = (
     by_matmul,
     to_itself,
@@ -249,6 +264,8 @@ FORMS = (
     with_learned_temperatures,
     with_masks_of_samples,
     in_groups_of_tokens,
+    with_named_arguments,
+    with_exponentials,
 )
 
 
@@ -376,6 +393,12 @@ def with_dropout(x: Tensor, context: Tensor) -> Tensor:
     return tokens(functional.dropout((q @ k.mT).softmax(-1), 0.5, training=True) @ v)
 
 
+def with_late_sums(x: Tensor, context: Tensor) -> Tensor:
+    q, k, v = qkv(x, context)
+    weights = (q @ k.mT * DIM**-0.5).exp()
+    return tokens((weights @ v) / weights.sum(-1, keepdim=True))
+
+
 def never_multiplied(x: Tensor, context: Tensor) -> Tensor:
     q, k, _ = qkv(x, context)
     return x * (q @ k.mT).softmax(-1).argmax(-1).sum()
@@ -415,6 +438,7 @@ LEFT = {
     with_a_soft_mask: "its mask puts -1 in the place of scores, which is no large negative number",
     of_two_products: "its scores are made of two products",
     with_dropout: "it uses dropout",
+    with_late_sums: "its exponentials are not divided by their sums before the product with values",
     never_multiplied: "no product with values follows its softmax, but argmax",
     with_heads_first: "heads of its samples do not lie side by side in its batch",
     with_heads_before_samples: _OF_SAMPLES,

@@ -472,7 +472,7 @@ def test_unmeasured_modes_and_bins_stay_in_full_precision():
     error[..., Mode.FP8] = math.nan
     gain = torch.tensor([0.0, math.inf, 1.0, 1.0], dtype=torch.float64)
     steps = torch.tensor([0.0, 0.4, 0.3, 0.3], dtype=torch.float64)
-    cost = Sensitivity(attention_units({"a": "dynamic"}, Mode), error, gain, steps).cost()
+    cost = Sensitivity(attention_units({"a": "dynamic"}, Mode), error, gain, steps, torch.ones_like(gain)).cost()
     time = torch.tensor([4.0, 3.0, 2.0, 1.0, math.inf], dtype=torch.float64).expand(1, 4, len(Mode))
     assert fastest(cost, time, 1e-3, [[""] * len(Mode)])[0].tolist() == [
         Mode.FP16,

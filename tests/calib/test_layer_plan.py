@@ -21,6 +21,7 @@ from trtconvert.calib.knapsack import fastest
 from trtconvert.calib.layer_plan import stated_layers
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import measure_sensitivity
+from trtconvert.linear import beside_plugins
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, select_layers
 from trtconvert.models.denoiser import intercepted
@@ -309,6 +310,40 @@ def test_the_times_that_come_with_the_program_have_convolutions():
         layer = conv_of(side, inputs=inputs, outputs=outputs)
         static, exact = (cost.layer_seconds(layer, 2, mode) for mode in (LayerMode.STATIC, LayerMode.EXACT))
         assert 1e-6 < static < exact < 1e-3
+
+
+def rows_of(rows, outputs, depth, **flags):
+    """A linear layer of a U-Net, with the rows of one sample."""
+    weight = TensorRef("a", 0, (outputs, depth), (depth, 1))
+    return Layer("a", "linear", depth, outputs, rows, "a", weight, beside_plugins=True, **flags)
+
+
+def test_linear_layers_beside_plugins_take_the_time_that_engines_save():
+    """Sizes of SDXL, two samples: the price is that of the engine's rule, not that of a layer with a kernel for its rows."""
+    cost = KernelCost.load()
+
+    def saved(layer, mode=LayerMode.STATIC):
+        return (cost.layer_seconds(layer, 2, LayerMode.EXACT) - cost.layer_seconds(layer, 2, mode)) * 1e6
+
+    queries, behind_attention = rows_of(1024, 1280, 1280, normed=True), rows_of(1024, 1280, 1280)
+    products = 2 * 2048 * 1280 * 1280 * beside_plugins.SAVED_PER_OPERATION
+    assert saved(queries) == pytest.approx(saved(queries, mode=LayerMode.DYNAMIC)) == pytest.approx(products)
+    assert saved(behind_attention) == 0  # a kernel for its rows takes longer than the product saves
+    deep = rows_of(1024, 1280, 5120, gated=True)
+    assert saved(deep) == pytest.approx(4 * products)  # GEGLU quantises its rows
+    assert 0 < saved(dataclasses.replace(deep, gated=False)) < saved(deep)
+    wide = rows_of(4096, 2560, 320, normed=True, geglu=True)
+    assert saved(wide) > 0 == saved(dataclasses.replace(wide, geglu=False))  # too little depth, but for GEGLU
+    assert saved(rows_of(400, 1280, 1280, normed=True)) == 0  # too few rows
+    assert cost.layer_seconds(
+        dataclasses.replace(queries, beside_plugins=False), 2, LayerMode.STATIC
+    ) > cost.layer_seconds(queries, 2, LayerMode.STATIC)
+
+
+def test_layers_beside_plugins_keep_the_table_of_a_gpu_without_our_kernels(tmp_path):
+    cost = KernelCost.load(table(tmp_path / "t.json", convs=((0, 4.0),)))
+    layer = rows_of(4096, 1024, 1024, normed=True)
+    assert cost.layer_seconds(layer, 1, LayerMode.STATIC) == pytest.approx(1e-9 * (4096 * 1024 * 1024) ** 0.5)
 
 
 # Builds ---------------------------------------------------------------------------------------------------------------

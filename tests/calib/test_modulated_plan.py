@@ -126,7 +126,9 @@ def auto_recipe(folder, attention="auto", modiff="auto", plan=None, **layers):
         calibration={"samples": 2, "steps": 4},
         verify={"min_psnr": 10, "min_site_sqnr": 5},
     )
-    plan = {"samples": 1, "steps": 2, "min_psnr": 10, "candidates": ["balanced"]} | (plan or {})
+    plan = {"samples": 1, "steps": 2, "min_psnr": 10, "max_prediction_error": 0.05, "candidates": ["balanced"]} | (
+        plan or {}
+    )
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"plan": plan}))
     return recipe
 

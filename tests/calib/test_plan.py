@@ -60,6 +60,21 @@ def test_no_plan_within_the_limit_is_faster(seed, limit):
     assert float(time.gather(-1, chosen).sum()) == pytest.approx(float(min(feasible)), rel=1e-6)
 
 
+@pytest.mark.parametrize("most", [0.1, 0.5, 1.0])
+def test_no_plan_within_the_limit_of_each_bin_is_faster(most):
+    cost, time = random_choices(0)
+    second, _ = random_choices(1)
+    chosen = fastest(cost, time, 1.5, ONE_FORM, (second, most))[..., None]
+    assert (second.gather(-1, chosen).sum((0, 2)) <= most * (1 + 1e-6)).all()
+    feasible = []
+    for modes in itertools.product(Mode, repeat=len(SITES) * BINS):
+        taken = torch.tensor(modes).view(len(SITES), BINS, 1)
+        of_bins = second.gather(-1, taken).sum((0, 2))
+        if cost.gather(-1, taken).sum() <= 1.5 and (of_bins <= most).all():
+            feasible.append(float(time.gather(-1, taken).sum()))
+    assert float(time.gather(-1, chosen).sum()) == pytest.approx(min(feasible), rel=1e-6)
+
+
 def test_limits_far_from_one_are_kept():
     cost, time = random_choices(0)
     for scale in (1e-9, 1e9):
@@ -97,7 +112,8 @@ def searched(*budget, distance=0.0, allowed=tuple(Mode), steps=(0.5,) * BINS, fp
     seen = torch.tensor(steps, dtype=torch.float64)
     cost = cost * (seen > 0)[:, None]
     units = attention_units(SITES, allowed)
-    sensitivity = Sensitivity(units, cost * 1e-3, torch.ones(BINS, dtype=torch.float64), seen)
+    ones = torch.ones(BINS, dtype=torch.float64)
+    sensitivity = Sensitivity(units, cost * 1e-3, ones, seen, ones)
     kinds = (("psnr", True), ("lpips", False))
     measures = [
         Measure(name, lambda *_: 0.0, higher, limit) for (name, higher), limit in zip(kinds, budget, strict=False)
@@ -149,6 +165,37 @@ def test_the_chosen_plan_is_the_fastest_sampled_one_that_keeps_the_budget(psnr):
     assert all(p.psnr < psnr for p in frontier.points if p.speed > best.speed)
     assert frontier.points == sorted(frontier.points, key=lambda p: (-p.speed, -p.psnr))
     assert next(p for p in frontier.points if p.name == "fp16 everywhere").speed == 1.0
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 3.0], ids=["modelled too large", "as modelled", "modelled too small"])
+def test_the_search_finds_the_fastest_plan_within_a_limit_on_predictions(factor):
+    """The limit is kept although modelled errors are off by a factor, and no slower than with a model that is right."""
+    units = [*attention_units({"site": "dynamic"}, {Mode.FP16}), *(layer_unit(f"layer {index}") for index in range(12))]
+    error = torch.full((len(units), BINS, len(Mode)), math.inf, dtype=torch.float64)
+    error[..., 0] = 0
+    generator = torch.Generator().manual_seed(2)
+    error[1:, :, 1] = 1e-4 * torch.rand(12, BINS, generator=generator, dtype=torch.float64)
+    power, ones = torch.tensor([1.0, 0.25], dtype=torch.float64), torch.ones(BINS, dtype=torch.float64)
+    sensitivity = Sensitivity(units, error, ones, ones / BINS, power)
+    seconds = [torch.tensor([[4.0] + [math.inf] * (len(Mode) - 1)] * BINS, dtype=torch.float64)]
+    seconds += [torch.tensor([[4.0, 1.0 + index / 8]] * BINS, dtype=torch.float64) for index in range(12)]
+
+    def measured(plan):
+        return {"psnr": 50.0, "prediction_error": factor * float(sensitivity.prediction_error(plan).max())}
+
+    budget = [Measure("psnr", lambda *_: 0.0, True, 30.0), Measure("prediction_error", None, False, 0.02)]
+    points = search_plan(sensitivity, seconds, compute_sigma_schedule(1000, "linear"), budget, measured)
+    best = Frontier(gpu="", date="", limits=limits(budget), points=points).choose(None)
+    assert best.figures["prediction_error"] <= 0.02
+
+    def feasible(taken):  # a layer is INT8 in both bins or in none
+        of_bins = torch.stack([error[1 + i, :, 1] for i in taken]).sum(0) / power if taken else torch.zeros(BINS)
+        return factor * float(of_bins.max().sqrt()) <= 0.02
+
+    subsets = itertools.chain.from_iterable(itertools.combinations(range(12), count) for count in range(13))
+    saved = max(sum(3 - i / 8 for i in taken) for taken in subsets if feasible(taken))
+    of_search = sum(3 - index / 8 for index in range(12) if any(best.layers[f"layer {index}"]))
+    assert of_search == pytest.approx(saved)
 
 
 @pytest.mark.parametrize("psnr", [20.0, 35.0, 200.0])
@@ -454,10 +501,10 @@ def test_a_recipe_sets_the_budget_and_chooses_among_the_plans(tmp_path):
     outcome, modes = planned(tmp_path, features="tiny_features:pixels")
     assert outcome.exit_code == 0, outcome.output
     frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
-    assert frontier.limits == {"psnr": 25.0} and frontier.gpu
+    assert frontier.limits == {"psnr": 25.0, "prediction_error": 0.025} and frontier.gpu
     fastest = frontier.choose(None)
     assert frontier.chosen == fastest.name and fastest.modes["denoiser"] == modes
-    assert all(point.figures.keys() == {"psnr", "feature_distance"} for point in frontier.points)
+    assert all(point.figures.keys() == {"psnr", "feature_distance", "prediction_error"} for point in frontier.points)
 
     # A fixed plan that the search did not sample.
     outcome, modes = planned(tmp_path, features="tiny_features:pixels", point="balanced everywhere")
@@ -517,7 +564,7 @@ def test_lpips_is_a_limit_when_its_weights_are_there(tmp_path, alexnet):
     outcome, _ = planned(tmp_path, lpips_weights=str(alexnet), max_lpips=0.5)
     assert outcome.exit_code == 0, outcome.output
     frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
-    assert frontier.limits == {"psnr": 25.0, "lpips": 0.5}
+    assert frontier.limits == {"psnr": 25.0, "lpips": 0.5, "prediction_error": 0.025}
     assert all(0 <= point.figures["lpips"] < 2 for point in frontier.points)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from timed_sites import case
 from trtconvert.bundle import TensorRecord
 from trtconvert.engine import builder, tensorrt
 from trtconvert.engine.attention_choice import one_node_model
-from trtconvert.engine.builder import build_plan
+from trtconvert.engine.builder import build_plan, kernels_kept
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
 from trtconvert.export import storage
@@ -109,6 +110,39 @@ def test_joined_weights_are_built_and_nothing_is_left(joining, tmp_path, monkeyp
         )
         assert len(plan) > 4 * (64 * 64 + 64 * 128)
     assert len(seen) == 1 and not list((tmp_path / "temporary").iterdir())
+
+
+def test_one_builder_stays_until_the_outermost_block_ends(tmp_path, monkeypatch):
+    """TensorRT drops its library of kernels with the last builder."""
+    alive, plain = set(), trt.Builder
+
+    class Watched(plain):
+        def __init__(self, logger):
+            plain.__init__(self, logger)
+            alive.add(id(self))
+
+        def __del__(self):
+            alive.discard(id(self))
+
+    def build():
+        with pytest.raises(TrtconvertError, match="cannot be parsed"):
+            build_plan(trt, b"", tmp_path / "model.onnx", [], [], configure=lambda _: None, watch=Watch(), title="RTX")
+        gc.collect()
+        return set(alive)
+
+    monkeypatch.setattr(trt, "Builder", Watched)
+    assert not build()
+    with kernels_kept():
+        first = build()
+        with kernels_kept():
+            assert build() == first and len(first) == 1
+        assert build() == first
+    gc.collect()
+    assert not alive
+    with kernels_kept(), kernels_kept():
+        assert len(build()) == 1
+    gc.collect()
+    assert not alive
 
 
 def test_a_file_of_weights_that_is_gone_is_named(joining, tmp_path):

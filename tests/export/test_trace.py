@@ -388,3 +388,42 @@ def test_products_of_several_types_are_exported_in_their_common_type(as_list):
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, {"x": x.numpy()})
     assert np.abs(got - module(x).numpy()).max() <= 1e-6
+
+
+class Patches(nn.Module):
+    def forward(self, *inputs):
+        (x,) = inputs
+        batch, channels, height, width = x.shape
+        x = x.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5).contiguous()
+        return x.view(batch, height * width // 4, 4 * channels)
+
+
+def test_a_view_of_a_tensor_that_was_made_contiguous_is_exported():
+    x, spec = torch.arange(128.0).view(2, 4, 4, 4), InputSpec("x", "float32", ("batch", 4, 4, 4))
+    model = exported_to_onnx(
+        Patches(), {"x": x}, [spec], ["y"], {"batch": (1, 2, 4)}, title="patches", prefix="", remedy="none"
+    )
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = torch.cat([x, -x[:1]])
+    (got,) = session.run(None, {"x": x.numpy()})
+    assert np.array_equal(got, Patches()(x).numpy())
+
+
+class OneNumberForAllAxes(nn.Module):
+    """Gives convolutions lists of one number, as the networks of EDM2."""
+
+    def forward(self, *inputs):
+        (x,) = inputs
+        weight = torch.linspace(-1, 1, 36).view(1, 4, 3, 3)
+        x = torch.nn.functional.conv2d(x, weight, padding=(1,), stride=[1])
+        return torch.nn.functional.conv_transpose2d(x, weight, None, (2,))
+
+
+def test_one_number_in_a_list_counts_for_all_axes_of_a_convolution():
+    x, spec = torch.arange(128.0).view(2, 4, 4, 4), InputSpec("x", "float32", ("batch", 4, 4, 4))
+    model = exported_to_onnx(
+        OneNumberForAllAxes(), {"x": x}, [spec], ["y"], {"batch": (1, 2, 4)}, title="convs", prefix="", remedy="none"
+    )
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"x": x.numpy()})
+    assert error(torch.from_numpy(got), OneNumberForAllAxes()(x)) <= 1e-6

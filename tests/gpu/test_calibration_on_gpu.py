@@ -15,6 +15,7 @@ from trtconvert.calib import measure
 from trtconvert.calib.calibrate import calibrate
 from trtconvert.calib.cost import AttentionShape, KernelCost
 from trtconvert.calib.histogram import Histogram
+from trtconvert.calib.probes import dot_products
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear.modes import LayerMode
@@ -54,6 +55,16 @@ def test_ranges_are_the_same() -> None:
             torch.testing.assert_close(found[1][name], expected, rtol=SAME_ARITHMETIC, atol=1e-4)
         else:
             assert torch.equal(found[1][name], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("numbers", [1024, 5 * 1024, 640 * 4096, 1000, 3 * 2**25], ids=str)
+def testdot_products_are_summed_in_float32(dtype: torch.dtype, numbers: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, y = (torch.randn(2, numbers, generator=generator, device="cuda").to(dtype) for _ in "xy")
+    y += x  # so that the products do not cancel each other
+    expected = torch.stack([a.double() @ b.double() for a, b in zip(x, y, strict=True)])
+    torch.testing.assert_close(dot_products(x, y).double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("statistic", ["batch-max", "elements", "mse"])

@@ -49,7 +49,7 @@ def points_of(
         errors = error.nan_to_num().gather(-1, torch.tensor(taken)[..., None])
         return {"psnr": -10 * math.log10(max(float(errors[:, seen > 0].sum()), 1e-15))}
 
-    sensitivity = Sensitivity(units, error, torch.ones_like(seen), seen)
+    sensitivity = Sensitivity(units, error, torch.ones_like(seen), seen, torch.ones_like(seen))
     budget = [Measure("psnr", lambda *_: 0.0, True, min_psnr)]
     times = [of_unit.expand(len(steps), -1) for of_unit in seconds]
     sigmas = compute_sigma_schedule(1000, "linear")

@@ -308,6 +308,55 @@ def sana_sprint() -> Any:
     return pipeline(diffusers.SanaSprintPipeline, **parts, scheduler=diffusers.SCMScheduler())
 
 
+@convertible("a prompt, a video", SIZE | {"frames": 5} | UNBINNED)
+def sana_video() -> Any:
+    """Calls the number of frames `frames`."""
+    transformer = model(
+        diffusers.SanaVideoTransformer3DModel, **HEADS, in_channels=16, out_channels=16, num_layers=2,
+        num_cross_attention_heads=2, cross_attention_head_dim=32, cross_attention_dim=64, caption_channels=WIDTH,
+        rope_max_seq_len=32, sample_size=8,
+    )
+    return pipeline(diffusers.SanaVideoPipeline, transformer=transformer, vae=wan_vae())
+
+
+@convertible("a prompt", SIZE)
+def cogview3_plus() -> Any:
+    transformer = model(
+        diffusers.CogView3PlusTransformer2DModel, **HEADS, patch_size=2, in_channels=4, out_channels=4, num_layers=1,
+        text_embed_dim=WIDTH, time_embed_dim=8, condition_dim=2, pos_embed_max_size=8, sample_size=8,
+    )
+    scheduler = diffusers.CogVideoXDDIMScheduler(beta_schedule="scaled_linear")
+    return pipeline(diffusers.CogView3PlusPipeline, transformer=transformer, vae=vae(4), scheduler=scheduler)
+
+
+@convertible("an image, a video", SIZE | {"frames": 3}, images=("image",))
+def stable_video() -> Any:
+    """Takes ln σ / 4 as its timestep, and the guidance of each frame."""
+    denoiser = model(
+        diffusers.UNetSpatioTemporalConditionModel, block_out_channels=(32, 64), layers_per_block=1, sample_size=8,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"), num_attention_heads=2,
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), cross_attention_dim=WIDTH,
+        projection_class_embeddings_input_dim=96, addition_time_embed_dim=32,
+    )
+    frames = model(
+        diffusers.AutoencoderKLTemporalDecoder, block_out_channels=(32, 64), latent_channels=4, layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+    )
+    reader = transformers.CLIPVisionConfig(
+        hidden_size=WIDTH, projection_dim=WIDTH, num_hidden_layers=2, num_attention_heads=2, image_size=224,
+        intermediate_size=32, patch_size=56,
+    )
+    scheduler = diffusers.EulerDiscreteScheduler(
+        beta_schedule="scaled_linear", prediction_type="v_prediction", sigma_min=0.002, sigma_max=700.0,
+        timestep_spacing="leading", timestep_type="continuous", use_karras_sigmas=True,
+    )
+    return pipeline(
+        diffusers.StableVideoDiffusionPipeline, vae=frames, unet=denoiser, scheduler=scheduler,
+        image_encoder=randomised(transformers.CLIPVisionModelWithProjection(reader)),
+        feature_extractor=transformers.CLIPImageProcessor(),
+    )
+
+
 def llama(kind: str = "LlamaForCausalLM", vocabulary: int = 64) -> Any:
     """Makes a stand-in for language models that read prompts."""
     config = transformers.LlamaConfig(
@@ -549,6 +598,36 @@ def stable_audio() -> Any:
     return pipeline(
         diffusers.StableAudioPipeline, transformer=transformer, vae=audio, projection_model=projection,
         text_encoder=t5(), tokenizer=t5_tokenizer(), scheduler=diffusers.EDMDPMSolverMultistepScheduler(),
+    )
+
+
+@convertible("a prompt, a sound by a vocoder", TWO_PROMPTS)
+def audio_ldm() -> Any:
+    """Denoises spectrograms, and returns sounds without an axis of channels."""
+    denoiser = model(
+        diffusers.UNet2DConditionModel, block_out_channels=(32, 64), layers_per_block=1, sample_size=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=(32, 64), class_embed_type="simple_projection", attention_head_dim=1, norm_num_groups=8,
+        projection_class_embeddings_input_dim=WIDTH, class_embeddings_concat=True,
+    )
+    spectrogram = model(
+        diffusers.AutoencoderKL, block_out_channels=(32, 64), in_channels=1, out_channels=1, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+    reader = transformers.ClapTextConfig(
+        hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=2, vocab_size=64,
+        projection_dim=WIDTH, pad_token_id=1,
+    )
+    vocoder = transformers.SpeechT5HifiGanConfig(
+        model_in_dim=8, sampling_rate=16000, upsample_initial_channel=16, upsample_rates=[2, 2],
+        upsample_kernel_sizes=[4, 4], resblock_kernel_sizes=[3], resblock_dilation_sizes=[[1, 3, 5]],
+        normalize_before=False,
+    )
+    return pipeline(
+        diffusers.AudioLDMPipeline, unet=denoiser, vae=spectrogram, tokenizer=clip_tokenizer(),
+        text_encoder=randomised(transformers.ClapTextModelWithProjection(reader)),
+        vocoder=randomised(transformers.SpeechT5HifiGan(vocoder)),
+        scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False),
     )
 
 
@@ -888,6 +967,14 @@ def glm_image() -> Any:
     )
 
 
+def lumina_next() -> Any:
+    transformer = model(
+        diffusers.LuminaNextDiT2DModel, sample_size=4, patch_size=2, in_channels=4, hidden_size=64, num_layers=1,
+        num_attention_heads=2, num_kv_heads=1, multiple_of=16, cross_attention_dim=WIDTH,
+    )
+    return pipeline(diffusers.LuminaPipeline, transformer=transformer, vae=vae(4))
+
+
 def stable_cascade_prior() -> Any:
     kinds = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
     prior = model(
@@ -941,6 +1028,12 @@ REFUSED = {
         "its model returns a cache of keys and values for the next chunk's calls; without the cache its call fails",
         ("returns 'kv_cache' beside its prediction", "got: 'kv_cache', a dict", "keep the pipeline's own transformer"),
         WAN,
+    ),
+    "lumina_next": Refused(
+        lumina_next,
+        "its pipeline passes rotations as complex numbers",
+        ("passes 'image_rotary_emb' to its model", "got: complex64"),
+        SIZE,
     ),
     "stable_cascade_prior": Refused(
         stable_cascade_prior,

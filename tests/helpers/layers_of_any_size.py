@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from trtconvert.export.lowering import int8_layers
+from trtconvert.linear import beside_plugins
 
 
 def take_any_size(patch: pytest.MonkeyPatch) -> None:
     """Layers of any size become plugins."""
     for name, value in (
-        ("_FEWEST_ROWS", 1),
-        ("_FEWEST_OUTPUTS", 1),
-        ("_LEAST_DEPTH", 1),
-        ("_SAVED_PER_OPERATION", 1.0),
+        ("FEWEST_ROWS", 1),
+        ("FEWEST_OUTPUTS", 1),
+        ("LEAST_DEPTH", 1),
+        ("SAVED_PER_OPERATION", 1.0),
     ):
-        patch.setattr(int8_layers, name, value)
+        patch.setattr(beside_plugins, name, value)

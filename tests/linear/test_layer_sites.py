@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trtconvert.errors import UserError
-from trtconvert.interception import InterceptedDenoiser
+from trtconvert.interception import InterceptedDenoiser, Interception
 from trtconvert.linear.sites import (
     LayerFinder,
     flops,
@@ -381,3 +381,44 @@ def test_layers_are_what_they_were_after_json(layers):
     extra = conv_of(nn.Conv3d(32, 16, (1, 3, 3), padding=(0, 1, 1)), random(2, 32, 2, 4, 4))
     for layer in (*layers, extra):
         assert layer_from_json(json.loads(json.dumps(dataclasses.asdict(layer)))) == layer
+
+
+class Gated(nn.Module):
+    """A layer norm, GEGLU in one of the usual spellings, and a layer behind it; in a U-Net a group norm and a convolution."""
+
+    def __init__(self, spelling: str, unet: bool) -> None:
+        super().__init__()
+        self.spelling, self.norm = spelling, nn.LayerNorm(32)
+        self.wide, self.deep, self.apart = nn.Linear(32, 128), nn.Linear(64, 32), nn.Linear(32, 32)
+        self.group_norm, self.conv = (nn.GroupNorm(4, 32), nn.Conv2d(32, 32, 3, padding=1)) if unet else (None, None)
+
+    def forward(self, x, timestep):
+        tokens = x.flatten(2).transpose(1, 2)
+        wide = self.wide(self.norm(tokens))
+        a, b = wide.chunk(2, -1) if self.spelling != "slices" else (wide[..., :64], wide[..., 64:])
+        gated = {
+            "chunk": lambda: a * F.gelu(b),
+            "first": lambda: F.gelu(a) * b,
+            "mul": lambda: torch.mul(F.gelu(b), a),
+            "slices": lambda: a.mul(F.gelu(b)),
+            "plain": lambda: F.gelu(a) * tokens.repeat(1, 1, 2),
+        }[self.spelling]()
+        tokens = self.deep(F.dropout(gated, training=False)) + self.apart(tokens)
+        x = tokens.transpose(1, 2).reshape(x.shape)
+        return x if self.conv is None else self.conv(F.silu(self.group_norm(x)))
+
+
+@pytest.mark.parametrize("unet", [True, False])
+@pytest.mark.parametrize("spelling", ["chunk", "first", "mul", "slices", "plain"])
+def test_layers_know_the_norm_and_geglu_around_them(spelling, unet):
+    model = Gated(spelling, unet)
+    finder = LayerFinder(model)
+    with torch.no_grad(), Interception(model, layer_hooks(finder), torch.ones(2)):
+        model(torch.rand(2, 32, 4, 4), torch.ones(2))
+    found = {layer.name: layer for layer in finder.layers()}
+    is_geglu = spelling != "plain"
+    linear = {"wide": (True, False, is_geglu), "deep": (False, is_geglu, False), "apart": (False, False, False)}
+    for name, expected in linear.items():
+        layer = found[name]
+        assert (layer.normed, layer.gated, layer.geglu, layer.beside_plugins) == (*expected, unet)
+    assert not unet or (found["conv"].normed and not found["conv"].beside_plugins)

@@ -25,7 +25,7 @@ from trtconvert.calib import calibrate as calibration
 from trtconvert.calib import probes, sensitivity
 from trtconvert.models import cuda_graphs
 from trtconvert.models.cuda_graphs import Graphed
-from trtconvert.noted import Notes
+from trtconvert.noted import Notes, PackedEntries
 
 
 class Recording:
@@ -37,16 +37,8 @@ class Recording:
 
         def run(inputs):
             outputs = function(**inputs)
-            self._entries = [one.cut(start) for one, start in zip(notes, starts, strict=True)]
-            tensors = [
-                x
-                for entries in self._entries
-                for _, entry in entries
-                for y in vars(entry).values()
-                for x in (y.values() if isinstance(y, dict) else [y])
-                if isinstance(x, Tensor)
-            ]
-            return outputs, tensors
+            self._packed = [PackedEntries(one.cut(start)) for one, start in zip(notes, starts, strict=True)]
+            return outputs, [packed._packed for packed in self._packed]
 
         copies = {name: x.clone() for name, x in given.items()}
         self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(copies)
@@ -57,16 +49,9 @@ class Recording:
 
     def __call__(self, given):
         outputs, tensors = self._graph({name: given[name] for name in given})
-        left = iter(tensors)
-
-        def taken(x):
-            if isinstance(x, dict):
-                return {name: taken(y) for name, y in x.items()}
-            return next(left) if isinstance(x, Tensor) else x
-
-        for notes, entries in zip(self._notes, self._entries, strict=True):
-            for name, entry in entries:
-                notes.add(name, type(entry)(**{key: taken(x) for key, x in vars(entry).items()}))
+        for notes, packed, filled in zip(self._notes, self._packed, tensors, strict=True):
+            packed._packed = filled
+            packed.add_copies(notes)
         return outputs
 
     def gives(self, first) -> bool:
@@ -138,10 +123,28 @@ def test_copies_of_entries_share_what_the_entries_share():
     notes: Notes[Entry] = Notes()
     x = torch.ones(2)
     notes.add("a", Entry(x, {"same": x}))
-    entries = notes.cut(0)
-    notes.add_copies(entries)
+    packed = PackedEntries(notes.cut(0))
+    packed.add_copies(notes)
     ((_, copy),) = notes.take()["a"]
     assert copy.x is copy.of["same"] and copy.x is not x and torch.equal(copy.x, x)
+
+
+def test_copies_of_entries_have_their_types_and_shapes():
+    notes: Notes[Entry] = Notes()
+    given = [torch.rand(3, 2).T, torch.arange(4), torch.rand(()), torch.rand(2, 0, 3), torch.rand(5).half()]
+    for number, x in enumerate(given):
+        notes.add(f"{number}", Entry(x, {"doubled": 2 * x, "number": number}))
+    packed = PackedEntries(notes.cut(0))
+    packed.add_copies(notes)
+    first = notes.take()
+    packed.add_copies(notes)
+    for number, x in enumerate(given):
+        ((_, copy),) = first[f"{number}"]
+        assert copy.of["number"] == number
+        for found, expected in ((copy.x, x), (copy.of["doubled"], 2 * x)):
+            assert found.dtype == expected.dtype and torch.equal(found, expected)
+            found.zero_()
+    assert torch.equal(notes.take()["0"][0][1].x, given[0])
 
 
 def always(model, function, **named):

@@ -454,3 +454,8 @@ def test_constants_are_plain_numbers_and_text():
 def test_an_object_among_the_arguments_is_refused():
     with pytest.raises(UserError, match=r"(?s)passes 'cache' to its model.*got: object.*model\.options\.call"):
         take_apart({"x": torch.ones(1), "cache": object()})
+
+
+def test_complex_numbers_among_the_arguments_are_refused():
+    with pytest.raises(UserError, match=r"(?s)passes 'turns.0' to its model.*real numbers.*got: complex64"):
+        take_apart({"x": torch.ones(1), "turns": [torch.ones(2, dtype=torch.complex64)]})

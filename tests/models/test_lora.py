@@ -317,6 +317,18 @@ def test_files_that_are_no_loras_are_refused(tmp_path, kind):
         merged(fresh("stable_diffusion"), {"file": file.parent if kind == "folder" else file})
 
 
+@pytest.mark.parametrize("name", ["emb_params", "clip_g", "string_to_param.*", "bundle_emb.a_token.string_to_param.*"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_embeddings_of_tokens_are_told_as_such(tmp_path, name, alone):
+    file = tmp_path / "lora.safetensors"
+    tiny_loras.save(file, tiny_loras.layers_of(made("stable_diffusion"), ATTENTION), tiny_loras.kohya())
+    save_file(({} if alone else copied(file)) | {name: torch.zeros(2, 32)}, file)
+    with pytest.raises(
+        UserError, match=r"(?s)textual inversion.*remedy: load them .* by diffusers' load_textual_inversion"
+    ):
+        merged(fresh("stable_diffusion"), {"file": file})
+
+
 def test_the_remedy_for_a_pickled_file_works(tmp_path):
     module = fresh("stable_diffusion")
     layers = tiny_loras.layers_of(module, UNET)

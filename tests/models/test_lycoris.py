@@ -371,6 +371,26 @@ def test_files_of_peft_are_merged_as_peft_does(tmp_path, kind, settings, place):
 
 
 @pytest.mark.parametrize("place", ["beside", "within"])
+def test_biases_of_peft_are_added_at_the_scale_of_the_weights(tmp_path, place):
+    """As in the control LoRAs of Flux."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    base, module = Base().requires_grad_(False), Base().requires_grad_(False)
+    module.load_state_dict(base.state_dict())
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["linear", "conv"], init_lora_weights=False, lora_bias=True
+    )
+    adapted = peft.get_peft_model(base, config)
+    for name, x in adapted.named_parameters():
+        if name.endswith("lora_B.default.bias"):
+            nn.init.normal_(x)
+    adapted.save_pretrained(tmp_path)
+    expected = adapted.merge_and_unload().state_dict()
+    assert not torch.equal(expected["linear.bias"], module.linear.bias)
+    assert_close(merged(module, {"file": settled(tmp_path, place)}), expected)
+
+
+@pytest.mark.parametrize("place", ["beside", "within"])
 def test_blocks_of_a_one_dimensional_convolution_are_left_to_peft(tmp_path, place):
     """peft's formula for them is no Kronecker product, that of lycoris is."""
     tensors, delta = lokr(torch.Size((32, 16, 3)), "whole", "whole")

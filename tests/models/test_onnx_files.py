@@ -12,6 +12,7 @@ import onnx
 import onnx_graphs
 import onnx_ir as ir
 import pytest
+import torch
 from onnx_graphs import plain
 
 from trtconvert.errors import UserError
@@ -370,15 +371,27 @@ def test_sizes_that_follow_values_are_refused(tmp_path):
     refused(onnx_graphs.denoiser(tmp_path / "model.onnx", body), "sizes or places that depend on the inputs' values")
 
 
-def test_a_graph_out_of_order_is_refused(tmp_path):
+def test_a_graph_out_of_order_is_the_same_model(tmp_path):
+    """Converters to FP16 put their casts at the end of a file."""
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", BODY)
+    in_order = onnx_model(path)
 
     def swap(model: onnx.ModelProto) -> None:
         nodes = list(model.graph.node)
         del model.graph.node[:]
         model.graph.node.extend(nodes[::-1])
 
-    refused(changed(path, swap), "reads a value that nothing before it computes", "check_model")
+    inputs = in_order.example(0, {"batch": 2})
+    assert torch.equal(onnx_model(changed(path, swap)).denoiser(**inputs), in_order.denoiser(**inputs))
+
+
+def test_a_graph_that_is_a_circle_is_refused(tmp_path):
+    def join(model: onnx.ModelProto) -> None:
+        first = next(node for node in model.graph.node if node.output[0] == "x")
+        first.input[0] = "joined"
+
+    path = changed(onnx_graphs.denoiser(tmp_path / "model.onnx", BODY), join)
+    refused(path, "reads a value that nothing before it computes", "check_model")
 
 
 def test_external_weights_and_conditions_are_part_of_a_models_identity(tmp_path):

@@ -100,6 +100,38 @@ def test_timesteps_of_every_kind_become_one_for_each_sample(kind, shape, dtype, 
     assert model.sample(model.denoiser, [0, 1, 2], steps=2, solver="ddim").shape[0] == 3
 
 
+def test_a_timestep_with_further_axes_is_one_for_each_sample(tmp_path):
+    """As in code of EDM, whose σ is [B, 1, 1, 1], and in type double, as numpy's numbers are."""
+
+    def change(graph: onnx.GraphProto) -> None:
+        first = next(node for node in graph.node if "timestep" in node.input)
+        graph.input[1].CopyFrom(onnx.helper.make_tensor_value_info("timestep", onnx.TensorProto.DOUBLE, ["b", 1, 1]))
+        graph.node.insert(0, onnx.helper.make_node("Cast", ["timestep"], ["timestep_real"], to=1))
+        graph.node.insert(1, onnx.helper.make_node("Squeeze", ["timestep_real", "ends"], ["timestep_of_samples"]))
+        graph.initializer.append(onnx.numpy_helper.from_array(np.array([1, 2]), "ends"))
+        first.input[0] = "timestep_of_samples"
+
+    inputs = {"sample": torch.randn(3, 12, 64), "timestep": torch.tensor([3.0, 500.0, 999.0])}
+    plain_one, shaped = onnx_model(graph(tmp_path)), onnx_model(graph(tmp_path, change=change))
+    assert shaped.inputs[1].shape == ("batch",)
+    torch.testing.assert_close(shaped.denoiser(**inputs), plain_one.denoiser(**inputs))
+
+
+def test_dimensions_whose_names_are_no_identifiers_get_such_names(tmp_path):
+    names = {"batch": "2*images", "length": "text length"}
+
+    def change(graph: onnx.GraphProto) -> None:
+        for value in (*graph.input, *graph.output):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param:
+                    dim.dim_param = names[dim.dim_param]
+
+    sizes = {"2*images": 2, "text length": [3, 5, 7]}
+    model = onnx_model(graph(tmp_path, CROSS, change, inputs=TEXT), sizes=sizes, conditions="random")
+    assert model.dims == {"_2_images": (2, 2, 2), "text_length": (3, 5, 7)}
+    assert [spec.shape[0] for spec in model.inputs] == ["_2_images"] * 3 and model.inputs[2].shape[1] == "text_length"
+
+
 def test_a_timestep_for_each_token_is_refused(tmp_path):
     def change(graph: onnx.GraphProto) -> None:
         graph.input[1].CopyFrom(onnx.helper.make_tensor_value_info("timestep", 1, ["batch", 12]))

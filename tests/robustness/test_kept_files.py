@@ -29,14 +29,15 @@ from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 
 UNITS = (Unit("attention", "a", ("a",), (Choice(Mode.FP16), Choice(Mode.BALANCED))),)
 PLAN = Plan({"a": Decision((Choice(Mode.BALANCED),))}, {})
-MEASURED = Sensitivity(UNITS, torch.rand(1, 1, 2), torch.rand(1), torch.ones(1))
+MEASURED = Sensitivity(UNITS, torch.rand(1, 1, 2), torch.rand(1), torch.ones(1), torch.ones(1))
 IMAGES = torch.rand(2, 3, 4, 4)
 FIGURES = {"psnr": 31.5}
 
 
 def all_kept(kept: KeptSearch) -> tuple[list[Tensor], dict[str, float] | None]:
     found = kept.sensitivity(UNITS, lambda: MEASURED)
-    return [found.error, found.gain, found.steps, kept.images(lambda: IMAGES)], kept.figures(PLAN)
+    drawn = kept.full(lambda: {"images": IMAGES})["images"]
+    return [found.error, found.gain, found.steps, found.power, drawn], kept.figures(PLAN)
 
 
 def test_damaged_searches_are_measured_again(tmp_path: Path):

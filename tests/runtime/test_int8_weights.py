@@ -18,7 +18,7 @@ from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.engine import lowered_model
 from trtconvert.errors import UserError
-from trtconvert.export.lowering import int8_layers
+from trtconvert.linear import beside_plugins
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import ConvertedLayer
 from trtconvert.models.lora import merge_loras
@@ -159,7 +159,7 @@ class Zeros(nn.Module):
 
 @pytest.mark.soak
 def test_equal_weights_are_apart_and_shared_ones_are_not(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(int8_layers, "_FEWEST_ROWS", 64)  # the second call of `tied` has 4 rows
+    monkeypatch.setattr(beside_plugins, "FEWEST_ROWS", 64)  # the second call of `tied` has 4 rows
     made = int8_model(as_stored(tiny_layers.build(Zeros), torch.float16), include=["*", "tied#2"], moved=True)
     loaded = load(made.graph(torch.float16), layers="plugin", of=of_module(made))
     assert {layer for layer, _ in loaded.record.int8_constants.values()} == {"a", "b", "tied"}

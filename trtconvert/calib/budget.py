@@ -14,13 +14,14 @@ class Measure:
 
     Attributes:
         name: such as "psnr".
-        of: function of (samples, expected), [N, C, H, W] in [0, 1] each, that returns the figure.
+        of: function of (samples, expected), [N, C, H, W] in [0, 1] each, that returns the figure. None: samples do not tell
+            the figure.
         higher: true if more is better.
         limit: None for a figure that is only reported.
     """
 
     name: str
-    of: Callable[[Tensor, Tensor], float]
+    of: Callable[[Tensor, Tensor], float] | None
     higher: bool
     limit: float | None
 
@@ -32,6 +33,9 @@ class Measure:
 Budget = Sequence[Measure]
 """All figures of a plan; the first is "psnr"."""
 
+PREDICTION_ERROR = "prediction_error"
+"""Figure of a plan: relative L2 error of its predictions, in the worst timestep bin."""
+
 
 def squared_error(samples: Tensor, expected: Tensor) -> Tensor:
     """[N] FP64 mean squared error of each sample of [N, C, H, W]."""
@@ -39,8 +43,8 @@ def squared_error(samples: Tensor, expected: Tensor) -> Tensor:
 
 
 def figures(budget: Budget, samples: Tensor, expected: Tensor) -> dict[str, float]:
-    """Returns every figure of a plan's samples."""
-    return {measure.name: measure.of(samples, expected) for measure in budget}
+    """Returns every figure that samples tell."""
+    return {measure.name: measure.of(samples, expected) for measure in budget if measure.of is not None}
 
 
 def keeps_budget(budget: Budget, found: Mapping[str, float]) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ from trtconvert.models.drawings import with_progress
 from trtconvert.models.placed import Place
 from trtconvert.provenance import Provenance
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, Recipe
+from trtconvert.runtime.signature import shape_of
 
 COVERAGE_SHARE = 16
 """One in this many samples, the first ones, runs a second time to measure how well the scales cover the data."""
@@ -96,6 +98,17 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     return Parts(chosen, left, converted, others)
 
 
+def _refuse_unfit_output(model: DiffusionModel, output: Any, sizes: Mapping[str, int]) -> None:
+    wanted = shape_of(model.output.shape, sizes)
+    if not isinstance(output, Tensor) or list(output.shape) != list(wanted):
+        raise UserError(
+            f"{model.name} does not give the prediction that it describes",
+            expected=f"a tensor {list(wanted)} from the denoiser, as in the model's `output`",
+            got=f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__,
+            remedy="return the prediction alone from the denoiser's forward, and describe its shape in `output`",
+        )
+
+
 def _found_sites(model: DiffusionModel, also: Hooks, flow: DataFlow) -> list[Site]:
     """Finds the model's attention sites; `also` and `flow` observe the same forward. Raises a UserError if the model fails on
     its own example inputs."""
@@ -104,6 +117,9 @@ def _found_sites(model: DiffusionModel, also: Hooks, flow: DataFlow) -> list[Sit
 
     def find() -> list[Site]:
         inputs = {name: x.to(device) for name, x in model.example(0, sizes).items()}
+        refusing = model.denoiser.register_forward_hook(
+            lambda _module, _args, output: _refuse_unfit_output(model, output, sizes)
+        )
         try:
             return find_sites(model.denoiser, inputs, model.timestep_input, also, flow)
         except TrtconvertError:
@@ -123,6 +139,8 @@ def _found_sites(model: DiffusionModel, also: Hooks, flow: DataFlow) -> list[Sit
                 remedy="correct the model, or its inputs and sizes (for a pipeline: model.options); "
                 "--debug shows where it failed",
             ) from error
+        finally:
+            refusing.remove()
 
     found = find()
     batch = model.inputs[0].shape[0]

@@ -17,8 +17,8 @@ from trtconvert.attention.sites import Site
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.documents import read_json
 from trtconvert.errors import UserError, first_problem, kind_and_first_line
-from trtconvert.linear import convs
-from trtconvert.linear.modes import LayerMode
+from trtconvert.linear import beside_plugins, convs
+from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.linear.sites import Layer, flops
 
 ALWAYS_MEASURED = tuple(mode for mode in Mode if mode != Mode.FP8)
@@ -266,8 +266,13 @@ class KernelCost:
     def layer_seconds(self, layer: Layer, batch: int, mode: LayerMode) -> float:
         """Returns the time of one call of a layer, including the quantisation of its activations. Interpolated like attention;
         infinite for a mode that was not measured. Convolutions include the group norm before them; convolutions without an INT8
-        kernel, and those that engines leave in 16 bits (see `convs.left`), take the 16-bit time in all modes."""
-        rows = self._layers
+        kernel, and those that engines leave in 16 bits (see `convs.left`), take the 16-bit time in all modes. Linear layers
+        beside plugins take the 16-bit time less what their INT8 product saves in an engine, where a norm or GEGLU quantises the
+        rows."""
+        rows, has_plugins = self._layers, any(mode == LayerMode.STATIC for _, mode, _ in self._convs)
+        if layer.beside_plugins and mode in INT8_PRODUCTS and has_plugins and any(kind == mode for _, kind, _ in rows):
+            exact = self.layer_seconds(layer, batch, LayerMode.EXACT)
+            return max(exact - 1e-6 * _saved_us(layer, batch), exact / _MOST_GAIN)
         if layer.kind == "conv":
             rows = self._convs
             measured = mode == LayerMode.STATIC and any(kind == mode for _, kind, _ in rows)
@@ -285,6 +290,19 @@ class KernelCost:
             return math.inf
         numbers = batch * layer.rows * (layer.in_channels + layer.out_channels)
         return self.layer_seconds(layer, batch, LayerMode.STATIC) + 2 * numbers * bytes_each / self._bandwidth
+
+
+_MOST_GAIN = 2.0
+"""INT8 products do twice the operations of 16-bit products in a time."""
+
+
+def _saved_us(layer: Layer, batch: int) -> float:
+    """Returns the µs that engines save with a linear layer in INT8 beside plugins, 0 if they leave the layer in 16 bits."""
+    rows, outputs, depth = batch * layer.rows, layer.out_channels, layer.in_channels
+    if not beside_plugins.pays(rows, outputs, depth, normed=layer.normed, geglu=layer.geglu):
+        return 0.0
+    apart = 0.0 if layer.normed or layer.gated else beside_plugins.rows_apart_us(rows, depth)
+    return beside_plugins.saved_us(rows, outputs, depth) - apart
 
 
 def _conv_flops(batch: int, height: int, width: int, in_channels: int, out_channels: int, kernel: int) -> float:

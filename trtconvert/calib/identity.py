@@ -171,8 +171,8 @@ def search_reads(section: PlanSection) -> dict[str, Any]:
     return reads
 
 
-OF_LIMITS = ("min_psnr", "min_ssim", "max_lpips", "max_feature_distance")
-"""Fields of the plan section that limit the samples' quality."""
+OF_LIMITS = ("min_psnr", "min_ssim", "max_lpips", "max_feature_distance", "max_prediction_error")
+"""Fields of the plan section that limit the quality."""
 
 OF_CHOICES = ("candidates", "layer_candidates", "sparse_candidates", "kernel_cost")
 """Fields of the plan section with the choices of a search and their prices."""

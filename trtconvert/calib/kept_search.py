@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -47,17 +46,18 @@ class KeptSearch:
         tensors = self._ranks.broadcast(self._tensors(key))
         if tensors is None:
             found = measure()
-            self._keep(key, {"error": found.error, "gain": found.gain, "steps": found.steps})
+            tensors = {"error": found.error, "gain": found.gain, "steps": found.steps, "power": found.power}
+            self._keep(key, tensors)
             return found
         return Sensitivity(units, **tensors)
 
-    def images(self, draw: Callable[[], Tensor]) -> Tensor:
-        """Returns full precision's samples, [N, C, H, W]; draws them if they are not stored. Only rank 0 has stored samples."""
+    def full(self, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns what a drawing in full precision gave; draws if that is not stored. Only rank 0 has stored tensors."""
         tensors = self._tensors("full")
         if not self._ranks.broadcast(tensors is not None):
-            tensors = {"images": draw()}
+            tensors = draw()
             self._keep("full", tensors)
-        return tensors["images"] if tensors is not None else torch.empty(0)
+        return tensors or {}
 
     def figures(self, plan: Plan) -> dict[str, float] | None:
         """Returns the figures of a plan's samples; None if they were not measured."""

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 
-def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[Hashable]]) -> Tensor:
+def fastest(
+    cost: Tensor,
+    time: Tensor,
+    limit: float,
+    forms: Sequence[Sequence[Hashable]],
+    of_bins: tuple[Tensor, float] | None = None,
+) -> Tensor:
     """Returns the choices of least total time whose total cost is at most `limit`, to proven optimality.
 
     Args:
         cost, time: [S, T, choices] of each choice of each unit in each timestep bin, not negative; each unit has a choice that
             costs nothing. A choice of infinite cost is never taken; its time may be infinite, too.
         forms: of each unit's choices; a unit takes choices of one form in all bins.
+        of_bins: a second cost [S, T, choices], finite, and the limit of its total in each timestep bin.
     Returns:
         [S, T] index of the choice.
     """
@@ -30,7 +37,10 @@ def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[H
     count = cost.shape[0] * bins
     time = time.masked_fill(cost.isinf(), 0)
     # Scaled to about 1, so that the solver's tolerances have the same effect for every model.
-    weights = (cost / limit).flatten().numpy()
+    weights = [(cost / limit).flatten().numpy()]
+    if of_bins is not None:
+        of_bin = torch.eye(bins, dtype=torch.float64)[:, None, :, None]  # [T, 1, T, 1]
+        weights += [*(of_bin * of_bins[0] / of_bins[1]).flatten(1).numpy()]
     one_each = kron(eye_array(count), np.ones((1, choices)))
     joined = []
     for row, of_unit in enumerate(forms):
@@ -44,12 +54,12 @@ def fastest(cost: Tensor, time: Tensor, limit: float, forms: Sequence[Sequence[H
         result = milp(
             (time / time.amax()).flatten().numpy(),
             integrality=np.ones(count * choices),
-            # A choice that exceeds the limit alone is excluded here; its weight would only widen the numbers' range.
-            bounds=Bounds(0, np.where(weights > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
+            # A choice that exceeds a limit alone is excluded here; its weight would only widen the numbers' range.
+            bounds=Bounds(0, np.where(np.max(weights, 0) > 1, 0, 1)),  # pyright: ignore[reportArgumentType]
             constraints=LinearConstraint(
-                csr_array(vstack([one_each, csr_array(np.minimum(weights, 2)[None]), *joined])),
-                np.concatenate([np.ones(count), [-np.inf], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
-                np.concatenate([np.ones(count), [1.0], np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
+                csr_array(vstack([one_each, *(csr_array(np.minimum(row, 2)[None]) for row in weights), *joined])),
+                np.concatenate([np.ones(count), np.full(len(weights), -np.inf), np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
+                np.concatenate([np.ones(count), np.ones(len(weights)), np.zeros(len(joined))]),  # pyright: ignore[reportArgumentType]
             ),
             options={"mip_rel_gap": 0.0},  # the default stops 0.01 % above the optimum
         )

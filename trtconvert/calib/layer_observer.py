@@ -91,7 +91,8 @@ class LayerObserver:
 
     def __call__(self, call: LayerCall) -> Tensor:
         if call.name in self._layers:
-            x = call.x.movedim(1, -1) if call.kind == "conv" else call.x
+            # A view: channels of a convolution's input stay in front in memory.
+            x = call.x.flatten(2).transpose(1, 2) if call.kind == "conv" else call.x
             x = x.reshape(len(call.timestep), -1, x.shape[-1])  # [B, rows, K]
             self._add(call.name, call.timestep, x)
             if call.name in self._deltas:
@@ -112,7 +113,8 @@ class LayerObserver:
         places = (torch.arange(self._rows, device=x.device) * (count // self._rows) + turn * _STRIDE) % count
         turn += 1
         sample = x.index_select(1, places).float()
-        self.notes.add(name, _Seen(timestep, count, x.amin(1).float(), x.amax(1).float(), sample))
+        low, high = torch.aminmax(x, dim=1)
+        self.notes.add(name, _Seen(timestep, count, low.float(), high.float(), sample))
 
     def finish(self) -> dict[str, LayerRows]:
         """Returns the entries of all calls since the last `finish`, by layer.

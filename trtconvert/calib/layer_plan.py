@@ -26,10 +26,10 @@ def stated_layers(section: LayersSection, layers: Iterable[Layer], bins: int) ->
         return {}
     names = section.modes if isinstance(section.modes, list) else [section.modes] * bins
     modes = [LayerMode.STATIC if name == "auto" else LayerMode[name.upper()] for name in names]
-    return {layer.name: Decision(tuple(Choice(_mode_of(layer, mode)) for mode in modes)) for layer in layers}
+    return {layer.name: Decision(tuple(Choice(mode_of(layer, mode)) for mode in modes)) for layer in layers}
 
 
-def _mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
+def mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
     """Returns a layer's mode for a wanted mode: convolutions have no scales per token."""
     if layer.weight_only:
         return LayerMode.WEIGHT_ONLY
@@ -98,7 +98,7 @@ class SearchedLayers:
             names = tuple(layer.name for layer in members)
             for name in names:
                 del stated[name]
-            in_int8 = sorted({_mode_of(members[0], mode) for mode in allowed if mode != LayerMode.EXACT})
+            in_int8 = sorted({mode_of(members[0], mode) for mode in allowed if mode != LayerMode.EXACT})
             by_deltas = [Choice(LayerMode.STATIC, delta=True)] if names[0] in delta_scales else []
             choices = (Choice(LayerMode.EXACT), *map(Choice, in_int8), *by_deltas)
             groups[Unit("layer", input_group, names, choices)] = members

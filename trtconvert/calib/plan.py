@@ -1,12 +1,15 @@
 """The precision plan: one mode per site and timestep bin.
 
-`auto` searches the fastest plan within a budget: a least PSNR, and limits on SSIM, LPIPS or a distance of features if the recipe
-sets them. For a limit on the modelled error (`Sensitivity`) the plan of least time is a multiple-choice knapsack, which HiGHS
-solves to proven optimality. The search samples plans of a few limits, then bisects between the last limit that keeps the budget
-and the first that exceeds it.
+`auto` searches the fastest plan within a budget: a least PSNR, a limit on the error of predictions, and limits on SSIM, LPIPS or
+a distance of features if the recipe sets them. For a limit on the modelled error of samples, and one on the modelled error of
+predictions in each timestep bin (`Sensitivity`), the plan of least time is a multiple-choice knapsack, which HiGHS solves to
+proven optimality. The search samples plans of a few limits, then bisects between the last limit that keeps the budget and the
+first that exceeds it. Predictions of the first plans are compared with the model of errors, and the limit in the knapsack is
+corrected once.
 
 Guaranteed:
-- the chosen plan was sampled on the plan's seeds, and every figure is within its limit there;
+- the chosen plan was sampled on the plan's seeds, and every figure is within its limit there; predictions are measured in the
+  timestep bins of the largest modelled errors;
 - the chosen plan is never slower than a uniform mode, the σ rule or INT8 with late FP16 steps if those have only modes that the
   search may choose, and are within the budget: each fixed plan that is faster than the search's own plan is sampled;
 - each candidate of the search is the fastest of all plans whose modelled error is within its limit, to proven optimality;
@@ -30,7 +33,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.bars import Steps
 from trtconvert.calib import shared_drawing
 from trtconvert.calib.block_plan import density
-from trtconvert.calib.budget import Budget, figures, keeps_budget, limits
+from trtconvert.calib.budget import PREDICTION_ERROR, Budget, Measure, figures, keeps_budget, limits
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.fixed_plans import fixed_plans, uniform_plan
@@ -48,6 +51,7 @@ from trtconvert.calib.frontier import (
 )
 from trtconvert.calib.kept_search import KeptSearch
 from trtconvert.calib.knapsack import fastest
+from trtconvert.calib.predictions import Predictions
 from trtconvert.calib.search_space import SearchSpace
 from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
@@ -60,6 +64,12 @@ from trtconvert.recipe import Recipe
 
 _Decided = Mapping[Unit, Sequence[Choice]]
 """The choices of each unit by timestep bin."""
+
+_BINS_MEASURED = 3
+"""Timestep bins in which the predictions of a plan are measured: those of the largest modelled errors."""
+
+_CORRECTION = 0.1, 10.0
+"""Limits of the correction of modelled squared errors of predictions by measured ones."""
 
 
 def search(
@@ -110,22 +120,45 @@ def search(
             model, denoisers, seeds, bar, ranks, batch=len(seeds), steps=section.steps, solver="ddim"
         )
 
-    def drawn_in_full() -> Tensor:
+    predictions = Predictions(model, bins)
+
+    def drawn_in_full() -> dict[str, Tensor]:
         bar.more(1)
-        return drawn([lambda: graphed(model, model.denoiser)])[0]
+        images = drawn([lambda: predictions.around(graphed(model, model.denoiser))])[0]
+        return {"images": images} | predictions.tensors()
 
     def in_int8(plan: Plan) -> Denoiser:
         int8_sites, int8_layers = space.int8_sites(plan).to(model.device), space.layers.int8.in_plan(plan.layers)
         return int8_denoiser(model, int8_sites, int8_layers)
 
-    full, measured = kept.images(drawn_in_full), list[Plan]()
+    kept_full, measured = dict(kept.full(drawn_in_full)), list[Plan]()
+    full = kept_full.pop("images", torch.empty(0))
+    predictions.read(kept_full)
+    if (limit := section.max_prediction_error) is not None:
+        budget = [*budget, Measure(PREDICTION_ERROR, None, False, limit)]
+
+    def prediction_error(plan: Plan, denoiser: Denoiser) -> dict[str, float]:
+        """Measures predictions in the bins of the largest modelled errors."""
+        modelled = sensitivity.prediction_error(plan)
+        # Stated layers alone have no modelled error: all bins are measured.
+        measured = _BINS_MEASURED if modelled.any() else bins
+        if plan.exact:
+            measured = 0
+        errors = predictions.errors(denoiser, modelled.argsort(descending=True)[:measured].tolist()).values()
+        return {PREDICTION_ERROR: max(errors, key=lambda x: math.inf if math.isnan(x) else x, default=0.0)}
 
     def measure_all(plans: Sequence[Plan]) -> None:
         """Measures plans that were not measured. Rank 0 holds the samples of as many plans as there are processes."""
         new = kept.without_figures(plans)
         for some in (new[start : start + ranks.size] for start in range(0, len(new), ranks.size)):
-            for plan, samples in zip(some, drawn([partial(in_int8, plan) for plan in some]), strict=True):
-                kept.keep_figures(plan, ranks.broadcast(figures(budget, samples, full) if ranks.rank == 0 else {}))
+            denoisers = [cache(partial(in_int8, plan)) for plan in some]
+            for plan, of_plan, samples in zip(some, denoisers, drawn(denoisers), strict=True):
+                found = {}
+                if ranks.rank == 0:
+                    found = figures(budget, samples, full)
+                    if limit is not None:
+                        found |= prediction_error(plan, of_plan())
+                kept.keep_figures(plan, ranks.broadcast(found))
         measured.extend(new)
 
     def measure(plan: Plan) -> dict[str, float]:
@@ -186,6 +219,7 @@ def search_plan(
     cost = sensitivity.cost().masked_fill(padded.isinf(), math.inf)
     time = padded * steps[:, None].clamp_min(1e-6)  # [S, T, choices]; bins without steps count a little
     forms = [[choice.form for choice in unit.choices] for unit in units]
+    relative, most = sensitivity.relative(), limits(budget).get(PREDICTION_ERROR)
     int8_values = torch.tensor(INT8_VALUES)
 
     def speed(decided: _Decided) -> float:
@@ -218,10 +252,12 @@ def search_plan(
 
     def search_choices(cost: Tensor, suffix: str) -> Iterator[PlanPoint]:
         """Yields points around the fastest plan for a cost of the choices."""
+        correction = 1.0  # of modelled squared errors of predictions
 
         @cache
         def decided(limit: float) -> dict[Unit, list[Choice]]:
-            taken = fastest(cost, time, 10**limit, forms).tolist()
+            of_bins = None if most is None else (relative, most**2 / correction)
+            taken = fastest(cost, time, 10**limit, forms, of_bins).tolist()
             return {unit: [unit.choices[index] for index in row] for unit, row in zip(units, taken, strict=True)}
 
         # Limits are decades of the modelled error. Above `high` every choice is within the limit.
@@ -229,6 +265,9 @@ def search_plan(
         measure_ahead((decided(-db / 10) for db in FRONTIER_DB), len(FRONTIER_DB))
         found = {-db / 10: point(MODELLED.format(db) + suffix, decided(-db / 10)) for db in FRONTIER_DB}
         yield from found.values()
+        plans = [(Plan.of(decided(limit), stated), of_limit.figures) for limit, of_limit in found.items()]
+        correction = _correction(sensitivity, plans)
+        decided.cache_clear()
         low = max((limit for limit, of_limit in found.items() if of_limit.keeps_budget), default=low)
         high = min(
             (limit for limit, of_limit in found.items() if limit > low and not of_limit.keeps_budget), default=high
@@ -274,6 +313,21 @@ def search_plan(
     faster = sorted((name for name in speeds if speeds[name] > best), key=lambda name: -speeds[name])
     points += until_one_keeps([(name, fixed[name]) for name in faster])
     return _distinct(sorted(points + searched, key=lambda p: (-p.speed, -p.psnr)))
+
+
+def _correction(sensitivity: Sensitivity, plans: Sequence[tuple[Plan, Mapping[str, float]]]) -> float:
+    """Returns the measured squared error of predictions in terms of the modelled one, of the plan of the largest modelled error.
+
+    Args:
+        plans: with their figures.
+    """
+    ratios = [(0.0, 1.0)]
+    for plan, found in plans:
+        modelled, measured = float(sensitivity.prediction_error(plan).max()), found.get(PREDICTION_ERROR, math.nan)
+        if modelled > 0 and math.isfinite(measured):
+            ratios.append((modelled, (measured / modelled) ** 2))
+    low, high = _CORRECTION
+    return min(max(max(ratios)[1], low), high)
 
 
 def _middles(low: float, high: float, depth: int) -> list[float]:

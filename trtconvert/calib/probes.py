@@ -62,7 +62,7 @@ class _Pass:
     forward_over: bool = False
 
     def add(self, candidate: int, gradient: Tensor, delta: Tensor) -> None:
-        products = (gradient.float() * delta.float()).reshape(self.samples, -1).sum(1)
+        products = dot_products(gradient.reshape(self.samples, -1), delta.reshape(self.samples, -1))
         before = self.projections.get(candidate)
         self.projections[candidate] = products if before is None else before + products
 
@@ -72,6 +72,21 @@ class _Pass:
             return False
         self.room -= delta.nbytes
         return True
+
+
+_PIECE = 1024
+_MOST_PIECES = 65535
+"""Length of the pieces of a dot product of 16-bit numbers, and the number that one batch of products takes."""
+
+
+def dot_products(x: Tensor, y: Tensor) -> Tensor:
+    """[B] FP32 dot products of the rows of two [B, N] tensors, summed in FP32."""
+    in_pieces = x.shape[1] % _PIECE == 0 and x.numel() // _PIECE <= _MOST_PIECES
+    if x.is_cuda and x.dtype == y.dtype and x.dtype.itemsize == 2 and in_pieces:
+        # cuBLAS reads both once; copies in FP32 and their product would be written and read again.
+        of_pieces = torch.bmm(x.reshape(-1, 1, _PIECE), y.reshape(-1, _PIECE, 1), out_dtype=torch.float32)
+        return of_pieces.view(len(x), -1).sum(1)
+    return (x.float() * y.float()).sum(1)
 
 
 class _Watched(torch.autograd.Function):

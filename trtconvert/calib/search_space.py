@@ -14,9 +14,9 @@ from trtconvert.calib.block_plan import attention_seconds
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import AttentionShape, KernelCost
-from trtconvert.calib.layer_plan import SearchedLayers, layer_seconds
+from trtconvert.calib.layer_plan import SearchedLayers, layer_seconds, mode_of
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.linear.modes import LayerMode
+from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.linear.sites import Layer
 from trtconvert.quant.decision import Plan, Unit
 from trtconvert.quant.forward import Int8Sites
@@ -100,10 +100,13 @@ class SearchSpace:
         blocks = {
             site.name: calibration.blocks[site.name] for site in sites if shares and site.name in calibration.blocks
         }
+        in_int8 = [mode for mode in of_layers if mode in INT8_PRODUCTS]
         slow = {
             layer.name
-            for layer in convs
-            if cost.layer_seconds(layer, batch, LayerMode.STATIC) >= cost.layer_seconds(layer, batch, LayerMode.EXACT)
+            for layer in layers
+            if in_int8 and not layer.weight_only and (layer.kind == "conv" or layer.beside_plugins)
+            if min(cost.layer_seconds(layer, batch, mode_of(layer, mode)) for mode in in_int8)
+            >= cost.layer_seconds(layer, batch, LayerMode.EXACT)
         }
         searched = SearchedLayers.of(model, layers, calibration, recipe.layers, of_layers, bins, slow)
         of_sites = attention_units({site.name: scalings[site.name] for site in sites}, allowed, blocks, shares)

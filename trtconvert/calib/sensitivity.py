@@ -24,7 +24,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.drawings import WatchedSampler, with_progress
-from trtconvert.quant.decision import Choice, Unit
+from trtconvert.quant.decision import Choice, Plan, Unit
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 
@@ -38,12 +38,14 @@ class Sensitivity:
             were not measured, and after the last choice of a unit with fewer.
         gain: [T] squared error in the final samples per unit of squared error at the output, in every step of one bin.
         steps: [T] share of the denoising steps in each bin.
+        power: [T] mean square of the denoiser's output.
     """
 
     units: Sequence[Unit]
     error: Tensor
     gain: Tensor
     steps: Tensor
+    power: Tensor
 
     def cost(self) -> Tensor:
         """[S, T, choices] modelled squared error that each choice adds to the final samples.
@@ -65,6 +67,22 @@ class Sensitivity:
                 elif choice in unit.compared:
                     cost[row, :, column] = math.inf
         return cost
+
+    def relative(self) -> Tensor:
+        """[S, T, choices] squared error that each choice adds to the output, in terms of the output's mean square. Zero for
+        exact choices, in bins without steps, and for choices without a measurement."""
+        found = (self.error / self.power[:, None]).nan_to_num(nan=0.0)
+        found[:, self.steps == 0] = 0
+        for row, unit in enumerate(self.units):
+            for column, choice in enumerate(unit.choices):
+                if choice.exact:
+                    found[row, :, column] = 0
+        return found
+
+    def prediction_error(self, plan: Plan) -> Tensor:
+        """[T] modelled relative L2 error of the output of a plan."""
+        taken = torch.tensor([[unit.choices.index(choice) for choice in plan.choices_of(unit)] for unit in self.units])
+        return self.relative().gather(-1, taken[..., None]).sum((0, 2)).sqrt()
 
 
 def measure_sensitivity(
@@ -102,7 +120,7 @@ def measure_sensitivity(
     visits = torch.zeros(bins, dtype=torch.float64)
     by_probes = method == "probes" or (method == "auto" and len(candidates) > MOST_EXACT)
     own = candidates if by_probes else candidates[ranks.rank :: ranks.size]
-    squared = torch.zeros(len(own), bins, dtype=torch.float64)
+    squared = torch.zeros(1 + len(own), bins, dtype=torch.float64)  # of the output, then of each error
 
     bar = bar or NoBar()
     drawings = 1 + (PROBES_FORWARDS if by_probes else len(own))
@@ -120,13 +138,15 @@ def measure_sensitivity(
         exact.remember(given, output)
         index = _bins_of(model, bins, given, len(output)).cpu()
         visits.index_add_(0, index, torch.ones(len(index), dtype=torch.float64))
-        if errors:  # [own, B] in one transfer, so that the GPU synchronises once
-            squared.index_add_(1, index, torch.stack(errors).double().cpu())
+        of_output = output.float().square().flatten(1).mean(1).to(errors[0].dtype if errors else torch.float32)
+        # [1 + own, B] in one transfer, so that the GPU synchronises once.
+        squared.index_add_(1, index, torch.stack([of_output, *errors]).double().cpu())
         return output
 
     with torch.no_grad():
         samples = with_progress(model, bar, drawings).sample(watched, seeds, steps=steps, solver="ddim")
         bar.step(drawings)
+        power, squared = squared[0] / visits.clamp_min(1), squared[1:]
         if by_probes:
             squared = ranks.broadcast(squared)
         else:
@@ -136,7 +156,7 @@ def measure_sensitivity(
                 squared[rank :: ranks.size] = of_rank
         error = _of_choices(units, candidates, squared / visits.clamp_min(1))
         gain = _gains(with_progress(model, bar), exact, samples, error, visits, seeds, steps, bar, ranks)
-    return Sensitivity(units, error, gain, visits / visits.sum())
+    return Sensitivity(units, error, gain, visits / visits.sum(), power)
 
 
 DRAWS = 64

@@ -5,7 +5,8 @@ Their Python bindings are alike. The module is passed as `trt`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ def tell_mixed(component: ComponentRecord, why: str, watch: BuildWatcher) -> Non
     if layers:
         reason = "as they are INT8 in some timestep bins only, which needs a kernel of ours"
         watch.notice(f"layers in 16 bits, {reason}: {several(layers, 3)}; {why}")
+
+
+_scopes: list[list[Any]] = []
+"""The builder that each open block of `kernels_kept` keeps, the outermost block first."""
+
+
+@contextmanager
+def kernels_kept() -> Iterator[None]:
+    """Keeps the first builder of the block until the end of the outermost block. TensorRT loads its library of kernels with the
+    first builder of a process, which takes seconds and memory, and unloads the library with the last builder."""
+    _scopes.append([])
+    try:
+        yield
+    finally:
+        _scopes.pop().clear()
 
 
 def build_plan(
@@ -60,6 +76,8 @@ def build_plan(
             builder = trt.Builder(log.logger)
         except TypeError as error:  # the bindings' error for a null pointer
             raise _builder_refusal(log, title) from error
+        if _scopes and not any(_scopes):
+            _scopes[0].append(builder)
         # TensorRT 11 and TensorRT-RTX have no flag: every network is strongly typed.
         flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
         network = builder.create_network(0 if flag is None else 1 << int(flag))

@@ -22,7 +22,7 @@ from trtconvert.engine import (
     lowered_model,
     version_numbers,
 )
-from trtconvert.engine.builder import build_plan, tell_mixed
+from trtconvert.engine.builder import build_plan, kernels_kept, tell_mixed
 from trtconvert.engine.driver import cuda_problem, device_architecture, device_name, driver_problem
 from trtconvert.engine.lowered_model import lowered
 from trtconvert.engine.timing_cache import timing_cache_path
@@ -154,6 +154,7 @@ def load() -> Any:
 # Building -------------------------------------------------------------------------------------------------------------
 
 
+@kernels_kept()
 def build_engine(
     name: str, component: ComponentRecord, onnx: Path, options: EngineSection, watch: BuildWatcher
 ) -> BuiltEngine:

@@ -341,7 +341,12 @@ class Frontier:
     date: str
 
 
-FIGURES = {"ssim": "SSIM ↑", "lpips": "LPIPS ↓", "feature_distance": "feature distance ↓"}
+FIGURES = {
+    "ssim": "SSIM ↑",
+    "lpips": "LPIPS ↓",
+    "feature_distance": "feature distance ↓",
+    "prediction_error": "prediction error ↓",
+}
 """Figures of a plan other than PSNR. The arrow points to better values."""
 
 

@@ -124,8 +124,8 @@ def check_predictions(
             f"gate missed: error of the prediction of {name} in timestep bin {index}",
             expected=f"<= {limit:g}",
             got=f"{error:.3g}{of_type}",
-            remedy="raise plan.min_psnr, so that the search chooses more careful modes; or, where modes are stated, give bin "
-            f"{index} a more careful one in attention.modes, or set layers.modes to dynamic; or raise "
+            remedy="lower plan.max_prediction_error, so that the search chooses more careful modes; or, where modes are stated, "
+            f"give bin {index} a more careful one in attention.modes, or set layers.modes to dynamic; or raise "
             "verify.max_prediction_error",
         )
 

@@ -19,7 +19,7 @@ def save_comparison(full: Tensor, int8: Tensor, path: Path) -> None:
     """Saves three rows of the same seeds: full precision, INT8, and ten times their difference.
 
     Args:
-        full, int8: [N, C, H, W] in [0, 1], C 1 or 3.
+        full, int8: [N, C, H, W] in [0, 1].
     """
     difference = (full - int8).abs() * DIFFERENCE_GAIN
     rows = (("full precision", full), ("INT8", int8), (f"{DIFFERENCE_GAIN}x difference", difference))
@@ -27,7 +27,7 @@ def save_comparison(full: Tensor, int8: Tensor, path: Path) -> None:
 
 
 def save_sheet(images: Tensor, path: Path) -> None:
-    """Saves samples [N, C, H, W] in [0, 1], C 1 or 3, in rows of ten. A single large sample is saved as it is."""
+    """Saves samples [N, C, H, W] in [0, 1], in rows of ten. A single large sample is saved as it is."""
     largest = max(images.shape[2:])
     if len(images) == 1 and largest >= TILE:
         picture(images[0]).save(path)
@@ -58,6 +58,7 @@ def _save_rows(rows: Sequence[tuple[str, Tensor]], path: Path, limit: int, label
 
 
 def picture(image: Tensor) -> Image.Image:
-    """Converts an image [C, H, W] in [0, 1], C 1 or 3, to RGB."""
+    """Converts an image [C, H, W] in [0, 1] to RGB: grey by the mean of the channels where there are not three."""
+    image = image if len(image) == 3 else image.mean(0, keepdim=True)
     pixels = image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy()
     return Image.fromarray(np.repeat(pixels, 3, 2) if pixels.shape[2] == 1 else pixels)

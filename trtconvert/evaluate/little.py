@@ -86,11 +86,12 @@ def _plans_reason(recipe: Recipe, section: str, in_time: bool) -> tuple[str, str
         "min_ssim": plan.min_ssim,
         "max_lpips": plan.max_lpips,
         "max_feature_distance": plan.max_feature_distance,
+        "max_prediction_error": plan.max_prediction_error,
     }
     asked = ", ".join(f"plan.{name} {limit:g}" for name, limit in limits.items() if limit is not None)
     return (
         f"the plan's budget leaves them ({asked})",
-        "a budget that allows more takes more in, such as a lower plan.min_psnr",
+        "a budget that allows more takes more in, such as a lower plan.min_psnr and a higher plan.max_prediction_error",
     )
 
 

@@ -105,6 +105,11 @@ def _chunk(node: Node) -> Callable[[], None] | None:
     return (lambda: _become(node, _ATEN.split.Tensor, _input(node), size, axis)) if isinstance(size, int) else None
 
 
+def _view(node: Node) -> Callable[[], None]:
+    """A view of a tensor that `contiguous` made, which is removed, is a reshape."""
+    return lambda: _become(node, _ATEN.reshape.default, *node.args)
+
+
 def _flatten(node: Node) -> Callable[[], None]:
     def change() -> None:
         x = _input(node)
@@ -167,5 +172,6 @@ _CHANGES: dict[Any, _Change] = {
     _ATEN.to.dtype_layout: _conversion,
     _ATEN.type_as.default: _conversion,
     _ATEN.unflatten.int: _unflatten,
+    _ATEN.view.default: _view,
 }
 """Operators that a second trace would rewrite, with the same results. Inputs of reshapes may have any strides."""

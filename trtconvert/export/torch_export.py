@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -146,9 +147,13 @@ def _without_stack_traces() -> Iterator[None]:
 
 
 _DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
-_REWRITTEN = frozenset(
-    (scaled_dot_product_attention, _DATA, Tensor.copy_, torch.einsum, torch.repeat_interleave, Tensor.repeat_interleave)
+_CONVOLUTIONS = frozenset(
+    (torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 )
+_REWRITTEN = _CONVOLUTIONS | {
+    *(scaled_dot_product_attention, _DATA, Tensor.copy_, torch.einsum),
+    *(torch.repeat_interleave, Tensor.repeat_interleave),
+}
 """Functions whose calls `_AsExportersTakeIt` rewrites."""
 
 
@@ -159,6 +164,7 @@ class _AsExportersTakeIt(TorchFunctionMode):
     - `repeat_interleave` loses `output_size`, which torch 2.11 makes a constant.
     - `.data` becomes `detach()`: writes to `.data`, as in CogVideoX, are not traced.
     - `copy_` expands its source explicitly.
+    - Convolutions get one number in place of a list of one, which the exporter does not repeat for each axis.
     - `einsum` converts operands of several types to their common type, which ONNX's Einsum needs.
     """
 
@@ -180,11 +186,19 @@ class _AsExportersTakeIt(TorchFunctionMode):
             operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
             common = functools.reduce(torch.promote_types, (x.dtype for x in operands))
             return func(args[0], *(x.to(common) for x in operands))
+        if func in _CONVOLUTIONS:
+            args = [*args[:3], *map(_number, args[3:])]
+            named = {name: _number(x) for name, x in named.items()}
         if func in (torch.repeat_interleave, Tensor.repeat_interleave):
             repeats = named.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, (int, torch.SymInt)):
                 named.pop("output_size", None)
         return func(*args, **named)
+
+
+def _number(x: Any) -> Any:
+    """Returns the entry of a list of one, and other values as they are."""
+    return x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x
 
 
 def _with_complex_as_pairs(

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from trtconvert.c_structs import INT8_LINEAR_VERSION, QUANTISE_VERSION, Int8LinearParams, ModeTable, QuantiseParams
 from trtconvert.library import load_library
@@ -98,22 +96,12 @@ class _Held:
         return there.data_ptr()
 
 
-_read = WeakIdKeyDictionary()
-"""Numbers read from tables, by tensor."""
-
-
-def _read_once(table: Tensor, read: Callable[[Tensor], int]) -> int:
-    if table not in _read:
-        _read[table] = read(table)
-    return _read[table]
-
-
 def _mode_set(tables: LayerTables) -> int:
-    return _read_once(tables.modes, lambda modes: sum(1 << mode for mode in set(modes.tolist())))
+    return sum(1 << mode for mode in reference.distinct_modes(tables))
 
 
 def _has_offsets(x_offset: Tensor) -> bool:
-    return bool(_read_once(x_offset, lambda offset: int(offset.any())))
+    return reference.read_once(x_offset, lambda offset: bool(offset.any()))
 
 
 def run(name: str, params: ctypes.Structure) -> None:

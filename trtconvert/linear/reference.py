@@ -12,14 +12,18 @@ GELU is one-sided: an offset in the middle of the range saves one bit of symmetr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
+
+T = TypeVar("T")
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -245,20 +249,39 @@ def _at(
     x: Tensor, timestep: Tensor | None, tables: LayerTables, timestep_max: float, compute_dtype: torch.dtype
 ) -> tuple[int, Tensor, Tensor]:
     """Returns the mode of a call, the rows that give NaN [B · n, 1, …], and the calibrated scales of that shape."""
-    bins = len(tables.modes)
-    index = torch.zeros(1, dtype=torch.long) if timestep is None else timestep_bin(timestep.cpu(), timestep_max, bins)
-    mode = int(tables.modes.cpu()[index].min())
-    unknown = timestep.cpu().isnan() if timestep is not None else torch.zeros(1, dtype=torch.bool)
-    step = tables.x_scale.cpu()[index]
-    bad = unknown | (mode not in (LayerMode.WEIGHT_ONLY, *INT8_PRODUCTS))
+    bins, modes = len(tables.modes), distinct_modes(tables)
+    told = torch.zeros(1, device=x.device) if timestep is None else timestep.to(x.device)
+    index = timestep_bin(told, timestep_max, bins)
+    # With several modes the host waits for the timesteps, and a CUDA graph cannot record the call.
+    mode = modes[0] if len(modes) == 1 else int(tables.modes.cpu()[index.cpu()].min())
+    step = tables.x_scale.to(x.device)[index]
+    bad = told.isnan()
+    if mode not in (LayerMode.WEIGHT_ONLY, *INT8_PRODUCTS):
+        bad = torch.ones_like(bad)
     if mode == LayerMode.STATIC:
         bad = bad | ~(step.isfinite() & (step > 0))
 
     def of_rows(values: Tensor) -> Tensor:  # [B] -> [B · n, 1, …]
         rows = values.repeat_interleave(x.shape[0] // len(values))
-        return rows.view(-1, *[1] * (x.dim() - 1)).to(x.device)
+        return rows.view(-1, *[1] * (x.dim() - 1))
 
     return mode, of_rows(bad), of_rows(step.to(compute_dtype))
+
+
+_read: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
+"""What the host read from tables, by tensor."""
+
+
+def read_once(table: Tensor, read: Callable[[Tensor], T]) -> T:
+    """Returns what `read` finds in a table. The host reads each tensor once, so that later calls do not wait for a GPU."""
+    if table not in _read:
+        _read[table] = read(table)
+    return _read[table]
+
+
+def distinct_modes(tables: LayerTables) -> list[int]:
+    """Returns the modes of all timestep bins, each once."""
+    return read_once(tables.modes, lambda modes: sorted(set(modes.tolist())))
 
 
 def _int8(x: Tensor, scale: Tensor) -> Tensor:

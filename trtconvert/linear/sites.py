@@ -101,7 +101,11 @@ class Layer:
         input_group: the first layer that reads the same tensor. The layers of a group share scales: x is quantised once.
         weight: reference to [N, K, *kernel] in the model; equal for tied layers. bias: likewise.
         weight_only: whether activations stay in 16 bits in all bins, since the rows are few.
-        normed: whether a group norm, possibly with `silu`, computes its input.
+        normed: whether a norm computes its input: of a convolution a group norm, possibly with `silu`; of a linear layer a layer
+            norm.
+        gated: whether GEGLU computes its input. geglu: whether its output is the input of GEGLU.
+        beside_plugins: whether it is a linear layer of a model with convolutions behind group norms. Our plugins compute such a
+            model's norms, and its linear layers beside them.
     """
 
     name: str
@@ -118,6 +122,9 @@ class Layer:
     obstacle: str = ""
     weight_only: bool = False
     normed: bool = False
+    gated: bool = False
+    geglu: bool = False
+    beside_plugins: bool = False
 
 
 @dataclass(frozen=True)
@@ -261,7 +268,12 @@ class LayerFinder:
         self._model, self._moving, self._flow = model, moving, flow
         self._storages = self._found_storages()
         self._calls: dict[tuple[Any, ...], str] = {}
-        self._normed = WeakIdKeyDictionary()
+        self._normed = WeakIdKeyDictionary()  # results of group norms, and `silu` of them
+        self._normed_rows = WeakIdKeyDictionary()  # results of layer norms
+        self._gates = WeakIdKeyDictionary()  # `gelu` of a part of a layer's output
+        self._gated = WeakIdKeyDictionary()  # the other part times the gate
+        self._written: dict[int, str] = {}  # the last layer that wrote a storage, by its address
+        self._geglu: set[str] = set()
 
     def _found_storages(self) -> dict[int, list[tuple[str, Tensor]]]:
         """Returns the model's tensors with names, by address of their storage."""
@@ -301,27 +313,53 @@ class LayerFinder:
                 call.stride,
                 call.padding,
                 call.obstacle or computed or _obstacle(call, batch),
-                normed=call.x in self._normed,
+                normed=call.x in (self._normed_rows if call.kind == "linear" else self._normed),
+                gated=call.x in self._gated,
             )
+            self._written[output.untyped_storage().data_ptr()] = call.name
         return output
 
     def norm_hooks(self) -> Hooks:
-        """Returns hooks that record the outputs of group norms, and `silu` of them."""
+        """Returns hooks that record the outputs of norms, `silu` of group norms, and GEGLU."""
 
-        def noted(function: Callable[..., Tensor], of_any: bool) -> Hook:
+        def noted(function: Callable[..., Tensor], note: Callable[[Tensor, Tensor], None]) -> Hook:
             def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-                (x,) = _taken(args, named, "input")
-                normed = of_any or x in self._normed
                 result = function(*args, **named)
-                if normed:
-                    self._normed[result] = True
+                (x,) = _taken(args, named, "input")
+                note(x, result)
+                return result
+
+            return hook
+
+        def of_silu(x: Tensor, result: Tensor) -> None:
+            if x in self._normed:
+                self._normed[result] = True
+
+        def of_gelu(x: Tensor, result: Tensor) -> None:
+            if (layer := self._written.get(x.untyped_storage().data_ptr())) is not None:
+                self._gates[result] = layer
+
+        def of_product(function: Callable[..., Tensor]) -> Hook:
+            def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+                result = function(*args, **named)
+                factors = [x for x in args if isinstance(x, Tensor)]
+                for gate, other in (factors, factors[::-1]) if len(factors) == 2 else ():
+                    layer = self._gates.get(gate)
+                    if layer is not None and self._written.get(other.untyped_storage().data_ptr()) == layer:
+                        self._gated[result] = True
+                        self._geglu.add(layer)
                 return result
 
             return hook
 
         return {
-            functional.group_norm: noted(functional.group_norm, True),
-            functional.silu: noted(functional.silu, False),
+            functional.group_norm: noted(functional.group_norm, lambda x, result: self._normed.update({result: True})),
+            functional.silu: noted(functional.silu, of_silu),
+            functional.layer_norm: noted(
+                functional.layer_norm, lambda x, result: self._normed_rows.update({result: True})
+            ),
+            functional.gelu: noted(functional.gelu, of_gelu),
+            **{function: of_product(function) for function in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)},
         }
 
     def _input_group(self, call: LayerCall) -> str:
@@ -341,8 +379,14 @@ class LayerFinder:
 
     def layers(self) -> list[Layer]:
         unused = () if self._flow is None else self._flow.unused
+        beside = any(layer.kind == "conv" and layer.normed for layer in self.found.values())
         return [
-            replace(layer, obstacle=layer.obstacle or UNUSED) if (LAYER, name) in unused else layer
+            replace(
+                layer,
+                obstacle=layer.obstacle or (UNUSED if (LAYER, name) in unused else ""),
+                geglu=name in self._geglu,
+                beside_plugins=beside and layer.kind == "linear",
+            )
             for name, layer in self.found.items()
         ]
 

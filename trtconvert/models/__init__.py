@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,16 +271,15 @@ def _from_function(section: ModelSection) -> DiffusionModel:
             got=type(model).__name__,
             remedy="return one; trtconvert/models/digits.py is an example",
         )
+    if section.source not in _FUNCTIONS.values():
+        from trtconvert.models.own_model import prepared
+
+        model = prepared(section.source, model)
     for name, tensor in model.denoiser.state_dict().items():
         if tensor.is_floating_point():
             remedy = "get the weights again, or load them in a type that holds their range"
             require_finite(f"the weight {name} of {model.name} is damaged", tensor, remedy)
-    if section.source in _FUNCTIONS.values():
-        return model
-    from trtconvert.models.own_sampler import OwnSampler
-
-    names = tuple(spec.name for spec in model.inputs)
-    return replace(model, sample=OwnSampler(section.source, model.sample, names, model.timestep_input))
+    return model
 
 
 def _refuse_unfit_options(section: ModelSection, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:

@@ -34,8 +34,8 @@ LENGTH = "max_sequence_length"
 BINNING = "use_resolution_binning"
 """The pipelines' argument that draws at the nearest of a list of sizes and resizes the result."""
 
-SIZE_ARGUMENTS = {"height": "height", "width": "width", "frames": "num_frames"}
-"""Sizes among `model.options`, and the pipelines' arguments for them."""
+SIZE_ARGUMENTS = {"height": ("height",), "width": ("width",), "frames": ("num_frames", "frames", "video_length")}
+"""Sizes among `model.options`, and the pipelines' arguments for them: Sana's video and Latte name the frames in other ways."""
 
 PROMPT = re.compile(r"(negative_)?prompt(_\d)?")
 """Arguments of a call that hold one text for each sample."""

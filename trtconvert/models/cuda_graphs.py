@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.guidance import guidance_of
 from trtconvert.models.denoiser import intercepted
-from trtconvert.noted import Notes
+from trtconvert.noted import Notes, PackedEntries
 
 _log = logging.getLogger(__name__)
 
@@ -154,13 +154,15 @@ class _Graph:
         try:
             with _uncollected(), _unharmed(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._outputs = function(**self._inputs)
+                self._noted = [(one, PackedEntries(one.cut(start))) for one, start in zip(notes, starts, strict=True)]
         finally:
-            self._noted = [(one, one.cut(start)) for one, start in zip(notes, starts, strict=True)]
+            for one, start in zip(notes, starts, strict=True):
+                one.cut(start)  # entries of a recording that failed
 
     def __call__(self, given: Mapping[str, Tensor]) -> Any:
         self._repeat(given)
         for notes, entries in self._noted:
-            notes.add_copies(entries)
+            entries.add_copies(notes)
         outputs = self._outputs
         return outputs.clone() if isinstance(outputs, Tensor) else tuple(x.clone() for x in outputs)
 

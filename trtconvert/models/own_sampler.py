@@ -87,6 +87,13 @@ class OwnSampler:
                 got=got.replace("torch.", ""),
                 remedy="correct the function that is the model's `sample`",
             )
+        if images.dim() == 4 and images.shape[-1] == 3 and images.shape[1] not in (1, 3):
+            raise SamplerError(
+                f"the sampler of {self.source} gives images with their channels last",
+                expected=f"a tensor [{len(seeds)}, C, H, W]",
+                got=str(list(images.shape)),
+                remedy="return images.permute(0, 3, 1, 2) from the function that is the model's `sample`",
+            )
         # A sampler that follows its trajectory does not call the denoiser at steps that are left out.
         if reuse_of(denoiser) is None and not _fits(got := watched.distinct_timesteps(), steps):
             warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,7 +186,12 @@ def as_images(output: Tensor, *, decoded: bool) -> Tensor:
 
 def notices_of_sound(pipe: Any) -> tuple[str, ...]:
     """Returns the notice about a pipeline that draws sound; nothing for other pipelines."""
-    if not getattr(getattr(pipe, "vae", None), "config", {}).get("sampling_rate"):
+    rates = [getattr(getattr(pipe, "vae", None), "config", {}).get("sampling_rate")]
+    if (
+        "audio_length_in_s" in inspect.signature(pipe.__call__).parameters
+    ):  # vocoders of other pipelines make a video's sound
+        rates.append(getattr(getattr(getattr(pipe, "vocoder", None), "config", None), "sampling_rate", None))
+    if not any(rates):
         return ()
     return (
         f"{type(pipe).__name__} draws sound: PSNR compares its amplitudes at full scale, and pictures show amplitudes as grey, "

@@ -112,6 +112,8 @@ class PipelineCaller:
     pads: bool = field(default=False, init=False)
     _image_each: bool | None = field(default=None, init=False)
     """True if several samples of a call get an image each, False if they share one; None before the first such call."""
+    _encoders: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
+    """The functions of `encoding_once`, by the pipeline's part, with all that they encoded."""
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
@@ -196,8 +198,8 @@ class PipelineCaller:
         Raises:
             UserError: the pipeline does not take one of the sizes, or draws at sizes of its own instead of a range.
         """
-        for name, parameter in SIZE_ARGUMENTS.items():
-            if name in ranges and parameter not in self.parameters:
+        for name, parameters in SIZE_ARGUMENTS.items():
+            if name in ranges and self.parameters.isdisjoint(parameters):
                 raise UserError(
                     f"{self.kind} takes no {name}",
                     expected="options among " + ", ".join(sorted(self.parameters)),
@@ -302,7 +304,9 @@ class PipelineCaller:
             UserError: the pipeline refuses its arguments, or fails with them.
         """
         arguments: dict[str, Any] = {
-            SIZE_ARGUMENTS[name]: size for name, size in sizes.items() if name in SIZE_ARGUMENTS
+            next(parameter for parameter in SIZE_ARGUMENTS[name] if parameter in self.parameters): size
+            for name, size in sizes.items()
+            if name in SIZE_ARGUMENTS
         }
         tokens = sizes.get(TOKENS, self.tokens)
         embedded = not self.takes_prompts or (TOKENS in sizes and not self.pads)
@@ -343,7 +347,10 @@ class PipelineCaller:
         drawn = output[0]  # the oldest pipelines ignore "pt" and return arrays [N, H, W, C]
         if as_latents:
             return drawn
-        drawn = drawn if isinstance(drawn, Tensor) else torch.from_numpy(drawn).movedim(-1, 1)
+        if not isinstance(drawn, Tensor):
+            drawn = torch.from_numpy(drawn)
+            drawn = drawn.movedim(-1, 1) if drawn.dim() > 3 else drawn
+        drawn = drawn[:, None] if drawn.dim() == 2 else drawn  # AudioLDM's sounds of one channel
         # Marigold's intrinsics are several images of a sample, one after the other.
         of_sample = len(drawn) // len(seeds)
         return drawn.unflatten(0, (len(seeds), of_sample)) if of_sample > 1 and drawn.dim() == 4 else drawn
@@ -513,15 +520,21 @@ class PipelineCaller:
 
     @contextmanager
     def encoding_once(self) -> Iterator[None]:
-        """Inside the block text encoders compute once for equal tokens, and the VAE encodes equal images once: observing a
+        """Inside such blocks text encoders compute once for equal tokens, and the VAE encodes equal images once: observing a
         pipeline needs the same few prompts and images ten times, and each takes seconds on a CPU."""
         vae: Any = getattr(self.pipe, "vae", None)
         with ExitStack() as caches:
+
+            def once(name: str, part: Any, method: str, wrapped: Callable[..., Any]) -> None:
+                if name not in self._encoders:
+                    self._encoders[name] = wrapped(getattr(part, method))
+                caches.enter_context(replaced(part, method, self._encoders[name]))
+
             for name, part in self.pipe.components.items():
                 if name.startswith("text_encoder") and isinstance(part, nn.Module):
-                    caches.enter_context(replaced(part, "forward", _encoding_rows_once(part.forward)))
-            if (encode := getattr(vae, "encode", None)) is not None:
-                caches.enter_context(replaced(vae, "encode", _encoding_once(encode)))
+                    once(name, part, "forward", _encoding_rows_once)
+            if hasattr(vae, "encode"):
+                once("vae", vae, "encode", _encoding_once)
             yield
 
     @contextmanager
@@ -627,7 +640,7 @@ def _key_of(leaves: Sequence[Any], structure: TreeSpec) -> Any:
         if not isinstance(x, Tensor):
             return repr(x)
         numbers = x.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-        return x.dtype, x.shape, hashlib.sha256(numbers.data).digest()
+        return x.dtype, x.device, x.shape, hashlib.sha256(numbers.data).digest()
 
     return repr(structure), *map(value_of, leaves)
 

@@ -117,6 +117,10 @@ class Plan:
             of_kind |= dict.fromkeys(unit.members, Decision(tuple(choices), unit.scaling))
         return plan
 
+    def choices_of(self, unit: Unit) -> Sequence[Choice]:
+        """Returns the choices of a unit by timestep bin."""
+        return (self.attention if unit.kind == "attention" else self.layers)[unit.members[0]].choices
+
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Plan:
         """Makes the plan of a `record`."""

@@ -134,7 +134,7 @@ class Int8Layers:
         if call.kind == "linear":
             return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
         # TF32 holds whole numbers up to 127 and their products exactly: only sums are rounded, as in FP32.
-        with torch.backends.cudnn.flags(allow_tf32=True):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):  # torch's default here is without cuDNN
             return linear.conv(
                 call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
             )

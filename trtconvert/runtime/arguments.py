@@ -98,6 +98,14 @@ def take_apart(
 
     def node(name: str, value: Any) -> dict[str, Any]:
         if isinstance(value, Tensor):
+            if value.is_complex():
+                raise UserError(
+                    f"the pipeline passes '{name}' to its model, which an engine cannot take",
+                    expected="tensors of real numbers",
+                    got=f"{value.dtype}".removeprefix("torch."),
+                    remedy="keep the pipeline's own model; or convert it through a function of your own, model.source: "
+                    "package.module:function, whose forward takes real and imaginary parts",
+                )
             tensors[name] = value
             plain = value.is_floating_point() or value.dtype == torch.int64
             return {"tensor": name} if plain else {"tensor": name, "dtype": str(value.dtype).removeprefix("torch.")}

@@ -279,7 +279,13 @@ def _write_figures(folder: Path, recipe: Recipe, reference: Stage, int8: Tensor,
 
     from trtconvert.evaluate import verify
     from trtconvert.evaluate.grid import save_comparison
+    from trtconvert.weights.finite import require_finite
 
+    require_finite(
+        "samples in INT8 have numbers that are not finite",
+        int8,
+        "give model.dtype a type that holds the model's range, such as float32 or bfloat16",
+    )
     section, full = recipe.verify, load_file(reference.folder / FULL_PRECISION)["images"]
     per_sample = verify.psnr(int8, full)
     quality = QualityRecord(

@@ -18,13 +18,15 @@ from trtconvert.unfused.steps import (
     OF_SHAPES,
     STEPS,
     TURNS,
+    Exponentials,
     Known,
-    Largest,
     NotAttention,
     Probabilities,
+    Quotients,
     Scores,
     Softmax,
     Unlike,
+    in_places,
     order_of,
     turned,
 )
@@ -101,6 +103,8 @@ class Unfused:
         """Follows and computes one call of the forward."""
         if not self._known and func not in _BEGIN:
             return proceed(func, args, named)
+        if named:
+            args, named = in_places(func, args, named)
         if func in PRODUCTS:
             return self._multiply(func, args, named, proceed)
         if func in _SOFTMAXES:
@@ -110,6 +114,8 @@ class Unfused:
         result = proceed(func, args, named)
         if func in _RESHAPES or order is not None:
             self._note_merge(args, result, order)
+        if isinstance(known, Quotients):
+            known = self._probabilities(known.scores, known.key, tuple(result.shape))
         if known is not None:
             self._known[result if isinstance(result, Tensor) else result[0]] = known
         elif self._known:
@@ -153,7 +159,7 @@ class Unfused:
             if known is None or not (results or writes) or (place and func in OF_FIRST):
                 continue
             calls, reason = (known.calls, known.reason) if isinstance(known, Unlike) else (0, "")
-            softmax = None if isinstance(known, (Scores, Largest)) else known.softmax
+            softmax = known.softmax if isinstance(known, (Probabilities, Unlike)) else None
             between = (
                 "softmax and the product with values" if softmax else "product of queries and keys and its softmax"
             )
@@ -177,22 +183,23 @@ class Unfused:
             if self._known:
                 self._read(func, args, named, result)
             return result
-        softmax = Softmax(self._module(), tuple(result.shape))
         if isinstance(known, Scores):
-            softmax.readers = known.readers
-            self._softmaxes.append(softmax)
-            key = known.axes[dim]
-            if (key in known.of[0]) != (key in known.of[1]):
-                self._known[result] = Probabilities(known, key, known.axes, softmax)
-            else:
-                reason = "its softmax is over samples or heads, not over keys"
-                self._known[result] = Unlike(reason, known.readers, softmax)
+            self._known[result] = self._probabilities(known, known.axes[dim], tuple(result.shape))
         else:
+            softmax = Softmax(self._module(), tuple(result.shape))
             reason = "no product of queries and keys of one sample comes before its softmax"
             if isinstance(known, Unlike) and known.softmax is None:
                 reason = known.reason
             self._known[result] = Unlike(reason, softmax.readers, softmax)
         return result
+
+    def _probabilities(self, scores: Scores, key: str, shape: tuple[int, ...]) -> Probabilities | Unlike:
+        """Returns what is known of a softmax of scores over an axis."""
+        softmax = Softmax(self._module(), shape, readers=scores.readers)
+        self._softmaxes.append(softmax)
+        if (key in scores.of[0]) != (key in scores.of[1]):
+            return Probabilities(scores, key, scores.axes, softmax)
+        return Unlike("its softmax is over samples or heads, not over keys", scores.readers, softmax)
 
     def _multiply(
         self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any], proceed: Proceed
@@ -209,6 +216,9 @@ class Unfused:
             if isinstance(known, Unlike) and known.softmax is not None:
                 self._leave(known.softmax, known.reason)
                 return written()
+            if isinstance(known, Exponentials):
+                reason = "its exponentials are not divided by their sums before the product with values"
+                self._leave(Softmax(self._module(), tuple(x.shape)), reason)
         result = written()
         if self._known:
             self._read(func, args, named, result)

@@ -110,6 +110,34 @@ class Largest:
 
 
 @dataclass(frozen=True)
+class Exponentials:
+    """The exponentials of scores; divided by their sums along the keys they are probabilities."""
+
+    scores: Scores
+
+    @property
+    def readers(self) -> list[str]:
+        return self.scores.readers
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of exponentials along the axis `key`."""
+
+    scores: Scores
+    key: str
+
+    @property
+    def readers(self) -> list[str]:
+        return self.scores.readers
+
+
+@dataclass(frozen=True)
+class Quotients(Sums):
+    """Exponentials divided by these sums: a softmax."""
+
+
+@dataclass(frozen=True)
 class Probabilities:
     """The result of a softmax over the axis `key` of scores. axes: of the result, in their present order."""
 
@@ -137,7 +165,7 @@ class Unlike:
     calls: int = 0
 
 
-Known = Scores | Largest | Probabilities | Unlike
+Known = Scores | Largest | Exponentials | Sums | Probabilities | Unlike
 """The knowledge about a tensor."""
 
 Step = Callable[[Sequence[Known | None], tuple[Any, ...], Mapping[str, Any]], Known | None]
@@ -185,6 +213,8 @@ def _times(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[
 
 
 def _divided(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    if isinstance(known[0], Exponentials) and isinstance(sums := known[1], Sums) and sums.scores is known[0].scores:
+        return Quotients(sums.scores, sums.key)
     scores, factor = _with_other(known, args, named)
     if scores is None or not isinstance(known[0], Scores):
         return None
@@ -193,16 +223,34 @@ def _divided(known: Sequence[Known | None], args: tuple[Any, ...], named: Mappin
     return scores.marked("times", 1 / factor)
 
 
-def _added(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
-    scores, mask = _with_other(known, args, named)
-    return scores if scores is None or is_number(mask) else scores.marked("add", mask)
+def _added(
+    known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any], sign: float = 1.0
+) -> Known | None:
+    alpha = named.get("alpha", 1)  # of the second operand
+    scores, mask = _with_other(known, args, {name: x for name, x in named.items() if name != "alpha"})
+    if scores is None or not is_number(alpha):
+        return None
+    if not isinstance(known[0], Scores):
+        scores, alpha = scores.times(sign * alpha), sign
+    return scores if is_number(mask) else scores.marked("add", mask, sign * alpha)
 
 
 def _subtracted(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
-    scores, mask = _with_other(known, args, named)
-    if scores is None or not isinstance(known[0], Scores):
+    return _added(known, args, named, -1.0) if isinstance(known[0], Scores) else None
+
+
+def _exponential(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    return Exponentials(known[0]) if isinstance(known[0], Scores) and not named else None
+
+
+def _sum(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    of = known[0]
+    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | dict(named)
+    dim = given.get("dim")
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    if not isinstance(of, Exponentials) or not given.get("keepdim") or not isinstance(dim, int):
         return None
-    return scores if is_number(mask) else scores.marked("add", mask, -1.0)
+    return Sums(of.scores, of.scores.axes[dim])
 
 
 def _with_other(
@@ -260,6 +308,36 @@ def _largest(known: Sequence[Known | None], args: tuple[Any, ...], named: Mappin
     return Largest(scores) if isinstance(scores, Scores) and keeps else None
 
 
+_PARAMETERS: Mapping[Callable[..., Any], Sequence[str]] = {
+    **dict.fromkeys(
+        (torch.matmul, torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide, torch.add, torch.sub),
+        ("input", "other"),
+    ),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), ("input", "mat2")),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), ("input", "batch1", "batch2")),
+    **dict.fromkeys((Tensor.matmul, Tensor.mul, Tensor.mul_, Tensor.div, Tensor.div_), ("self", "other")),
+    **dict.fromkeys((Tensor.add, Tensor.add_, Tensor.sub, Tensor.sub_), ("self", "other")),
+    **dict.fromkeys((torch.permute, Tensor.permute), ("input", "dims")),
+    **dict.fromkeys((torch.transpose, Tensor.transpose), ("input", "dim0", "dim1")),
+    **dict.fromkeys((torch.swapaxes, Tensor.swapaxes), ("input", "axis0", "axis1")),
+    torch.where: ("condition", "input", "other"),
+    Tensor.where: ("self", "condition", "other"),
+}
+"""The parameters of functions that are followed by the places of their arguments."""
+
+
+def in_places(
+    func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call with those that were given by name at their places, as far as these are known."""
+    for name in _PARAMETERS.get(func, ())[len(args) :]:
+        if name not in named:
+            break
+        args = (*args, named[name])
+        named = {other: x for other, x in named.items() if other != name}
+    return args, named
+
+
 _PERMUTES = {torch.permute, Tensor.permute}
 
 TURNS = _PERMUTES | {
@@ -313,6 +391,8 @@ STEPS: Mapping[Callable[..., Any], Step] = {
     **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), _filled),
     torch.where: _where,
     Tensor.where: _where_method,
+    **dict.fromkeys((torch.exp, Tensor.exp, Tensor.exp_), _exponential),
+    **dict.fromkeys((torch.sum, Tensor.sum), _sum),
     **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), _largest),
 }
 """The functions that are followed."""

@@ -2,7 +2,7 @@
 
 | kind | difference | source |
 | --- | --- | --- |
-| LoRA | up · down | Hu et al. 2021, arXiv 2106.09685 |
+| LoRA | up · down; up_b of a bias | Hu et al. 2021, arXiv 2106.09685 |
 | LoHa | (w1_a · w1_b) ⊙ (w2_a · w2_b) | Hyeon-Woo et al. 2021, arXiv 2108.06098 |
 | LoKr | w1 ⊗ w2, each a matrix or a product _a · _b | Yeh et al. 2023, arXiv 2309.14859 |
 | difference | itself, of a weight (diff) or a bias (diff_b) | |
@@ -27,7 +27,7 @@ MAGNITUDES = "dora"
 
 _LOHA = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}
 
-PARTS = {"down", "up", "mid", "diff", "diff_b", "hada_t1", "hada_t2", "lokr_t2", MAGNITUDES} | _LOHA
+PARTS = {"down", "up", "up_b", "mid", "diff", "diff_b", "hada_t1", "hada_t2", "lokr_t2", MAGNITUDES} | _LOHA
 PARTS |= {f"lokr_w{side}{end}" for side in "12" for end in ("", "_a", "_b")}
 """Names of the tensors of a layer, whatever the file's layout calls them."""
 

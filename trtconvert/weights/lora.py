@@ -7,8 +7,9 @@
 | kohya, lycoris | `lora_unet_…_to_q.lora_down.weight`, `….lora_up.weight`, `….lora_mid.weight`, `….lokr_w1`, `….alpha` |
 
 Modules have diffusers' names or those of the model's original code (`trtconvert.weights.lora_names`). Differences themselves are
-`….diff` and `….diff_b`, or lycoris' `….w_norm` and `….b_norm`. The alphas of peft are in the file's metadata or beside it in
-adapter_config.json, which a file of peft's own must have. In other files without alphas they are the ranks.
+`….diff` and `….diff_b`, or lycoris' `….w_norm` and `….b_norm`. peft's `….lora_B.bias` is added to a bias at the scale of the
+weights. The alphas of peft are in the file's metadata or beside it in adapter_config.json, which a file of peft's own must have.
+In other files without alphas they are the ranks.
 """
 
 from __future__ import annotations
@@ -60,12 +61,17 @@ _KEY = re.compile(
     r"(?P<module>.+?)"
     r"(?:(?:_lora|\.lora|\.lora_linear_layer)\.(?P<theirs>down|up)\.weight"
     r"|\.lora_(?P<part>down|up|mid|A|B)(?:\.\w+)??\.weight"  # peft may put an adapter's name between or behind
+    r"|\.lora_(?:up|B)(?:\.\w+)??\.(?P<bias>bias)"
     rf"|\.(?P<lycoris>{'|'.join(part for part in sorted(PARTS) if part.startswith(('hada_', 'lokr_')))})(?:\.\w+)?"
     r"|\.(?P<dora>dora_scale|lora_magnitude_vector)(?:\.\w+){0,2}"
     r"|(?:_lora)?\.(?P<plain>alpha|diff|diff_b|w_norm|b_norm))"
 )
 _PARTS = {"A": "down", "B": "up", "w_norm": "diff", "b_norm": "diff_b"}
+_PARTS["bias"] = "up_b"
 _PARTS |= dict.fromkeys(("dora_scale", "lora_magnitude_vector"), MAGNITUDES)
+
+_TOKENS = re.compile(r"(.+\.)?string_to_param\..*|emb_params|clip_[lg]|bundle_emb\..+")
+"""Tensors of textual inversions, in files of their own, and beside a LoRA."""
 
 _OTHERS = {
     "oft_": "OFT, which rotates weights",
@@ -228,7 +234,9 @@ def read_lora(path: Path) -> LoraFile:
             match = _KEY.fullmatch(name)
             if match is None:
                 raise _no_lora(path, name, names)
-            found = match["theirs"] or match["part"] or match["lycoris"] or match["dora"] or match["plain"]
+            found = (
+                match["theirs"] or match["part"] or match["bias"] or match["lycoris"] or match["dora"] or match["plain"]
+            )
             part = _PARTS.get(found, found)
             module = match["module"].replace(".processor.", ".")
             layer = layers.setdefault(module, _Layer())
@@ -294,6 +302,14 @@ def _prefix_of(name: str, known: Mapping[str, Place]) -> str:
 
 
 def _no_lora(path: Path, name: str, names: Collection[str]) -> UserError:
+    if _TOKENS.fullmatch(name):
+        raise UserError(
+            f"{path} has embeddings of tokens (textual inversion), which are no LoRA",
+            expected="updates of layers",
+            got=name,
+            remedy="load them into the pipeline by diffusers' load_textual_inversion, save the pipeline, and give its folder as "
+            "model.weights; and take them out of this file, if it has a LoRA, too",
+        )
     kind = next((kind for part, kind in _OTHERS.items() if part in name), "")
     is_lora = bool(kind) or any(_KEY.fullmatch(other) for other in names)
     return UserError(
@@ -449,12 +465,14 @@ def _updates_of(layer: _Layer, place: Place, weights: Mapping[str, Sequence[int]
     """The updates of the weights of a place by a layer, or why the layer does not fit them."""
     updates: list[Update] = []
     parts = layer.parts
-    adapter = {part: x for part, x in parts.items() if part not in ("diff", "diff_b")}
-    of_weight, of_bias = ({"diff": parts[name]} if name in parts else {} for name in ("diff", "diff_b"))
+    alone = ("diff", "diff_b", "up_b")
+    adapter = {part: x for part, x in parts.items() if part not in alone}
+    of_weight, of_bias, of_up = ({"diff": parts[name]} if name in parts else {} for name in alone)
     for given, suffix, factor in (
         (adapter, "weight", layer.factor),
         (of_weight, "weight", 1.0),
         (of_bias, "bias", 1.0),
+        (of_up, "bias", layer.factor),
     ):
         if not given:
             continue

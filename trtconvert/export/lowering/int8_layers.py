@@ -27,6 +27,7 @@ from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.matching import constant_of, geglu_behind, producer_behind_reshapes, producer_of
 from trtconvert.export.nodes.attention import is_attention
 from trtconvert.export.nodes.common import DOMAIN, HALF, PLUGIN
+from trtconvert.linear import beside_plugins
 from trtconvert.linear.modes import LayerMode
 
 INT8_LINEAR, QUANTISE_ROWS, INT8_RESIDUAL_NORM = "Int8Linear", "QuantiseRows", "Int8ResidualNorm"
@@ -37,17 +38,6 @@ Table = Literal["weight", "weight_scale", "bias"]
 
 _OWN = (RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, "Linear", "GroupNorm")
 """Plugins that compute rows."""
-
-_FEWEST_ROWS, _FEWEST_OUTPUTS = 1024, 2**21
-"""Below these limits the kernel, which does not split the depth, leaves multiprocessors idle."""
-
-_SAVED_PER_OPERATION = 0.74e-9
-"""µs per operation that INT8 products save on an H100."""
-_ROWS_APART, _PER_NUMBER_APART = 3.0, 1e-6
-"""µs of a kernel that quantises rows, and µs of each number: two bytes are read, one is written."""
-_LEAST_SAVED, _LEAST_DEPTH = 0.5, 640
-"""µs that a product must save, and the least depth. At less depth, writing the result dominates; the result of GEGLU has half the
-width."""
 
 _GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
 _MOST_FEW_ROWS = 16  # limit of the kernel for few rows
@@ -274,20 +264,14 @@ def _is_border(value: ir.Value) -> bool:
 def _pays(layer: _Layer, profiles: Sequence[Mapping[str, int]]) -> bool:
     """Return whether in each profile the kernel fills the GPU, and saves more than quantising its rows costs."""
     shape, depth = layer.result.shape, int(layer.weight.shape.numpy()[1 - layer.weight.axis])
-    apart = not _comes_from_norm(layer)
     if shape is None:
         return False
     for sizes in profiles:
         known = shape.evaluate(sizes)
         if not known.is_static():
             return False
-        *leading, width = known.numpy()
-        rows = math.prod(leading)
-        if rows < _FEWEST_ROWS or rows * width < _FEWEST_OUTPUTS:
-            return False
-        saved = _SAVED_PER_OPERATION * 2 * rows * len(layer.weight.scale) * depth
-        cost = _ROWS_APART + _PER_NUMBER_APART * rows * depth if apart else 0.0
-        if saved - cost < _LEAST_SAVED or (depth < _LEAST_DEPTH and not layer.geglu):
+        rows, outputs = math.prod(known.numpy()[:-1]), len(layer.weight.scale)
+        if not beside_plugins.pays(rows, outputs, depth, normed=_comes_from_norm(layer), geglu=layer.geglu):
             return False
     return True
 

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import onnx
@@ -33,7 +34,7 @@ _AGAIN = "export or download the model again, whole"
 
 
 def read_graph(path: Path) -> ir.Model:
-    """Reads a graph and inlines its local functions. Weights beside the file are read on demand.
+    """Reads a graph, inlines its local functions and sorts its nodes. Weights beside the file are read on demand.
 
     Raises:
         UserError: the file is no ONNX model or damaged, weights are missing or elsewhere, or the opset is not supported.
@@ -57,6 +58,9 @@ def read_graph(path: Path) -> ir.Model:
             got=f"opset {opset}",
             remedy=f"export the model with opset_version={min(max(opset, 17), 23)}, or convert it with onnx.version_converter",
         )
+    # Converters to FP16 append their casts at the end of the file, and runtimes sort nodes.
+    with suppress(ValueError):  # a cycle, which `graph_of` refuses
+        model.graph.sort()
     return model
 
 

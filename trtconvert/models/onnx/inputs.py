@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,16 @@ class Inputs:
     Attributes:
         sample, timestep, output: names.
         specs: the sample, the timestep and the others, in this order. The timestep is [batch], whatever its shape in the graph.
-        own: shapes in the graph, by name.
+        timestep_shape: shape of the timestep in the graph.
         truths: inputs that are truth values in the graph.
-        dims: see `DiffusionModel`.
+        dims: see `DiffusionModel`; dimensions whose names are no identifiers have other names than in the graph.
     """
 
     sample: str
     timestep: str
     output: str
     specs: tuple[InputSpec, ...]
-    own: Mapping[str, tuple[int | str, ...]]
+    timestep_shape: tuple[int | str, ...]
     truths: frozenset[str]
     dims: Mapping[str, tuple[int, int, int]]
 
@@ -107,25 +108,44 @@ def read_inputs(
     shapes = {name: _shape(value) for name, value in values.items()}
     batch = shapes[sample][0]
     shapes = {name: _of_batch(shape, batch) if name != timestep else shape for name, shape in shapes.items()}
-    if len(own := shapes[timestep]) > 1 or (own and isinstance(own[0], int) and own[0] not in (1, batch)):
+    own = shapes[timestep]
+    if any(size != 1 for size in own[1:]) or any(isinstance(size, int) and size not in (1, batch) for size in own[:1]):
         raise UserError(
             f"{path} takes a timestep of the shape {list(own)}",
-            expected="one timestep, or one for each sample",
-            got=f"'{timestep}' of {len(own)} dimensions" if len(own) > 1 else f"{own[0]} timesteps",
+            expected="one timestep, or one for each sample: [], [batch], or [batch, 1] with any number of ones",
+            got=f"'{timestep}' of {len(own)} dimensions" if len(own) > 1 else f"timesteps {list(own)}",
             remedy="export the model with one timestep for each sample, or name another input in model.options.timestep",
         )
-    kinds = {name: "float32" if value.dtype in _FLOATS else "int64" for name, value in values.items()}
     order = [sample, timestep, *(name for name in values if name not in (sample, timestep))]
-    specs = tuple(InputSpec(name, kinds[name], (batch,) if name == timestep else shapes[name]) for name in order)
+    shapes = {name: (batch,) if name == timestep else shapes[name] for name in order}
+    dims = _dims(path, shapes.values(), sizes, batch, guessed_sizes(model, sample))
+    called = _identifiers(dims)
+    kinds = {name: "float32" if value.dtype in _FLOATS else "int64" for name, value in values.items()}
+    specs = tuple(
+        InputSpec(name, kinds[name], tuple(called[size] if isinstance(size, str) else size for size in shape))
+        for name, shape in shapes.items()
+    )
     return Inputs(
         sample,
         timestep,
         output,
         specs,
-        shapes,
+        own,
         frozenset(name for name, value in values.items() if value.dtype == ir.DataType.BOOL),
-        _dims(path, specs, sizes, batch, guessed_sizes(model, sample)),
+        {called[name]: size for name, size in dims.items()},
     )
+
+
+def _identifiers(names: Iterable[str]) -> dict[str, str]:
+    """Returns an identifier for each name of a dimension, as exports and engines need them."""
+    made: dict[str, str] = {}
+    for name in names:
+        word = re.sub(r"\W", "_", name)
+        word = word if word.isidentifier() and not keyword.iskeyword(word) else f"_{word}"
+        while word in made.values():
+            word += "_"
+        made[name] = word
+    return made
 
 
 def _inputs_but_weights(model: ir.Model) -> dict[str, ir.Value]:
@@ -359,12 +379,12 @@ def _sample(path: Path, values: Mapping[str, ir.Value], timestep: str, output: i
 
 def _dims(
     path: Path,
-    specs: Sequence[InputSpec],
+    shapes: Iterable[Sequence[int | str]],
     sizes: Mapping[str, Any],
     batch: int | str,
     guessed: Mapping[str, Any],
 ) -> dict[str, tuple[int, int, int]]:
-    symbols = dict.fromkeys(size for spec in specs for size in spec.shape if isinstance(size, str))
+    symbols = dict.fromkeys(size for shape in shapes for size in shape if isinstance(size, str))
     if unknown := [name for name in sizes if name not in symbols]:
         problem, remedy = f"{path} has no dimension '{unknown[0]}'", "remove it from model.options.sizes"
         raise unknown_name(problem, unknown[0], symbols, remedy, "no sizes: all of them are constants of the graph")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,17 @@ def _empty(spec: InputSpec, inputs: Inputs, sizes: Mapping[str, int]) -> Tensor:
 
 
 def _with_timesteps(graph: Graph, inputs: Inputs) -> None:
-    """Makes a graph whose timestep is a number take [batch], in place: steps that give the number an axis are removed."""
-    if inputs.own[inputs.timestep]:
+    """Makes a graph whose timestep is a number, or [batch, 1, …], take [batch], in place: steps that give the number an axis are
+    removed, and axes of size 1 are added."""
+    if own := inputs.timestep_shape:
+        if len(own) > 1:
+            shaped = f"{inputs.timestep}/shaped"
+            graph.steps = [
+                replace(step, inputs=tuple(shaped if name == inputs.timestep else name for name in step.inputs))
+                for step in graph.steps
+            ]
+            axes = {"axes": [*range(1, len(own))]}
+            graph.steps.insert(0, Step("Unsqueeze", (inputs.timestep,), (shaped,), axes, title="Unsqueeze timestep"))
         return
     scalars, changes = {inputs.timestep}, dict[Step, Sequence[Step]]()
     for step in graph.steps:
@@ -255,7 +265,7 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
     import onnxruntime
 
     example = found.example(0, opt)
-    own = inputs.own[inputs.timestep]
+    own = inputs.timestep_shape
     alone = not own or own[0] == 1
     if alone:  # one timestep for all samples
         example[inputs.timestep] = example[inputs.timestep][:1].expand_as(example[inputs.timestep]).contiguous()
@@ -263,9 +273,9 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
     assert isinstance(denoiser, GraphDenoiser)
     feeds = {name: _array(x, name in inputs.truths) for name, x in example.items()}
     timestep = feeds[inputs.timestep]
-    feeds[inputs.timestep] = np.asarray(timestep[0]) if not own else timestep[:1] if alone else timestep
+    feeds[inputs.timestep] = (timestep[:1] if alone else timestep).reshape((-1, *(1 for _ in own[1:])) if own else ())
     types = {value.name: value.dtype for value in model.graph.inputs}
-    feeds = {name: x.astype(np.int32) if types[name] == ir.DataType.INT32 else x for name, x in feeds.items()}
+    feeds = {name: x.astype(_FED.get(types[name], x.dtype)) for name, x in feeds.items()}
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     try:
@@ -293,6 +303,10 @@ def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: Diffusion
             got=f"{error:.3g}",
             remedy="please report it with the model; or convert the original torch model",
         )
+
+
+_FED: dict[ir.DataType | None, type[np.generic]] = {ir.DataType.INT32: np.int32, ir.DataType.DOUBLE: np.float64}
+"""Types of inputs that the module takes in another type."""
 
 
 def _array(x: Tensor, is_truth: bool) -> np.ndarray:

@@ -1,0 +1,29 @@
+"""Shapes of a model's result without its computation."""
+
+import pytest
+import torch
+from torch import nn
+
+from trtconvert.fake_tensors import shapes_alone
+
+
+class Reading(nn.Module):
+    """Reads numbers from its buffers, as models with tables of axes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 6))
+        self.register_buffer("kept", torch.tensor([0, 2]))
+        self.register_buffer("count", torch.tensor(2))
+
+    def forward(self, x):
+        return (x @ self.weight)[:, self.kept.tolist()].view(int(self.count), -1)
+
+
+@pytest.mark.parametrize("faked", [False, True])
+def test_a_model_may_read_numbers_from_its_buffers(faked):
+    model, x = Reading(), torch.rand(4, 4)
+    with torch.no_grad(), shapes_alone(model if faked else None) as mode:
+        found = model(mode.from_tensor(x))
+    assert found.shape == model(x).shape
+    assert model.weight.sum() > 0  # the weights are the model's own again

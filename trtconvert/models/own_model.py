@@ -1,0 +1,125 @@
+"""Prepares models that users' functions make, and refuses unfit ones before anything is computed."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.utils import remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.errors import UserError
+from trtconvert.models.own_sampler import OwnSampler
+
+_TYPES = ("float32", "int64")
+
+
+def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
+    """Returns a model for a conversion: in evaluation mode, in FP32, not compiled, with weights that are parameters, and with a
+    sampler that is watched.
+
+    Args:
+        source: the function that made the model, `package.module:function`.
+    Raises:
+        UserError: the denoiser is no module of torch, does not take the inputs in their order, or an input has another type or
+            shape than engines take.
+    """
+    denoiser = _module(source, model)
+    names = tuple(spec.name for spec in model.inputs)
+    _refuse_other_parameters(source, denoiser, names)
+    _refuse_unfit_inputs(source, model)
+    denoiser.eval()
+    for part in denoiser.modules():
+        _with_plain_weights(part)
+    types = {x.dtype for x in denoiser.state_dict().values() if x.is_floating_point()}
+    if len(types) == 1 and types != {torch.float32}:  # of several types, the forward converts between them
+        denoiser.float()
+    return replace(model, denoiser=denoiser, sample=OwnSampler(source, model.sample, names, model.timestep_input))
+
+
+def _module(source: str, model: DiffusionModel) -> nn.Module:
+    """Returns the denoiser without torch.compile, whose calls no hook sees."""
+    denoiser = getattr(model.denoiser, "_orig_mod", model.denoiser)
+    if not isinstance(denoiser, nn.Module) or isinstance(denoiser, torch.jit.ScriptModule):
+        raise UserError(
+            f"the denoiser of {source} is no module whose calls can be seen",
+            expected="a torch.nn.Module in Python, not TorchScript",
+            got=type(denoiser).__name__,
+            remedy="give the module that was traced or scripted, or a module whose forward calls the function",
+        )
+    for part in list(denoiser.modules()):
+        part._compiled_call_impl = None
+        for name, child in part.named_children():
+            setattr(part, name, getattr(child, "_orig_mod", child))
+    return denoiser
+
+
+def _with_plain_weights(part: nn.Module) -> None:
+    """Replaces weights that are computed from others, as by weight norm, by the computed ones: layers need parameters."""
+    if is_parametrized(part):
+        for name in [*cast(nn.ModuleDict, part.parametrizations)]:
+            remove_parametrizations(part, name)
+    for hook in [*part._forward_pre_hooks.values()]:
+        if isinstance(hook, WeightNorm):
+            remove_weight_norm(part, hook.name)
+        elif isinstance(hook, SpectralNorm):
+            remove_spectral_norm(part, hook.name)
+
+
+def _refuse_other_parameters(source: str, denoiser: nn.Module, names: tuple[str, ...]) -> None:
+    signature = inspect.signature(denoiser.forward)
+    try:
+        bound = signature.bind(*names).arguments
+    except TypeError as error:
+        got = str(error)
+    else:
+        parameters = signature.parameters
+        # `*args` takes all names as a tuple.
+        if all(
+            value == name or parameters[name].kind is inspect.Parameter.VAR_POSITIONAL for name, value in bound.items()
+        ):
+            return
+        got = ", ".join(bound)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        return
+    raise UserError(
+        f"the denoiser of {source} does not take its inputs in their order",
+        expected="a forward with the parameters " + ", ".join(names),
+        got=got,
+        remedy="name the inputs of the model as the parameters of its forward, in the same order",
+    )
+
+
+def _refuse_unfit_inputs(source: str, model: DiffusionModel) -> None:
+    for what, expected, got, remedy in _unfit(model):
+        raise UserError(f"{what} of {source} does not fit", expected=expected, got=got, remedy=remedy)
+
+
+def _unfit(model: DiffusionModel) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a subject, the expected and the given form, and a remedy for each fault of a model's description."""
+    for name in model.dims:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            remedy = "rename it in `dims` and in all shapes, to letters, digits and underscores"
+            yield "a name in `dims`", "a Python identifier", repr(name), remedy
+    for spec in (*model.inputs, model.output):
+        if spec.dtype not in _TYPES:
+            remedy = "declare one of them, and convert the tensor in the forward"
+            yield f"the type of '{spec.name}'", " or ".join(_TYPES), spec.dtype, remedy
+        if unknown := [size for size in spec.shape if isinstance(size, str) and size not in model.dims]:
+            remedy = f"add {unknown[0]!r} to `dims`, with its smallest, usual and largest size"
+            yield f"the shape of '{spec.name}'", "numbers, and names in `dims`", unknown[0], remedy
+    if model.timestep_input not in (names := [spec.name for spec in model.inputs]):
+        yield "`timestep_input`", "one of " + ", ".join(names), model.timestep_input, "name the input of the timestep"
+        return
+    timestep, batch = model.inputs[model.timestep_place], model.inputs[names.index(model.sample_input)].shape[:1]
+    if timestep.shape != batch:
+        remedy = "declare one timestep for each sample, and add axes in the forward: timestep[:, None]"
+        yield f"the shape of the timestep '{timestep.name}'", f"{batch}", f"{timestep.shape}", remedy
