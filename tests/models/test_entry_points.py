@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support import refusal, run, tiny_recipe
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from trtconvert import runtime
@@ -131,24 +131,6 @@ def test_a_sampler_with_weights_of_its_own_is_given_them(tmp_path, monkeypatch):
     refusal(run(*drawn, "--weights", other), "is not what the bundle was made from")
     outcome = run(*drawn, "--weights", weights)
     assert outcome.exit_code == 0 and (elsewhere / "samples.png").is_file(), outcome.output
-
-
-def test_weights_are_fake_while_shapes_are_found():
-    """Also those that modules share, and buffers. The module has its own afterwards, whether its forward fails or not."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    module.append(module[0])
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-    def forward(tensors):
-        assert all(isinstance(x, FakeTensor) for x in (*module.parameters(), *module.buffers()))
-        assert module[2].weight is module[0].weight and isinstance(module[0].weight, nn.Parameter)
-        return module(tensors["x"])
-
-    assert shapes_of(module, forward, {"x": torch.zeros(2, 4)}, "it", "mend it").shape == (2, 4)
-    with pytest.raises(UserError, match="same reduction dim"):
-        shapes_of(module, forward, {"x": torch.zeros(2, 5)}, "it", "mend it")
-    after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    assert after.keys() == own.keys() and all(after[name] is x for name, x in own.items())
 
 
 def test_a_forward_that_fails_is_told_without_the_traceback_of_torch(caplog, capfd):
