@@ -29,12 +29,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trtconvert.attention.modes import INT8_VALUES, Mode
-from trtconvert.attention.sites import Site
 from trtconvert.bars import Steps
 from trtconvert.calib import shared_drawing
 from trtconvert.calib.block_plan import density
 from trtconvert.calib.budget import PREDICTION_ERROR, Budget, Measure, figures, keeps_budget, limits
-from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE, Ranks
 from trtconvert.calib.fixed_plans import fixed_plans, uniform_plan
 from trtconvert.calib.frontier import (
@@ -55,7 +53,6 @@ from trtconvert.calib.predictions import Predictions
 from trtconvert.calib.search_space import SearchSpace
 from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
-from trtconvert.linear.sites import Layer
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.drawings import WatchedSampler
 from trtconvert.models.int8_denoiser import int8_denoiser
@@ -75,11 +72,7 @@ _CORRECTION = 0.1, 10.0
 def search(
     model: DiffusionModel,
     recipe: Recipe,
-    sites: Sequence[Site],
-    layers: Sequence[Layer],
-    calibration: Calibration,
-    scalings: Mapping[str, str],
-    batch: int,
+    space: SearchSpace,
     budget: Budget,
     bar: Steps,
     kept: KeptSearch,
@@ -91,15 +84,12 @@ def search(
     all plans.
 
     Args:
-        sites, layers: operations to convert; scalings: of each site, see `site_scalings`.
-        batch: batch size of the kernel times.
         bar: counts drawings of all samples; measurements add their own steps.
         kept: measurements of earlier searches; receives new ones.
         ranks: processes that share the work; all call this function with the same arguments. Rank 0 measures the budget's
             figures, the others need the limits alone.
     """
     section, bins = recipe.plan, recipe.calibration.bins
-    space = SearchSpace.of(model, recipe, sites, layers, calibration, scalings, batch)
     bar.total(usual_drawings(masks=bool(space.blocks)))
     seeds = range(section.seed, section.seed + section.samples)
 
@@ -178,7 +168,7 @@ def search(
         sensitivity, space.seconds, model.sigmas, budget, measure, space.layers.stated, named=named_fixed(section.point),
         more=bar.more, ahead=measure_ahead if together > 1 else None, together=together,
     )  # fmt: skip
-    densities = [density(point.sparse, space.blocks, len(sites), sensitivity.steps) for point in points]
+    densities = [density(point.sparse, space.blocks, len(space.sites), sensitivity.steps) for point in points]
     points = [point.model_copy(update={"density": x}) for point, x in zip(points, densities, strict=True)]
     return Frontier(gpu=space.cost.gpu, date=space.cost.date, limits=limits(budget), points=points)
 

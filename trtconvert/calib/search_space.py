@@ -93,7 +93,12 @@ class SearchSpace:
         scalings: Mapping[str, str],
         batch: int,
     ) -> SearchSpace:
-        """Builds the space; for the arguments see `trtconvert.calib.plan.search`."""
+        """Builds the space.
+
+        Args:
+            sites, layers: operations to convert; scalings: of each site, see `site_scalings`.
+            batch: batch size of the kernel times.
+        """
         section, bins, shares = recipe.plan, recipe.calibration.bins, recipe.sparse_shares
         convs = [layer for layer in layers if layer.kind == "conv"]
         cost, allowed, of_layers = kernel_cost(section, recipe.layers, masks=bool(shares), convs=bool(convs))

@@ -63,23 +63,11 @@ def _searched(
     """Returns the frontier, and the scalings of its plans. work: folder of measurements."""
     from trtconvert.calib.kept_search import KeptSearch
     from trtconvert.calib.plan import search
-    from trtconvert.calib.search_space import site_scalings
+    from trtconvert.calib.search_space import SearchSpace, site_scalings
 
     recipe, source, sites = build.recipe, build.source.placed(), calibrated.chosen_sites
     form = build.as_exported(source)
     batch = opt_rows(form, profiles_of(recipe, form)[0])
     scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
-    frontier = search(
-        source,
-        recipe,
-        sites,
-        calibrated.chosen_layers,
-        calibrated.calibration,
-        scalings,
-        batch,
-        budget,
-        bar,
-        KeptSearch(work, build.ranks),
-        build.ranks,
-    )
-    return frontier, scalings
+    space = SearchSpace.of(source, recipe, sites, calibrated.chosen_layers, calibrated.calibration, scalings, batch)
+    return search(source, recipe, space, budget, bar, KeptSearch(work, build.ranks), build.ranks), scalings
