@@ -100,7 +100,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "a hook of forward, in mid_block.*hook.remove",
     ),
     "a forward": (_with_another_forward, "another forward, in mid_block"),
-    "a layer": (_with_another_layer, f"an? Other in place of a Linear, at {BLOCK}.attn1.to_q"),
+    "a layer": (_with_another_layer, f"Other in place of torch.nn.modules.linear.Linear, at {BLOCK}.attn1.to_q"),
 }
 
 

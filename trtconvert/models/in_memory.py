@@ -82,7 +82,8 @@ def _changes(model: nn.Module) -> Iterator[tuple[str, str]]:
         if _is_adapted(part):
             part = part.get_base_layer()  # type: ignore[operator]
         if path in own and type(part) is not own[path] and not hasattr(part, "_orig_mod"):
-            yield f"a {type(part).__name__} in place of a {own[path].__name__}, at {path}", "load the model again"
+            kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in (type(part), own[path]))
+            yield f"{' in place of '.join(kinds)}, at {path or 'the model itself'}", "load the model again"
 
 
 def _is_adapted(layer: nn.Module) -> bool:
