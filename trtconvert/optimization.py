@@ -41,8 +41,8 @@ def optimize(
 ) -> Any:
     """Converts a diffusers pipeline's denoiser and puts its engine in place.
 
-    The pipeline is saved to the temporary folder during the conversion, with its fused LoRAs. A later call with the same weights
-    and the same arguments finds the bundle again. Progress is shown as on the command line.
+    The pipeline is saved to the temporary folder during the conversion, with its LoRAs, fused or active. A later call with
+    the same weights and the same arguments finds the bundle again. Progress is shown as on the command line.
 
     Args:
         pipe: the pipeline. Its `transformer` or `unet` is replaced by one that runs the engine; the old weights are freed with
@@ -64,6 +64,7 @@ def optimize(
     from rich.console import Console
 
     from trtconvert.engine import tensorrt
+    from trtconvert.models.in_memory import refuse_unsaved, save
     from trtconvert.pipeline import build
     from trtconvert.progress import Reporter
     from trtconvert.recipe import load_recipe
@@ -77,13 +78,14 @@ def optimize(
             got=state.detail,
             remedy=f'{state.remedy}; or check images slowly with device="cpu", which runs ONNX Runtime',
         )
+    refuse_unsaved(pipe, name)
     sections = _merged(recipe or {}, options, device, offload)
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
     report = Reporter(Console(highlight=False, stderr=True, quiet=quiet))
     cache = Cache(default_folder())
     if not (bundle / MANIFEST).is_file():
         with temporary_folder() as place:
-            pipe.save_pretrained(place / "pipeline")
+            save(pipe, place / "pipeline")
             (place / "recipe.yaml").write_text(json.dumps(sections))  # JSON is YAML
             build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
     denoiser = _loaded(bundle, device, report, cache).as_diffusers()
@@ -143,6 +145,8 @@ def _merged(
                 remedy="remove these fields: `pipe` is the model, and `device` selects the backend",
             )
         sections[name] = sections.get(name, {}) | dict(fields)
+        if name == "model":
+            sections[name]["options"] = {**fields.get("options", {}), **options}
     asked = recipe.get("verify", {})
     if asked.keys() & {"samples", "steps"} and "on_gpu" not in asked:  # the caller's values hold on a GPU too
         del sections["verify"]["on_gpu"]
@@ -151,12 +155,13 @@ def _merged(
 
 def _key(pipe: Any, name: str, sections: Mapping[str, Any]) -> str:
     """Hashes the weights, the pipeline's class and the recipe."""
+    from trtconvert.models.in_memory import weights_of
     from trtconvert.weights.tensor_files import raw_bytes
 
     digest = hashlib.sha256(
         json.dumps([__version__, type(pipe).__name__, sections], sort_keys=True, default=str).encode()
     )
-    for key, x in getattr(pipe, name).state_dict().items():
+    for key, x in weights_of(getattr(pipe, name)).items():
         digest.update(f"{key} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(raw_bytes(x))
     return digest.hexdigest()[:24]

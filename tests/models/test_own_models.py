@@ -99,6 +99,20 @@ def test_unfit_models_are_refused_as_they_are_loaded(fault, monkeypatch):
     assert all(part in str(error.value) for part in ("an_entry_point:build", "remedy: ", *told)), error.value
 
 
+def test_parameters_that_are_no_inputs_may_be_left_out(monkeypatch):
+    """As `context` in `forward(x, timesteps, context=None, y=None)` of a model of classes."""
+
+    class Other(tiny_models.Tiny):
+        def forward(self, x: Tensor, timestep: Tensor, context: Tensor | None = None, label: Tensor | None = None):
+            assert context is None and label is not None
+            return super().forward(x, timestep) + label[:, None, None, None]
+
+    tiny = tiny_models.build()
+    inputs = (*tiny.inputs, InputSpec("label", "int64", ("batch",)))
+    model = loaded(monkeypatch, lambda: replace(tiny, denoiser=Other(), inputs=inputs))
+    assert len(sites_to_convert(model, AttentionSection())[0]) == 1
+
+
 @pytest.mark.parametrize(
     ("wrap", "got"),
     [

@@ -217,9 +217,26 @@ def _is_shared(model: nn.Module, name: str) -> bool:
     return getattr(model, name.partition(".")[0], model) is None
 
 
+_OF_PIPELINES_IN_USE = (
+    (".base_layer.", "with a LoRA that is not merged", "pipe.fuse_lora() and pipe.unload_lora_weights()"),
+    (".to_qkv.", "with joint projections", "pipe.unfuse_qkv_projections()"),
+    (".to_kv.", "with joint projections", "pipe.unfuse_qkv_projections()"),
+)
+"""Parts of names that layers get while a pipeline is in use, what such a pipeline was saved with, and calls that undo it."""
+
+
 def _refuse_others(
     model: nn.Module, title: str, missing: Iterable[str], unexpected: Iterable[str], ignore: Sequence[str]
 ) -> None:
+    unexpected = list(unexpected)
+    for part, what, remedy in _OF_PIPELINES_IN_USE:
+        if changed := sorted(name for name in unexpected if part in name):
+            raise UserError(
+                f"the weights of {title} were saved {what}",
+                expected=f"the weights of a {type(model).__name__} as its class has them",
+                got=f"{len(changed)} others, {changed[0]} the first of them",
+                remedy=f"load the pipeline again as you did, call {remedy}, and then save_pretrained",
+            )
     if lost := sorted(missing):
         raise UserError(
             f"the weights of {title} are incomplete",

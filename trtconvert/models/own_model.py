@@ -21,6 +21,9 @@ from trtconvert.models.own_sampler import OwnSampler
 
 _TYPES = ("float32", "int64")
 
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""Kinds of parameters that take any arguments."""
+
 
 def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
     """Returns a model for a conversion: in evaluation mode, in FP32, not compiled, with weights that are parameters, and with a
@@ -75,21 +78,21 @@ def _with_plain_weights(part: nn.Module) -> None:
 
 
 def _refuse_other_parameters(source: str, denoiser: nn.Module, names: tuple[str, ...]) -> None:
+    """Samplers pass the first two inputs by place, and the others by name."""
     signature = inspect.signature(denoiser.forward)
+    named = {name: name for name in names}
     try:
-        bound = signature.bind(*names).arguments
+        signature.bind(**named)
+        bound = signature.bind(*names[:2], **{name: named[name] for name in names[2:]}).arguments
     except TypeError as error:
         got = str(error)
+        if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+            return
     else:
-        parameters = signature.parameters
-        # `*args` takes all names as a tuple.
-        if all(
-            value == name or parameters[name].kind is inspect.Parameter.VAR_POSITIONAL for name, value in bound.items()
-        ):
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        if all(named.get(name, value) == value or kinds[name] in _ANY for name, value in bound.items()):
             return
         got = ", ".join(bound)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        return
     raise UserError(
         f"the denoiser of {source} does not take its inputs in their order",
         expected="a forward with the parameters " + ", ".join(names),
