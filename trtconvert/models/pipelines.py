@@ -112,8 +112,8 @@ class PipelineCaller:
     pads: bool = field(default=False, init=False)
     _image_each: bool | None = field(default=None, init=False)
     """True if several samples of a call get an image each, False if they share one; None before the first such call."""
-    _encoders: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
-    """The functions of `encoding_once`, by the pipeline's part, with all that they encoded."""
+    _encoders: dict[str, tuple[Any, Callable[..., Any]]] = field(default_factory=dict, init=False, repr=False)
+    """By the pipeline's part: its function, and the function of `encoding_once` with all that it encoded."""
 
     def __post_init__(self) -> None:
         self.signature = inspect.signature(self.pipe.__call__).parameters
@@ -526,9 +526,11 @@ class PipelineCaller:
         with ExitStack() as caches:
 
             def once(name: str, part: Any, method: str, wrapped: Callable[..., Any]) -> None:
-                if name not in self._encoders:
-                    self._encoders[name] = wrapped(getattr(part, method))
-                caches.enter_context(replaced(part, method, self._encoders[name]))
+                own = getattr(part, method)
+                function = getattr(own, "__func__", own)
+                if name not in self._encoders or self._encoders[name][0] is not function:
+                    self._encoders[name] = function, wrapped(own)
+                caches.enter_context(replaced(part, method, self._encoders[name][1]))
 
             for name, part in self.pipe.components.items():
                 if name.startswith("text_encoder") and isinstance(part, nn.Module):
