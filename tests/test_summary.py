@@ -177,10 +177,10 @@ def test_why_little_is_in_int8_is_told_with_what_would_change_it(manifest, digit
     assert told_why(with_parts(manifest, plan, sites, layers), digits_build.bundle) == (
         f"attention: 6 of {9 * bins} timestep bins of its sites; of the others {6 * (bins - 1)}: the plan's budget leaves them "
         f"(plan.min_psnr 41, plan.max_prediction_error 0.025); {3 * bins}: head_dim 0 to 16 what would change most: a budget "
-        "that allows more takes more in, such as a lower plan.min_psnr and a higher plan.max_prediction_error layers: 2 of 62; of "
-        "the others 50: it has 1 to 3 rows for each sample; 8: the plan's budget leaves them (plan.min_psnr 41, "
-        "plan.max_prediction_error 0.025); 1: it is the first layer; 1: it is the last layer what would change most: no setting "
-        "of the recipe changes that"
+        "that allows more takes more in, such as a lower plan.min_psnr and a higher plan.max_prediction_error "
+        "layers: 2 of 62; of the others 50: it has 1 to 3 rows for each sample; 8: the plan's budget leaves them "
+        "(plan.min_psnr 41, plan.max_prediction_error 0.025); 1: it is the first layer; 1: it is the last layer what would "
+        "change most: no setting of the recipe changes that"
     )
 
 
