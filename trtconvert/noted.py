@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Entry = TypeVar("Entry")
 
@@ -71,7 +72,8 @@ class PackedEntries:
 
     def __init__(self, entries: Sequence[tuple[str, Any]]) -> None:
         self._entries = entries
-        tensors = {id(x): x for _, entry in entries for f in fields(entry) for x in _tensors_of(getattr(entry, f.name))}
+        leaves = tree_leaves([vars(entry) for _, entry in entries])
+        tensors = {id(x): x for x in leaves if isinstance(x, Tensor)}
         self._members: dict[tuple[torch.dtype, torch.device], dict[int, torch.Size]] = {}
         for key, x in tensors.items():
             self._members.setdefault((x.dtype, x.device), {})[key] = x.shape
@@ -93,15 +95,6 @@ class PackedEntries:
 
         for name, entry in self._entries:
             notes.add(name, replace(entry, **{f.name: copied(getattr(entry, f.name)) for f in fields(entry)}))
-
-
-def _tensors_of(x: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a value of an entry."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, dict):
-        for value in x.values():
-            yield from _tensors_of(value)
 
 
 @dataclass(frozen=True)

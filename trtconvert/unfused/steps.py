@@ -99,56 +99,42 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Largest:
+class _OfScores:
+    """A tensor that is computed from scores."""
+
+    scores: Scores
+
+    @property
+    def readers(self) -> list[str]:
+        return self.scores.readers
+
+
+class Largest(_OfScores):
     """The largest scores along an axis, which some models subtract before the softmax, without effect on the result."""
 
-    scores: Scores
 
-    @property
-    def readers(self) -> list[str]:
-        return self.scores.readers
-
-
-@dataclass(frozen=True)
-class Exponentials:
+class Exponentials(_OfScores):
     """The exponentials of scores; divided by their sums along the keys they are probabilities."""
 
-    scores: Scores
-
-    @property
-    def readers(self) -> list[str]:
-        return self.scores.readers
-
 
 @dataclass(frozen=True)
-class Sums:
+class Sums(_OfScores):
     """The sums of exponentials along the axis `key`."""
 
-    scores: Scores
     key: str
 
-    @property
-    def readers(self) -> list[str]:
-        return self.scores.readers
 
-
-@dataclass(frozen=True)
 class Quotients(Sums):
     """Exponentials divided by these sums: a softmax."""
 
 
 @dataclass(frozen=True)
-class Probabilities:
+class Probabilities(_OfScores):
     """The result of a softmax over the axis `key` of scores. axes: of the result, in their present order."""
 
-    scores: Scores
     key: str
     axes: str
     softmax: Softmax
-
-    @property
-    def readers(self) -> list[str]:
-        return self.scores.readers
 
 
 @dataclass(frozen=True)
