@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trtconvert.attention import kernel, reference
 from trtconvert.attention.modes import Mode
-from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.models.recorded_calls import relative_error
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from torch import Tensor
 from trtconvert.attention import int4_attention, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.sites import SiteCall
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.denoiser import intercepted, on_device
 from trtconvert.models.digits import digits_model
 from trtconvert.models.emoji import emoji_model
+from trtconvert.models.recorded_calls import relative_error
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MODELS = {"digits-dit": digits_model, "emoji-dit": emoji_model}

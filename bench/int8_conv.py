@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.calib.measure import CONV_SHAPES
 from trtconvert.errors import BackendUnavailable
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear.conv_kernel import group_norm, int8_conv
 from trtconvert.linear.reference import LEVELS, quantise_weight
+from trtconvert.models.recorded_calls import relative_error
 
 BATCH = 2
 BYTES = 100e6  # of inputs, weights and results of a shape, more than an H100's L2 cache has

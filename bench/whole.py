@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from trtconvert import models, runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.evaluate.recorded_calls import RecordedCalls
 from trtconvert.models.placed import placed
 from trtconvert.models.placement import choose_place
+from trtconvert.models.recorded_calls import RecordedCalls
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.stages.common import RECORDED_CALLS
 

@@ -17,11 +17,11 @@ from trtconvert.bundle import read_manifest, unquantised_file
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.fixed_plans import stated_attention
 from trtconvert.engine import tensorrt_rtx
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.export.nodes.layers import LAYER_METADATA
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.linear.modes import LayerMode
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import AttentionSection
 from trtconvert.weights.unquantised import Unquantised
 

@@ -16,10 +16,10 @@ from trtconvert.calib.calibrate import calibrate, load_calibration, modulated_gr
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.layer_observer import LayerObserver, deltas_of
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.manifest_checks import contradiction
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 from trtconvert.serving.triton import _component
 

@@ -17,8 +17,8 @@ from trtconvert.bundle import MANIFEST, read_manifest
 from trtconvert.calib.calibration import Calibration, load_of_bundle, masks_of_bundle
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.torch_int8 import TorchInt8
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.runtime.session import OnnxRuntimeComponent
 
 HEIGHT = 10

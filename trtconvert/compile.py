@@ -144,7 +144,7 @@ def _verified(folder: Path, manifest: Manifest, name: str, engines: Engines, rep
     if RECORDED_CALLS not in manifest.files:  # an older bundle
         return engines
     from trtconvert.evaluate.gates import check_predictions
-    from trtconvert.evaluate.recorded_calls import RecordedCalls
+    from trtconvert.models.recorded_calls import RecordedCalls
     from trtconvert.runtime.batches import AnyBatch
     from trtconvert.runtime.bundles import engine_component
 

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trtconvert.attention import int4_attention
 from trtconvert.attention.int4 import int4_product, quantise_int4
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
+from trtconvert.models.recorded_calls import relative_error as error
 
 
 def tensors(heads=4, kv_heads=2, queries=70, keys=200, dim=64, seed=0):

@@ -15,7 +15,7 @@ from trtconvert.attention import Int8Attention, neighbourhood_mask, window_mask
 from trtconvert.attention.masks import check_block_mask
 from trtconvert.attention.reference import BLOCK, expand_blocks
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
+from trtconvert.models.recorded_calls import relative_error as error
 
 
 def blocks_of(pairs: Tensor, block_size: int) -> Tensor:

@@ -23,7 +23,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.module import PRECISION_MODES
 from trtconvert.attention.reference import attention as reference
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
+from trtconvert.models.recorded_calls import relative_error as error
 
 B, H, N, D = 2, 4, 200, 40
 

@@ -18,7 +18,7 @@ from trtconvert.attention.reference import (
     tables_from_data,
     timestep_bin,
 )
-from trtconvert.evaluate.recorded_calls import relative_error as error
+from trtconvert.models.recorded_calls import relative_error as error
 
 
 def tensors(heads=4, kv_heads=2, queries=33, keys=200, dim=40, batch=2, seed=0):

@@ -29,9 +29,9 @@ from trtconvert.attention.sites import SiteCall, attention_hooks
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.calibration import Calibration
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.interception import Interception
+from trtconvert.models.recorded_calls import relative_error as error
 from trtconvert.provenance import Provenance
 
 MAKERS = {name: make for name, (make, _) in tiny_pipelines.PIPELINES.items()} | {

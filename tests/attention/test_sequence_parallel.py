@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trtconvert.attention import Int8Attention, SequenceParallelAttention
 from trtconvert.attention.sequence_parallel import merged
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
+from trtconvert.models.recorded_calls import relative_error as error
 
 PROCESSES = 2
 B, H, N, D = 2, 4, 256, 32

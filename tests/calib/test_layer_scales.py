@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows
 from trtconvert.calib.layer_scales import LEAST_DELTA, LayerScales, choose_scales, layer_tables
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS, conv, linear, quantise_weight, short_scale
 from trtconvert.linear.sites import LayerCall, model_tensors
+from trtconvert.models.recorded_calls import relative_error as error
 
 MAX = 1000.0
 

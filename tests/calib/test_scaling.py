@@ -13,9 +13,9 @@ from support import run, tiny_recipe
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.calibration import Calibration
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.quant.forward import Int8Sites
 
 

@@ -26,12 +26,12 @@ from trtconvert.engine.attention_choice import (
 )
 from trtconvert.engine.builder import build_plan
 from trtconvert.errors import TrtconvertError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 
 
 @pytest.fixture(scope="module")

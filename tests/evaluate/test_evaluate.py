@@ -21,7 +21,6 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
 from trtconvert.errors import UserError
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.records import Evaluation, Request, SetQuality, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
@@ -30,6 +29,7 @@ from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.files import PARTIAL
 from trtconvert.models.denoiser import DenoiserInType
 from trtconvert.models.placed import Place
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.progress import Reporter
 
 TINY_SHAPE = torch.Size([1, 4, 4])

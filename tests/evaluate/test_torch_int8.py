@@ -13,11 +13,11 @@ from tolerances import WHOLE_DENOISER
 from trtconvert import runtime
 from trtconvert.calib.calibration import Calibration
 from trtconvert.evaluate import torch_int8
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.records import read_evaluation
 from trtconvert.evaluate.table import watch_line
 from trtconvert.evaluate.torch_int8 import TorchInt8
 from trtconvert.linear.modes import LayerMode
+from trtconvert.models.recorded_calls import relative_error
 
 NONE: dict[str, list[int]] = {name: [] for name in CHOSEN}
 

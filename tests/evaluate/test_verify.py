@@ -15,12 +15,12 @@ from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.errors import GateError
 from trtconvert.evaluate import verify
 from trtconvert.evaluate.gates import check_gates, error_limit
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import draw, output_sqnr, psnr
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS
 from trtconvert.linear.sites import LayerFinder, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import VerifySection
 

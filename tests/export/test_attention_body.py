@@ -15,7 +15,6 @@ from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.native import lower_to_native
@@ -23,6 +22,7 @@ from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, KEY_INDEX, MASK, OP, Variant, function_body
 from trtconvert.export.nodes.common import DOMAIN
+from trtconvert.models.recorded_calls import relative_error as error
 
 VARIANTS = [
     Variant(*parts)  # type: ignore[arg-type]

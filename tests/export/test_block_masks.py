@@ -13,12 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import expand_blocks, tables_from_data
 from trtconvert.engine.attention_choice import site_plans
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes, block_mask_of
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error as error
 from trtconvert.quant.forward import Int8Sites
 
 BINS, SIZES = 4, {"batch": 4, "height": 16}

@@ -12,12 +12,12 @@ from torch import nn
 
 from trtconvert.bundle import NEXT
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.delta_caches import LAST, caches_of, require_fixed_sizes
 from trtconvert.export.lowering.delta_qdq import lower_deltas
 from trtconvert.export.lowering.layers import expand_layers, quantise_products
 from trtconvert.export.nodes.deltas import LINEAR, QUANTISE, delta_nodes, modulated_layers
 from trtconvert.export.nodes.layers import layer_nodes
+from trtconvert.models.recorded_calls import relative_error as error
 
 EDGES = 0.01
 """Tolerance for values beyond INT8's rounding edges in consecutive steps, because sums are rounded elsewhere."""

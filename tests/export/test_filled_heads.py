@@ -17,11 +17,11 @@ from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.bars import NoBar
 from trtconvert.diffusion_model import InputSpec
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.evaluate.verify import output_sqnr
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error as error
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 

@@ -12,10 +12,10 @@ import torch
 from layered_graphs import STATIC, int8_model
 from onnxruntime import InferenceSession
 
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.float32 import in_float32
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 
 

@@ -12,7 +12,6 @@ from int8_layers import tables_of
 from layer_graphs import LEVELS, layer_model, run, run_proto
 from tiny_layers import random
 
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.nodes.common import DOMAIN, OPSET
 from trtconvert.export.nodes.layers import (
@@ -28,6 +27,7 @@ from trtconvert.export.nodes.layers import (
 )
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import conv, linear
+from trtconvert.models.recorded_calls import relative_error as error
 
 SAMPLES = 4
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.layers import (
     BIAS_METADATA,
@@ -25,6 +24,7 @@ from trtconvert.export.nodes.layers import (
 from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import layer_hooks
+from trtconvert.models.recorded_calls import relative_error as error
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from tiny_layers import random
 from trtconvert.attention import reference
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables, tables_from_data
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering.function import lower_to_function
 from trtconvert.export.nodes.attention_body import BLOCK_MASK, INPUTS, MASK, Variant
 from trtconvert.export.nodes.common import DOMAIN, OPSET
@@ -26,6 +25,7 @@ from trtconvert.export.nodes.deltas import CONV, PRODUCT_INPUTS, QUANTISE, QUANT
 from trtconvert.linear.deltas import add_product, quantise_delta
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import conv, linear
+from trtconvert.models.recorded_calls import relative_error as error
 
 VALUES = (math.nan, math.inf, -math.inf)
 CASES = [

@@ -22,7 +22,6 @@ from trtconvert.attention.reference import AttentionTables, tables_from_data
 from trtconvert.bundle import NAMESAKE, TRANSPOSED
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export import storage
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.lowering.plugin import lower_to_plugin
@@ -30,6 +29,7 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.torch_export import exported_to_onnx
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error as error
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from trtconvert.attention import (
 )
 from trtconvert.attention.modes import Mode
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error as error
+from trtconvert.models.recorded_calls import relative_error as error
 
 pytestmark = pytest.mark.gpu
 

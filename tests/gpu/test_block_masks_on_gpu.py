@@ -26,12 +26,12 @@ from trtconvert.bundle import TensorRecord, read_manifest
 from trtconvert.cache import Cache
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes, block_mask_of
 from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.pipeline import build as build_bundle
 from trtconvert.progress import Reporter
 from trtconvert.quant.forward import Int8Sites

@@ -31,12 +31,12 @@ from trtconvert.engine.engine_timer import denoiser_microseconds
 from trtconvert.engine.loading import load_engine
 from trtconvert.engine.logs import make_log
 from trtconvert.errors import TrtconvertError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_group_norm_kernel, has_linear_kernel
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.progress import Reporter
 from trtconvert.recipe import EngineSection
 

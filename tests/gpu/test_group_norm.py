@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.c_structs import GROUP_NORM_VERSION, GroupNormParams
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import has_group_norm_kernel, load_library
+from trtconvert.models.recorded_calls import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,8 @@ from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import psnr
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe

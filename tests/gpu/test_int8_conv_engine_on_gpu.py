@@ -12,10 +12,10 @@ from gpu_engines import output_of_plan
 from test_engine_on_gpu import Watch, inputs_of
 
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.int8_convs import INT8_CONV
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.library import has_group_norm_kernel, has_linear_kernel
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import EngineSection
 
 pytestmark = pytest.mark.gpu

@@ -14,9 +14,9 @@ from tolerances import HALF_LAYERS
 
 from trtconvert import runtime
 from trtconvert.cache import Cache
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.digits import digits_model
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.pipeline import build as build_bundle
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe

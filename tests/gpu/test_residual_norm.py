@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.c_structs import RESIDUAL_NORM_VERSION, ResidualNormParams
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.library import load_library
+from trtconvert.models.recorded_calls import relative_error
 
 pytestmark = pytest.mark.gpu
 

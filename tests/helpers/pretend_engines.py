@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trtconvert.bundle import ComponentRecord, EngineRecord
-from trtconvert.evaluate.recorded_calls import RecordedCalls
+from trtconvert.models.recorded_calls import RecordedCalls
 from trtconvert.runtime import bundles
 
 

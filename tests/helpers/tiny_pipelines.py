@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.pipeline_sampler import as_images
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")

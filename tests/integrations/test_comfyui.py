@@ -16,8 +16,8 @@ from tolerances import INT8_CALL
 
 from trtconvert.bundle import GuidanceRecord
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.recorded_calls import relative_error
 
 SIZES: dict[str, Any] = {"height": 32, "width": 32, "batch": [1, 1, 2]}
 

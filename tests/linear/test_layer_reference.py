@@ -9,9 +9,9 @@ from int8_layers import conv_in_double, linear_in_double, tables_of
 from tiny_layers import random
 from torch.nn import functional as F
 
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.linear.reference import LEVELS, LayerTables, conv, is_quantised, linear, quantise_weight, short_scale
+from trtconvert.models.recorded_calls import relative_error as error
 from trtconvert.weights import blocks
 
 INT8_MODES = [mode for mode in LayerMode if mode != LayerMode.EXACT]

@@ -28,10 +28,10 @@ from trtconvert.bundle import ComponentRecord
 from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.engine import tensorrt_rtx
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.diffusers import diffusers_model
 from trtconvert.models.loading import load_pipeline
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import EngineSection, load_recipe
 from trtconvert.runtime.diffusers import DiffusersComponent
 from trtconvert.runtime.pipeline import make_pipeline

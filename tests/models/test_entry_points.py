@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.observation import shapes_of
+from trtconvert.models.recorded_calls import relative_error
 
 
 class Block(nn.Module):

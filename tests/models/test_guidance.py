@@ -18,12 +18,12 @@ from trtconvert import models, runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.guidance import FusedGuidance, GuidedDenoiser
 from trtconvert.manifest_checks import contradiction
 from trtconvert.models.denoiser import sampled_from
 from trtconvert.models.digits import _SCHEDULE
 from trtconvert.models.guidance import fused_form
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.models.samplers import initial_noise, sample
 from trtconvert.recipe import ModelSection
 from trtconvert.runtime.session import OnnxRuntimeComponent

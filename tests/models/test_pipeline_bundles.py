@@ -23,9 +23,9 @@ from trtconvert.cache import Cache
 from trtconvert.documents import PIPELINE_INDEX
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.evaluate.evaluation import full_precision
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.evaluate.verify import psnr
 from trtconvert.models.loading import load_pipeline
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.models.saved import copy_without_models
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter

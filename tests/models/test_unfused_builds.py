@@ -16,8 +16,8 @@ from torch.nn import functional
 from trtconvert import runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.interception import first_tensor
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import AttentionSection
 
 WIDTH, HEADS = 64, 2

@@ -20,9 +20,9 @@ from trtconvert.bundle import MANIFEST, file_record, read_manifest
 from trtconvert.cache import Cache
 from trtconvert.calib.kept_search import KeptSearch
 from trtconvert.calib.sensitivity import Sensitivity
-from trtconvert.evaluate.recorded_calls import RecordedCalls
 from trtconvert.models.onnx.sampling import SCHEDULES, Trained
 from trtconvert.models.parametrisation import NOISE_INPUTS, PREDICTIONS, SOLVERS
+from trtconvert.models.recorded_calls import RecordedCalls
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 
 # The cache ------------------------------------------------------------------------------------------------------------

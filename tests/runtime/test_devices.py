@@ -14,8 +14,8 @@ from torch import Tensor
 from trtconvert import runtime
 from trtconvert.bundle import ComponentRecord, TensorRecord
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.models.digits import draw_digits
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.models.samplers import initial_noise, sample
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.devices import DataParallel

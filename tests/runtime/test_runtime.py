@@ -25,7 +25,7 @@ from trtconvert.bundle import (
 )
 from trtconvert.engine import BackendStatus
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.runtime import bundles
 from trtconvert.runtime.compatibility import Machine, fitting_engine
 from trtconvert.runtime.session import OnnxRuntimeComponent

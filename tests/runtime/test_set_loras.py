@@ -16,8 +16,8 @@ from tiny_loras import ALPHA, RANK
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.runtime import loras as runtime_loras
 
 HALF = ALPHA / RANK

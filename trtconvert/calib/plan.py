@@ -49,13 +49,13 @@ from trtconvert.calib.frontier import (
 )
 from trtconvert.calib.kept_search import KeptSearch
 from trtconvert.calib.knapsack import fastest
-from trtconvert.calib.predictions import Predictions
 from trtconvert.calib.search_space import SearchSpace
 from trtconvert.calib.sensitivity import Sensitivity, measure_sensitivity
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.drawings import WatchedSampler
 from trtconvert.models.int8_denoiser import int8_denoiser
+from trtconvert.models.recorded_calls import CallRecorder, RecordedCalls
 from trtconvert.quant.decision import Choice, Decision, Plan, Unit
 from trtconvert.recipe import Recipe
 
@@ -110,12 +110,11 @@ def search(
             model, denoisers, seeds, bar, ranks, batch=len(seeds), steps=section.steps, solver="ddim"
         )
 
-    predictions = Predictions(model, bins)
-
     def drawn_in_full() -> dict[str, Tensor]:
         bar.more(1)
-        images = drawn([lambda: predictions.around(graphed(model, model.denoiser))])[0]
-        return {"images": images} | predictions.tensors()
+        recorder = CallRecorder(model, bins, None)
+        images = drawn([lambda: recorder.around(graphed(model, model.denoiser))])[0]
+        return {"images": images} | recorder.calls(lambda: None).tensors()
 
     def in_int8(plan: Plan) -> Denoiser:
         int8_sites, int8_layers = space.int8_sites(plan).to(model.device), space.layers.int8.in_plan(plan.layers)
@@ -123,7 +122,7 @@ def search(
 
     kept_full, measured = dict(kept.full(drawn_in_full)), list[Plan]()
     full = kept_full.pop("images", torch.empty(0))
-    predictions.read(kept_full)
+    calls = RecordedCalls.of_tensors({name: x.to(model.device) for name, x in kept_full.items()}, [None] * bins)
     if (limit := section.max_prediction_error) is not None:
         budget = [*budget, Measure(PREDICTION_ERROR, None, False, limit)]
 
@@ -134,8 +133,9 @@ def search(
         measured = _BINS_MEASURED if modelled.any() else bins
         if plan.exact:
             measured = 0
-        errors = predictions.errors(denoiser, modelled.argsort(descending=True)[:measured].tolist()).values()
-        return {PREDICTION_ERROR: max(errors, key=lambda x: math.inf if math.isnan(x) else x, default=0.0)}
+        errors = calls.errors(denoiser, modelled.argsort(descending=True)[:measured].tolist())
+        seen = (error for error in errors if error is not None)
+        return {PREDICTION_ERROR: max(seen, key=lambda x: math.inf if math.isnan(x) else x, default=0.0)}
 
     def measure_all(plans: Sequence[Plan]) -> None:
         """Measures plans that were not measured. Rank 0 holds the samples of as many plans as there are processes."""

@@ -17,7 +17,7 @@ from trtconvert.bundle import ComponentRecord
 from trtconvert.diffusion_model import ModelComponent
 from trtconvert.documents import require_plain_types, safetensors_header
 from trtconvert.errors import UserError, first_line
-from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.weights.finite import is_finite
 
 MOST_KEPT = 2**22

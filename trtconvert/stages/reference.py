@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trtconvert.bars import Steps
     from trtconvert.diffusion_model import Denoiser
-    from trtconvert.evaluate.recorded_calls import CallRecorder
+    from trtconvert.models.recorded_calls import CallRecorder
     from trtconvert.progress import Bar
 
 
@@ -56,8 +56,8 @@ def _drawn(build: Build, bar: Steps) -> tuple[Tensor, CallRecorder]:
     The recorder holds the model on the CPU, so that `Source.leave_gpu` frees the copy on the GPU.
     """
     from trtconvert.evaluate import verify
-    from trtconvert.evaluate.recorded_calls import CallRecorder
     from trtconvert.models.cuda_graphs import graphed
+    from trtconvert.models.recorded_calls import CallRecorder
 
     source = build.source.placed()
     batch = source.inputs[0].shape[0]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from trtconvert import bars
     from trtconvert.bundle import ComponentRecord, EngineRecord
-    from trtconvert.evaluate.recorded_calls import RecordedCalls
+    from trtconvert.models.recorded_calls import RecordedCalls
     from trtconvert.progress import Bar
     from trtconvert.quant.forward import Int8Layers
     from trtconvert.runtime.session import OnnxRuntimeComponent
@@ -75,7 +75,7 @@ def verify_stage(
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.data import batches_of
         from trtconvert.evaluate import verify
-        from trtconvert.evaluate.recorded_calls import RecordedCalls
+        from trtconvert.models.recorded_calls import RecordedCalls
 
         calls = RecordedCalls.load(reference.folder / RECORDED_CALLS)
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
@@ -248,8 +248,8 @@ def _export_error(
     import torch
 
     from trtconvert.evaluate import verify
-    from trtconvert.evaluate.recorded_calls import relative_error
     from trtconvert.export.float32 import in_float32
+    from trtconvert.models.recorded_calls import relative_error
     from trtconvert.runtime.session import OnnxRuntimeComponent
 
     def reference(wide: bool) -> Tensor:

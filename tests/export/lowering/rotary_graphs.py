@@ -15,9 +15,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import nn
 
 from trtconvert.diffusion_model import InputSpec
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.plugin import lower_to_plugin
 from trtconvert.export.nodes.attention import attention_nodes
+from trtconvert.models.recorded_calls import relative_error
 
 HEADS, CHANNELS, TOKENS = 2, 32, 6
 

@@ -16,7 +16,6 @@ from tiny_layers import CHOSEN, Called, model_of, random
 from torch import nn
 from torch.nn import functional as F
 
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export.lowering.delta_plugins import QUANTISE_DELTAS, can_fuse_deltas, fuse_deltas
 from trtconvert.export.lowering.delta_qdq import lower_deltas
 from trtconvert.export.lowering.int8_layers import INT8_LINEAR
@@ -25,6 +24,7 @@ from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.export.nodes.deltas import delta_nodes
+from trtconvert.models.recorded_calls import relative_error as error
 
 CLOSE = 1.35
 """How much larger an error against full precision may be than the specification's, of a step by itself: FP16 rounds on the

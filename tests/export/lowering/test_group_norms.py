@@ -12,8 +12,8 @@ from tolerances import PIXELS_AS_TOKENS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, fuse_group_norms
+from trtconvert.models.recorded_calls import relative_error
 
 
 class Images(nn.Module):

@@ -16,7 +16,6 @@ from tolerances import PIXELS_AS_TOKENS
 from torch import Tensor
 
 from trtconvert.engine import lowered_model, tensorrt
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export import storage
 from trtconvert.export.lowering.group_norms import CHANNELS_LAST_ADD, GROUP_NORM, fuse_group_norms, has_group_norms
 from trtconvert.export.lowering.native import lower_to_native
@@ -25,6 +24,7 @@ from trtconvert.export.lowering.residual_norms import RESIDUAL_NORM
 from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import has_own_nodes
 from trtconvert.library import has_group_norm_kernel
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import EngineSection
 
 

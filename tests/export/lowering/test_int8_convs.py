@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.engine import lowered_model, tensorrt
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.group_norms import GROUP_NORM, fuse_group_norms
 from trtconvert.export.lowering.int8_convs import INT8_CONV, INT8_GROUP_NORM, fuse_int8_convs
 from trtconvert.export.lowering.layers import expand_layers, quantise_products
@@ -28,6 +27,7 @@ from trtconvert.export.nodes.attention import attention_nodes
 from trtconvert.export.nodes.common import DOMAIN
 from trtconvert.linear.sites import LayerFinder
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import EngineSection
 
 

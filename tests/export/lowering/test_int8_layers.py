@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import tables_from_data
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering import int8_layers
 from trtconvert.export.lowering.int8_layers import (
     INT8_LINEAR,
@@ -40,6 +39,7 @@ from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables, linear, quantise_weight
 from trtconvert.linear.sites import ConvertedLayer, LayerFinder, select_layers
 from trtconvert.models.denoiser import intercepted
+from trtconvert.models.recorded_calls import relative_error
 
 CHANNELS, HEADS, TOKENS, BATCH = 64, 2, 24, 2
 MAX = 1000.0

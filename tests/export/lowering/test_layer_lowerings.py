@@ -15,7 +15,6 @@ from tiny_layers import CHOSEN, Called, model_of
 from torch import nn
 
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.evaluate.recorded_calls import relative_error as error
 from trtconvert.export import storage
 from trtconvert.export.lowering.int8_weights import int8_weight_of
 from trtconvert.export.lowering.layers import expand_layers, quantise_products
@@ -26,6 +25,7 @@ from trtconvert.export.lowering.products import split_products
 from trtconvert.export.nodes.layers import layer_nodes
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LEVELS
+from trtconvert.models.recorded_calls import relative_error as error
 
 ONE_BIN = (LayerMode.STATIC,)
 

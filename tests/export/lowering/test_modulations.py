@@ -15,9 +15,9 @@ from exports import changed, export, run
 from torch import Tensor, nn
 
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.passes.squeezes import drop_idle_squeezes
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import EngineSection
 
 BLOCKS = 2

@@ -16,9 +16,9 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from trtconvert.engine import tensorrt
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.products import split_products
 from trtconvert.export.weights import name_weights
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.recipe import EngineSection
 
 TOKENS = 6

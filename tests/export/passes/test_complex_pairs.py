@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from trtconvert.diffusion_model import InputSpec
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.export.lowering.native import lower_to_native
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
+from trtconvert.models.recorded_calls import relative_error
 
 ANGLES = torch.arange(12.0)[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
 

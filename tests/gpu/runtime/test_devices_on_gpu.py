@@ -12,7 +12,7 @@ from tolerances import HALF_DENOISER
 from trtconvert import runtime
 from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.runtime.devices import DataParallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tensorrt.status().available, reason=tensorrt.status().detail)]

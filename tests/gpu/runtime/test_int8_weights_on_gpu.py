@@ -17,8 +17,8 @@ from trtconvert import runtime
 from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
 from trtconvert.errors import UserError
-from trtconvert.evaluate.recorded_calls import relative_error
 from trtconvert.linear.reference import layer_bias, layer_weight
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe

@@ -20,7 +20,7 @@ from trtconvert.bundle import read_manifest, write_manifest
 from trtconvert.cache import Cache
 from trtconvert.engine import tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
-from trtconvert.evaluate.recorded_calls import relative_error
+from trtconvert.models.recorded_calls import relative_error
 from trtconvert.pipeline import build
 from trtconvert.progress import Reporter
 from trtconvert.recipe import load_recipe

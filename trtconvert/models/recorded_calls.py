@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,8 @@ class RecordedCalls:
     """One denoiser call of each timestep bin of a trajectory.
 
     Attributes:
-        inputs: by timestep bin, the inputs by name, in FP32 and INT64.
-        expected: by timestep bin, the prediction in FP32.
+        inputs: by timestep bin, the inputs by name.
+        expected: by timestep bin, the prediction.
         type_errors: [T] relative L2 error of the model's own type against FP32, None where it was not measured. Where it was,
             `expected` was computed in FP32.
     """
@@ -37,7 +37,11 @@ class RecordedCalls:
     type_errors: list[float | None]
 
     def save(self, path: Path) -> None:
-        """Writes the calls. A tensor that equals that of the last bin is not written again."""
+        """Writes the calls."""
+        save_file(self.tensors(), path, {_TYPE_ERRORS: json.dumps(self.type_errors)})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the calls by names that `of_tensors` takes. A tensor that equals that of the last bin is not repeated."""
         tensors: dict[str, Tensor] = {}
         last: dict[str, Tensor] = {}
         for index, inputs in self.inputs.items():
@@ -45,7 +49,24 @@ class RecordedCalls:
                 if name not in last or not torch.equal(last[name], x):
                     tensors[f"{index}/inputs/{name}"] = last[name] = x.contiguous()
             tensors[f"{index}/{_EXPECTED}"] = self.expected[index].contiguous()
-        save_file(tensors, path, {_TYPE_ERRORS: json.dumps(self.type_errors)})
+        return tensors
+
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, Tensor], type_errors: list[float | None]) -> RecordedCalls:
+        """Takes the calls of `tensors`; type_errors: see the attribute. ValueError if a prediction is missing."""
+        inputs: dict[int, dict[str, Tensor]] = {}
+        expected: dict[int, Tensor] = {}
+        last: dict[str, Tensor] = {}
+        for index in range(len(type_errors)):
+            prefix, prediction = f"{index}/inputs/", f"{index}/{_EXPECTED}"
+            own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+            if not own and prediction not in tensors:
+                continue  # no step was in the bin
+            if prediction not in tensors:
+                raise ValueError(f"inputs without a prediction in timestep bin {index}")
+            last |= own
+            inputs[index], expected[index] = dict(last), tensors[prediction]
+        return RecordedCalls(inputs, expected, type_errors)
 
     @staticmethod
     def load(path: Path) -> RecordedCalls:
@@ -64,18 +85,24 @@ class RecordedCalls:
                 remedy="build the bundle again",
             ) from error
 
-    def errors(self, denoiser: Denoiser) -> list[float | None]:
+    def errors(self, denoiser: Denoiser, bins: Collection[int] | None = None) -> list[float | None]:
         """Returns [T] relative L2 errors of a denoiser's predictions, None for bins without a call.
 
         A denoiser with fused guidance gets the inputs by row, see `FusedGuidance.of_rows`.
+
+        Args:
+            bins: to measure, by default all; the others have None.
         """
         found: list[float | None] = [None] * len(self.type_errors)
         guidance = guidance_of(denoiser)
         with torch.no_grad():
             for index, recorded in self.inputs.items():
+                if bins is not None and index not in bins:
+                    continue
+                expected = self.expected[index]
                 inputs = recorded if guidance is None else guidance.of_rows(recorded)
                 begin(denoiser)  # calls are independent: resets caches
-                found[index] = relative_error(denoiser(**inputs).float().cpu(), self.expected[index])
+                found[index] = relative_error(denoiser(**inputs).float().to(expected.device), expected)
         return found
 
 
@@ -86,20 +113,11 @@ def _read(path: Path) -> RecordedCalls:
     type_errors = parse_json(str(metadata.get(_TYPE_ERRORS, "null") if isinstance(metadata, dict) else "null"))
     if not isinstance(type_errors, list) or not all(x is None or isinstance(x, float) for x in type_errors):
         raise ValueError(f"{_TYPE_ERRORS} that are no list of an error or nothing for each timestep bin")
-    inputs: dict[int, dict[str, Tensor]] = {}
-    expected: dict[int, Tensor] = {}
-    last: dict[str, Tensor] = {}
     with safe_open(path, "pt") as file:
-        for index in range(len(type_errors)):
-            prefix, prediction = f"{index}/inputs/", f"{index}/{_EXPECTED}"
-            own = {name.removeprefix(prefix) for name in header if name.startswith(prefix)}
-            if not own and prediction not in header:
-                continue  # no step was in the bin
-            last |= {name: file.get_tensor(prefix + name) for name in own}
-            inputs[index], expected[index] = dict(last), file.get_tensor(prediction)
-    if not expected:
+        calls = RecordedCalls.of_tensors({name: file.get_tensor(name) for name in header}, type_errors)
+    if not calls.expected:
         raise ValueError("no calls")
-    return RecordedCalls(inputs, expected, type_errors)
+    return calls
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -113,10 +131,11 @@ class CallRecorder:
 
     Args:
         model: of the denoiser. bins: number of timestep bins.
-        rows: kept of a call, spread evenly to include both halves of guidance.
+        rows: kept of a call, in FP32 on the CPU, spread evenly to include both halves of guidance. None: the whole call as it is,
+            on its device.
     """
 
-    def __init__(self, model: DiffusionModel, bins: int, rows: int) -> None:
+    def __init__(self, model: DiffusionModel, bins: int, rows: int | None) -> None:
         self._model, self._bins, self._rows = model, bins, rows
         self._inputs: dict[int, dict[str, Tensor]] = {}
         self._predictions: dict[int, Tensor] = {}
@@ -136,6 +155,11 @@ class CallRecorder:
         index = int(self._model.bin_of(timestep, self._bins)[0])
         if index in self._inputs:
             return
+        given = {spec.name: given[spec.name] for spec in self._model.inputs}
+        if self._rows is None:
+            self._inputs[index] = {name: self._kept(name, x) for name, x in given.items()}
+            self._predictions[index] = output.clone()
+            return
         batch = self._model.inputs[0].shape[0]
         count = len(output)
         rows = torch.arange(min(self._rows, count), device=output.device) * (count // min(self._rows, count))
@@ -147,6 +171,12 @@ class CallRecorder:
             kept[spec.name] = x.float().cpu() if x.is_floating_point() else x.cpu()
         self._inputs[index] = kept
         self._predictions[index] = output.index_select(0, rows).float().cpu()
+
+    def _kept(self, name: str, x: Tensor) -> Tensor:
+        """Returns a copy, or the equal tensor of the last recorded call, as prompts stay the same."""
+        last = next(reversed(self._inputs.values()))[name] if self._inputs else None
+        same = last is not None and (last.device, last.dtype) == (x.device, x.dtype) and torch.equal(last, x)
+        return last if last is not None and same else x.clone()
 
     def calls(self, exact: Callable[[], Denoiser | None]) -> RecordedCalls:
         """Returns the recorded calls.

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 
 import pytest
+import tiny_models
 import torch
 from safetensors import safe_open
 from support import REPOSITORY
 
 from trtconvert.errors import GateError
 from trtconvert.evaluate.gates import check_predictions
-from trtconvert.evaluate.recorded_calls import CallRecorder, RecordedCalls, relative_error
 from trtconvert.guidance import FusedGuidance, GuidedDenoiser
 from trtconvert.models.digits import digits_model
 from trtconvert.models.guidance import fused_form
+from trtconvert.models.recorded_calls import CallRecorder, RecordedCalls, relative_error
 from trtconvert.recipe import VerifySection
 
 BINS = 4
@@ -114,3 +115,64 @@ def test_relative_error():
     assert relative_error(zeros, zeros) == 0 and relative_error(zeros + 1, zeros) == math.inf
     assert math.isnan(relative_error(zeros / 0, zeros))
     assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])) == pytest.approx(4 / 3)
+
+
+# Whole calls, as a search records them -----------------------------------------------------------------------------------
+
+WHOLE_BINS = 4
+
+
+def test_errors_are_those_of_the_first_call_of_each_bin():
+    model = tiny_models.build()
+    recorder = CallRecorder(model, WHOLE_BINS, None)
+    calls = []
+
+    def watched(*inputs, **named):
+        calls.append(model.named(inputs, named))
+        return model.denoiser(**calls[-1])
+
+    with torch.no_grad():
+        model.sample(recorder.around(watched), [3, 4], steps=8, solver="ddim")
+    by_bin = {}
+    for call in calls:
+        index = int(model.bin_of(call[model.timestep_input].reshape(-1)[:1].float(), WHOLE_BINS)[0])
+        by_bin.setdefault(index, call)
+    assert len(by_bin) == WHOLE_BINS
+
+    def off(**given):
+        with torch.no_grad():
+            exact = model.denoiser(**given)
+        return exact * (1 + 0.01 * (1 + float(given[model.timestep_input].reshape(-1)[0]) / model.timestep_max))
+
+    recorded = recorder.calls(lambda: None)
+    found = recorded.errors(off)
+    for index, call in by_bin.items():
+        share = float(call[model.timestep_input].reshape(-1)[0]) / model.timestep_max
+        assert found[index] == pytest.approx(0.01 * (1 + share), rel=1e-4)
+    assert recorded.errors(off, [2, 7]) == [None, None, found[2], None]
+    assert recorded.errors(model.denoiser, [1]) == [None, 0.0, None, None]
+
+    again = RecordedCalls.of_tensors(recorded.tensors(), [None] * WHOLE_BINS)
+    assert again.errors(off) == found
+
+
+def test_inputs_that_stay_the_same_are_kept_once():
+    model = tiny_models.build()
+    recorder = CallRecorder(model, WHOLE_BINS, None)
+    recorded = recorder.around(lambda **given: given["x"] + 1)
+    x = torch.rand(2, *tiny_models.SHAPE)
+    timesteps = [torch.full((2,), (index + 0.5) * model.timestep_max / WHOLE_BINS) for index in range(WHOLE_BINS)]
+    for timestep in reversed(timesteps):
+        recorded(x=x, timestep=timestep)
+        recorded(x=x + 1, timestep=timestep)  # not the first call of its bin
+    calls = recorder.calls(lambda: None)
+    assert len({id(inputs["x"]) for inputs in calls.inputs.values()}) == 1
+    kept = calls.tensors()
+    predictions = [f"{index}/prediction" for index in range(WHOLE_BINS)]
+    assert sorted(kept) == sorted(
+        ["0/inputs/x", *(f"{index}/inputs/timestep" for index in range(WHOLE_BINS)), *predictions]
+    )
+    again = RecordedCalls.of_tensors(kept, [None] * WHOLE_BINS)
+    assert again.errors(lambda x, timestep: x + timestep[:, None, None, None], [1]) == calls.errors(
+        lambda x, timestep: x + timestep[:, None, None, None], [1]
+    )
