@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trtconvert.errors import UserError
+from trtconvert.models.pipelines import replaced
 
 _FUSED = ("to_qkv", "to_kv", "to_added_qkv")
 """Layers that `fuse_qkv_projections` makes of others, which stay."""
@@ -44,7 +45,7 @@ def save(pipe: Any, folder: Path) -> None:
             ):
                 plain = _unchanged(part)
                 plain.load_state_dict(weights_of(part), assign=True)
-                stack.enter_context(_replaced(pipe, name, plain))
+                stack.enter_context(replaced(pipe, name, plain))
         pipe.save_pretrained(folder)
 
 
@@ -104,13 +105,3 @@ def _unchanged(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         made = type(model).from_config(config) if isinstance(config, Mapping) else type(model)(config)  # type: ignore[attr-defined]
     return made.eval()
-
-
-@contextmanager
-def _replaced(pipe: Any, name: str, part: nn.Module) -> Iterator[None]:
-    before = getattr(pipe, name)
-    setattr(pipe, name, part)
-    try:
-        yield
-    finally:
-        setattr(pipe, name, before)

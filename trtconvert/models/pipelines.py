@@ -689,17 +689,17 @@ class Called(Stopped):
 
 
 @contextmanager
-def replaced(model: nn.Module, method: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a model's method inside the block."""
-    before = vars(model).get(method)
-    setattr(model, method, by)
+def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+    """Replaces a model's method, or a pipeline's model, inside the block."""
+    before = vars(owner).get(name)
+    setattr(owner, name, by)
     try:
         yield
     finally:
         if before is None:
-            delattr(model, method)
+            delattr(owner, name)
         else:
-            setattr(model, method, before)
+            setattr(owner, name, before)
 
 
 def _failing_line(error: BaseException) -> str:
