@@ -72,7 +72,7 @@ def with_forecast(
     recipe: Recipe, place: Place, report: Reporter, model: DiffusionModel, parts: Parts, processes: int = 1
 ) -> DiffusionModel:
     """Returns the model with a timer on its first drawing, the calibration's; the timer reports the forecast."""
-    searched = len(recipe.plan.layer_candidates) if recipe.layers.modes == "auto" else 0
+    searched = len(recipe.plan.searched_layer_modes) if recipe.layers.modes == "auto" else 0
     groups = {layer.input_group for layer in parts.layers}
     choices = len(parts.sites) * len(recipe.plan.searched_modes) + len(groups) * searched
 

@@ -342,10 +342,11 @@ class PlanSection(_Section):
         "0.02, of precision 0.01, also if all queries attend to one token. A "
         "kernel_cost without fp8 must be measured again for fp8.",
     )
-    layer_candidates: list[LayerModeName] = Field(
-        default=["static"],
+    layer_candidates: list[LayerModeName] | None = Field(
+        default=None,
         min_length=1,
-        description="Layer modes that the search may choose with layers.modes auto, beside the layer's own type.",
+        description="Layer modes that the search may choose with layers.modes auto, beside the layer's own type. Default: "
+        "static; dynamic for linear layers of a U-Net on a Hopper GPU, where the engine's kernels give each row its own scale.",
     )
     sparse_candidates: list[Share] = Field(
         default=[0.01, 0.03, 0.1],
@@ -391,6 +392,11 @@ class PlanSection(_Section):
     def searched_modes(self) -> Sequence[ModeName]:
         """The candidates, or the defaults for any GPU."""
         return self.candidates or ("precision", "aggressive")
+
+    @property
+    def searched_layer_modes(self) -> Sequence[LayerModeName]:
+        """The candidates, or the default for any model and GPU."""
+        return self.layer_candidates or ("static",)
 
 
 class Range(_Section):
@@ -702,7 +708,7 @@ class Recipe(_Section):
              "2 steps or more: layers.modiff is calibrated on deltas from step to step"),
             (self.layers.modiff == "auto" and self.attention.modes != "auto", ("layers", "modiff"), "auto",
              "true or patterns with stated attention.modes: modiff: auto needs attention.modes: auto"),
-            (self.layers.modiff == "auto" and "static" not in self.plan.layer_candidates, ("layers", "modiff"), "auto",
+            (self.layers.modiff == "auto" and "static" not in self.plan.searched_layer_modes, ("layers", "modiff"), "auto",
              "static among plan.layer_candidates with layers.modiff: auto"),
             (engine.refittable, ("engine", "refittable"), True,
              "false with layers.modiff: MoDiff layers have fixed INT8 weights"),

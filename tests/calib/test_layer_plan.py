@@ -18,14 +18,14 @@ from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import KernelCost
 from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.calib.knapsack import fastest
-from trtconvert.calib.layer_plan import stated_layers
+from trtconvert.calib.layer_plan import faster_modes, layer_seconds, stated_layers
 from trtconvert.calib.layer_scales import LayerScales, layer_tables
 from trtconvert.calib.sensitivity import measure_sensitivity
 from trtconvert.linear import beside_plugins
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, select_layers
 from trtconvert.models.denoiser import intercepted
-from trtconvert.quant.decision import Choice
+from trtconvert.quant.decision import Choice, Unit
 from trtconvert.quant.forward import Int8Layers, Int8Sites
 from trtconvert.recipe import LayersSection
 
@@ -331,13 +331,58 @@ def test_linear_layers_beside_plugins_take_the_time_that_engines_save():
     assert saved(behind_attention) == 0  # a kernel for its rows takes longer than the product saves
     deep = rows_of(1024, 1280, 5120, gated=True)
     assert saved(deep) == pytest.approx(4 * products)  # GEGLU quantises its rows
-    assert 0 < saved(dataclasses.replace(deep, gated=False)) < saved(deep)
+    by_rows = saved(deep, mode=LayerMode.DYNAMIC)  # a kernel of its own gives each row a scale
+    assert 0 < by_rows == saved(dataclasses.replace(deep, gated=False)) < saved(deep)
     wide = rows_of(4096, 2560, 320, normed=True, geglu=True)
     assert saved(wide) > 0 == saved(dataclasses.replace(wide, geglu=False))  # too little depth, but for GEGLU
     assert saved(rows_of(400, 1280, 1280, normed=True)) == 0  # too few rows
     assert cost.layer_seconds(
         dataclasses.replace(queries, beside_plugins=False), 2, LayerMode.STATIC
     ) > cost.layer_seconds(queries, 2, LayerMode.STATIC)
+
+
+def test_layers_beside_plugins_are_searched_in_the_modes_of_their_kernels(tmp_path):
+    static, dynamic = {LayerMode.STATIC}, {LayerMode.DYNAMIC}
+    queries, deep = rows_of(1024, 1280, 1280, normed=True), rows_of(1024, 1280, 5120, gated=True)
+    of_transformer = dataclasses.replace(queries, beside_plugins=False)
+    few = rows_of(400, 1280, 1280, normed=True)
+    cost, allowed = KernelCost.load(of_convs=True), (LayerMode.EXACT, LayerMode.STATIC)
+    of_layers = [
+        (queries, dynamic),
+        (deep, static | dynamic),
+        (of_transformer, static),
+        (conv_of(), static),
+        (few, set()),
+    ]
+    for layer, expected in of_layers:
+        assert faster_modes(cost, layer, 2, allowed, by_default=True) == expected
+    assert faster_modes(cost, queries, 2, allowed, by_default=False) == static  # as the recipe asks
+    elsewhere = KernelCost.load(table(tmp_path / "t.json", convs=((0, 4.0),)))
+    assert faster_modes(elsewhere, queries, 2, allowed, by_default=True) == static
+
+
+def test_queries_keys_and_values_are_priced_as_one_product():
+    """PixArt-Sigma's sizes: alone, none gains; engines compute the three as one product, and quantise their input once."""
+    cost, batch = KernelCost.load(), 2
+    weight = TensorRef("a", 0, (1152, 1152), (1152, 1))
+    alone = [Layer(name, "linear", 1152, 1152, 4096, "q", weight) for name in "qkv"]
+    wide = dataclasses.replace(alone[0], name="mlp", out_channels=4608)
+    choices = tuple(Choice(mode) for mode in (LayerMode.EXACT, LayerMode.STATIC))
+
+    def seconds(layers):
+        exact, static = layer_seconds(cost, layers, Unit("layer", "q", ("q",), choices), batch, bins=2)[0].tolist()
+        return exact, static
+
+    exact, static = seconds(alone)
+    assert static < 0.9 * exact
+    assert seconds(alone[:1])[1] > seconds(alone[:1])[0]
+    joined = dataclasses.replace(alone[0], out_channels=3 * 1152)
+    assert (exact, static) == tuple(cost.layer_seconds(joined, batch, choice.mode) for choice in choices)
+    assert seconds([*alone, wide]) == pytest.approx(
+        [a + b for a, b in zip(seconds(alone), seconds([wide]), strict=True)]
+    )
+    # Keys and values that many blocks compute from the prompt stay products of their own.
+    assert seconds(alone * 2) == pytest.approx([6 * x for x in seconds(alone[:1])])
 
 
 def test_layers_beside_plugins_keep_the_table_of_a_gpu_without_our_kernels(tmp_path):

@@ -75,6 +75,20 @@ def test_channels_of_outliers_are_equalised():
     assert static_error(layer, model, scales, unseen) < static_error(layer, model, plain, unseen) / 2
 
 
+@pytest.mark.parametrize(("size", "behind_gelu"), [(2.0, False), (6.0, True)])
+def test_factors_behind_a_gelu_must_gain_more(size, behind_gelu):
+    """Sizes of the outliers at which factors pay."""
+    layer, model = layer_and_model()
+    channels = torch.ones(64).index_fill(0, torch.tensor([3, 40]), size)
+    rows = rows_of(*calls(lambda x: x * channels))
+
+    def has_factors(behind_gelu):
+        return bool((chosen(replace(layer, behind_gelu=behind_gelu), model, rows).x_factor != 1).any())
+
+    assert has_factors(behind_gelu=False)
+    assert has_factors(behind_gelu=True) == behind_gelu
+
+
 def test_weights_that_are_stored_in_int8_are_taken_as_they_are():
     stored, scale = quantise_weight(random(64, 64, seed=7))
     layer, model = layer_and_model(weight=stored * scale[:, None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,8 +43,11 @@ def test_caches_cost_what_they_read_and_write():
     assert cost.modulated_seconds(LAYER, 2, 2) == pytest.approx(static + traffic)
     assert cost.modulated_seconds(LAYER, 2, 4) == pytest.approx(static + 2 * traffic)
     exact, unit = cost.layer_seconds(LAYER, 2, LayerMode.EXACT), layer_unit("a", choices=(STATIC, BY_DELTAS))
-    of_choices = layer_seconds(cost, [LAYER, LAYER], unit, 2, BINS)
-    assert of_choices[0].tolist() == pytest.approx([2 * exact, 2 * static, 2 * (static + traffic)])
+    other = replace(LAYER, name="b", out_channels=2048)
+    times = layer_seconds(cost, [LAYER, other], unit, 2, BINS)[0].tolist()
+    alone = layer_seconds(cost, [other], unit, 2, BINS)[0].tolist()
+    of_layer = [a - b for a, b in zip(times, alone, strict=True)]
+    assert of_layer == pytest.approx([exact, static, static + traffic])
 
 
 def test_a_table_without_the_bandwidth_is_refused(tmp_path):

@@ -37,7 +37,7 @@ def digits(tmp_path_factory):
     section = recipe.calibration.model_copy(update={"samples": 4, "batch": 4, "steps": 10, "bins": BINS})
     folder = tmp_path_factory.mktemp("observed")
     made = calibrate(model, section, "", parts.sites, folder, NoBar(), layers=parts.layers, of_layers=recipe.layers)
-    layers = SearchedLayers.of(model, parts.layers, made, recipe.layers, {LayerMode.EXACT, LayerMode.STATIC}, BINS)
+    layers = SearchedLayers.of(model, parts.layers, made, recipe.layers, lambda _: [LayerMode.STATIC], BINS)
     exact = torch.zeros(BINS, dtype=torch.int32)
     tables = {site.name: AttentionTables(**made.tables[site.name], modes=exact) for site in parts.sites}
     sites = Int8Sites(tables, model.timestep_max, "dynamic", True)

@@ -110,8 +110,8 @@ class Digits:
 
     def sensitivity(self, made: Calibration, steps: int = 5) -> Sensitivity:
         """By probes."""
-        modes = {LayerMode.EXACT, LayerMode.STATIC}
-        layers = SearchedLayers.of(self.model, self.parts.layers, made, self.recipe.layers, modes, BINS)
+        of_layers = self.recipe.layers
+        layers = SearchedLayers.of(self.model, self.parts.layers, made, of_layers, lambda _: [LayerMode.STATIC], BINS)
         exact = torch.zeros(BINS, dtype=torch.int32)
         tables = {site.name: AttentionTables(**made.tables[site.name], modes=exact) for site in self.parts.sites}
         device = next(self.model.denoiser.parameters()).device

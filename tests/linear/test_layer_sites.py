@@ -422,3 +422,14 @@ def test_layers_know_the_norm_and_geglu_around_them(spelling, unet):
         layer = found[name]
         assert (layer.normed, layer.gated, layer.geglu, layer.beside_plugins) == (*expected, unet)
     assert not unet or (found["conv"].normed and not found["conv"].beside_plugins)
+    assert not any(layer.behind_gelu for layer in found.values())
+
+
+def test_layers_know_the_gelu_in_front():
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 32)
+    ).eval()
+    finder = LayerFinder(model)
+    with torch.no_grad(), Interception(model, layer_hooks(finder), torch.ones(2)):
+        model(torch.rand(2, 4, 32))
+    assert {layer.name: layer.behind_gelu for layer in finder.layers()} == {"0": False, "3": True, "5": False}

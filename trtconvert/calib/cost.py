@@ -269,10 +269,10 @@ class KernelCost:
         kernel, and those that engines leave in 16 bits (see `convs.left`), take the 16-bit time in all modes. Linear layers
         beside plugins take the 16-bit time less what their INT8 product saves in an engine, where a norm or GEGLU quantises the
         rows."""
-        rows, has_plugins = self._layers, any(mode == LayerMode.STATIC for _, mode, _ in self._convs)
-        if layer.beside_plugins and mode in INT8_PRODUCTS and has_plugins and any(kind == mode for _, kind, _ in rows):
+        rows = self._layers
+        if mode in INT8_PRODUCTS and self.is_beside_plugins(layer):
             exact = self.layer_seconds(layer, batch, LayerMode.EXACT)
-            return max(exact - 1e-6 * _saved_us(layer, batch), exact / _MOST_GAIN)
+            return max(exact - 1e-6 * _saved_us(layer, batch, mode), exact / _MOST_GAIN)
         if layer.kind == "conv":
             rows = self._convs
             measured = mode == LayerMode.STATIC and any(kind == mode for _, kind, _ in rows)
@@ -282,6 +282,12 @@ class KernelCost:
         if not points:
             return math.inf
         return _interpolated(flops(layer, batch), points)
+
+    def is_beside_plugins(self, layer: Layer) -> bool:
+        """Returns whether our plugins compute a linear layer in INT8 on the measured GPU, as in a U-Net on Hopper."""
+        measured = {mode for _, mode, _ in self._layers}
+        has_plugins = any(mode == LayerMode.STATIC for _, mode, _ in self._convs)
+        return layer.beside_plugins and has_plugins and measured.issuperset(INT8_PRODUCTS)
 
     def modulated_seconds(self, layer: Layer, batch: int, bytes_each: int) -> float:
         """Returns the time of one call of a layer that quantises deltas: its static mode, and reading and writing its caches, one
@@ -296,12 +302,16 @@ _MOST_GAIN = 2.0
 """INT8 products do twice the operations of 16-bit products in a time."""
 
 
-def _saved_us(layer: Layer, batch: int) -> float:
-    """Returns the µs that engines save with a linear layer in INT8 beside plugins, 0 if they leave the layer in 16 bits."""
+def _saved_us(layer: Layer, batch: int, mode: LayerMode) -> float:
+    """Returns the µs that engines save with a linear layer in INT8 beside plugins, 0 if they leave the layer in 16 bits.
+
+    GEGLU quantises rows with static scales alone: its kernel holds a part of a row.
+    """
     rows, outputs, depth = batch * layer.rows, layer.out_channels, layer.in_channels
     if not beside_plugins.pays(rows, outputs, depth, normed=layer.normed, geglu=layer.geglu):
         return 0.0
-    apart = 0.0 if layer.normed or layer.gated else beside_plugins.rows_apart_us(rows, depth)
+    by_geglu = layer.gated and mode == LayerMode.STATIC
+    apart = 0.0 if layer.normed or by_geglu else beside_plugins.rows_apart_us(rows, depth)
     return beside_plugins.saved_us(rows, outputs, depth) - apart
 
 

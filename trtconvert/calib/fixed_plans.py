@@ -46,8 +46,8 @@ def fixed_plans(
     """Returns the choices of each unit by timestep bin, by the name of the plan.
 
     Attention has one mode everywhere, the modes of the σ rule, or INT8 with FP16 in the last steps. Each plan has three forms:
-    all layers in 16 bits, in the last `LayerMode` that all layers may have, and with deltas. For each share of attention that may
-    be lost, a further plan has masks at all sites that gain time, in the fastest mode that a search may take.
+    all layers in 16 bits, each in the last INT8 mode that it may have, and with deltas. For each share of attention that may be
+    lost, a further plan has masks at all sites that gain time, in the fastest mode that a search may take.
 
     Args:
         seconds: [T, choices] time of the choices of each unit, infinite if unknown.
@@ -78,17 +78,22 @@ def fixed_plans(
     late = [Choice(Mode.FP16 if choice.mode == Mode.PRECISION else Mode.AGGRESSIVE) for choice in rule]
     rows = {uniform_plan(choice.mode): [choice] * bins for choice in modes}
     rows |= {"sigma rule": rule, "aggressive, late steps fp16": late}
-    of_layers = everywhere([unit for unit in units if unit.kind == "layer"])
-    layers = {"": Choice(LayerMode.EXACT)}
-    for choice in [x for x in of_layers if not x.exact and not x.delta][-1:] + [x for x in of_layers if x.delta]:
-        layers[f", layers {choice.mode.name.lower()}" + " by deltas" * choice.delta] = choice
-    plans = {name + suffix: (row, layer) for suffix, layer in layers.items() for name, row in rows.items()}
+    of_layers = [unit for unit in units if unit.kind == "layer"]
+    layers = {"": dict.fromkeys(of_layers, Choice(LayerMode.EXACT))}
+    in_int8 = {unit: [x for x in everywhere([unit]) if not x.exact and not x.delta][-1:] for unit in of_layers}
+    if of_layers and all(in_int8.values()):
+        last = {unit: choice for unit, (choice,) in in_int8.items()}
+        modes_of_layers = {choice.mode.name.lower() for choice in last.values()}
+        layers[f", layers {modes_of_layers.pop() if len(modes_of_layers) == 1 else 'in int8'}"] = last
+    for choice in [x for x in everywhere(of_layers) if x.delta]:
+        layers[f", layers {choice.mode.name.lower()} by deltas"] = dict.fromkeys(of_layers, choice)
+    plans = {name + suffix: (row, chosen) for suffix, chosen in layers.items() for name, row in rows.items()}
     allowed = [choice for choice in modes if not any(choice in site.compared for site in sites)]
     fastest = min(allowed, key=lambda choice: sum(float(times[site][choice][0]) for site in sites))
     for share in dict.fromkeys(choice.mask_share for site in sites for choice in site.choices if choice.mask_share):
         name = f"{fastest.mode.name.lower()} everywhere, {share:g} of attention left out"
         plans[name] = ([Choice(fastest.mode, share)] * bins, layers[""])
     return {
-        name: {unit: [layer] * bins if unit.kind == "layer" else at_site(unit, row) for unit in units}
-        for name, (row, layer) in plans.items()
+        name: {unit: [of_layer[unit]] * bins if unit.kind == "layer" else at_site(unit, row) for unit in units}
+        for name, (row, of_layer) in plans.items()
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,15 +39,52 @@ def mode_of(layer: Layer, mode: LayerMode) -> LayerMode:
 def layer_seconds(
     cost: KernelCost, layers: Sequence[Layer], unit: Unit, batch: int, bins: int, cache_bytes: int = 2
 ) -> Tensor:
-    """[T, choices] time of all layers of a unit in each of its choices."""
+    """[T, choices] time of all layers of a unit in each of its choices. Engines compute q, k and v as one product."""
+    products = _products(layers)
 
-    def seconds(layer: Layer, choice: Choice) -> float:
+    def seconds(choice: Choice) -> float:
         if choice.delta:
-            return cost.modulated_seconds(layer, batch, cache_bytes)
-        return cost.layer_seconds(layer, batch, LayerMode(choice.mode))
+            return sum(cost.modulated_seconds(layer, batch, cache_bytes) for layer in layers)
+        return sum(cost.layer_seconds(layer, batch, LayerMode(choice.mode)) for layer in products)
 
-    row = [sum(seconds(layer, choice) for layer in layers) for choice in unit.choices]
+    row = [seconds(choice) for choice in unit.choices]
     return torch.tensor(row, dtype=torch.float64).expand(bins, -1)
+
+
+_QKV = 3
+"""Most layers of one input group that engines join, see `trtconvert.export.lowering.packing`."""
+
+
+def _products(layers: Sequence[Layer]) -> list[Layer]:
+    """Joins linear layers of one input group that have the same size, such as q, k and v."""
+    by_size: dict[int, list[Layer]] = {}
+    for layer in layers:
+        by_size.setdefault(layer.out_channels, []).append(layer)
+    found = []
+    for alike in by_size.values():
+        if 1 < len(alike) <= _QKV and all(layer.kind == "linear" for layer in alike):
+            alike = [replace(alike[0], out_channels=sum(layer.out_channels for layer in alike))]
+        found += alike
+    return found
+
+
+def faster_modes(
+    cost: KernelCost, layer: Layer, batch: int, allowed: Collection[LayerMode], by_default: bool
+) -> set[LayerMode]:
+    """Returns the INT8 modes that a search tries for a layer: of convolutions and of linear layers beside plugins those that are
+    faster than 16 bits.
+
+    Args:
+        allowed: modes of the recipe; by_default: whether the recipe leaves the modes open.
+    """
+    modes = {mode_of(layer, mode) for mode in allowed if mode != LayerMode.EXACT}
+    if layer.kind == "linear" and not layer.beside_plugins:
+        return modes
+    if by_default and layer.kind == "linear" and cost.is_beside_plugins(layer):
+        # Kernels that quantise rows give each row a scale of its own. GEGLU's kernel, which holds a part of a row, does not.
+        modes = {LayerMode.DYNAMIC, LayerMode.STATIC} if layer.gated else {LayerMode.DYNAMIC}
+    exact = cost.layer_seconds(layer, batch, LayerMode.EXACT)
+    return {mode for mode in modes if cost.layer_seconds(layer, batch, mode) < exact}
 
 
 @dataclass(frozen=True)
@@ -70,37 +107,36 @@ class SearchedLayers:
         layers: Sequence[Layer],
         calibration: Calibration,
         section: LayersSection,
-        allowed: Collection[LayerMode],
+        candidates: Callable[[Layer], Collection[LayerMode]],
         bins: int,
-        slow: Collection[str] = (),
     ) -> SearchedLayers:
         """Prepares the layers of a search.
 
         Args:
-            layers: layers to convert; allowed: modes that the search may choose, none if the recipe states the modes.
-            slow: names of layers that INT8 does not make faster. Where the search would decide they stay in 16 bits, unless they
-                may quantise deltas.
+            layers: layers to convert.
+            candidates: returns the INT8 modes that the search may choose for a layer, if the recipe does not state modes. A layer
+                without candidates stays in 16 bits, unless the layer may quantise deltas.
         """
         delta_scales = {
             layer.name: scale
             for layer in layers
             if section.modiff == "auto" and (scale := calibration.layers[layer.input_group].change_scale) is not None
         }
-        auto = section.modes == "auto"
-        exact = [layer.name for layer in layers if auto and layer.name in slow and layer.name not in delta_scales]
+        searched = {layer.name for layer in layers if section.modes == "auto" and not layer.weight_only}
+        modes_of = {layer.name: sorted(candidates(layer)) for layer in layers if layer.name in searched}
+        exact = [name for name, modes in modes_of.items() if not modes and name not in delta_scales]
         layers = [layer for layer in layers if layer.name not in exact]
         stated = stated_layers(section, layers, bins)
         modes = {name: decision.modes for name, decision in stated.items()}
         tables = layer_tables(model.denoiser, layers, calibration.layers, modes, tables_device(model, layers))
-        readers = by_input_group(layer for layer in layers if auto and not layer.weight_only)
+        readers = by_input_group(layer for layer in layers if layer.name in searched)
         groups = {}
         for input_group, members in readers.items():
             names = tuple(layer.name for layer in members)
             for name in names:
                 del stated[name]
-            in_int8 = sorted({mode_of(members[0], mode) for mode in allowed if mode != LayerMode.EXACT})
             by_deltas = [Choice(LayerMode.STATIC, delta=True)] if names[0] in delta_scales else []
-            choices = (Choice(LayerMode.EXACT), *map(Choice, in_int8), *by_deltas)
+            choices = (Choice(LayerMode.EXACT), *map(Choice, modes_of[names[0]]), *by_deltas)
             groups[Unit("layer", input_group, names, choices)] = members
         return SearchedLayers(
             groups,

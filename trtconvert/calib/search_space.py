@@ -14,9 +14,9 @@ from trtconvert.calib.block_plan import attention_seconds
 from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.candidates import attention_units
 from trtconvert.calib.cost import AttentionShape, KernelCost
-from trtconvert.calib.layer_plan import SearchedLayers, layer_seconds, mode_of
+from trtconvert.calib.layer_plan import SearchedLayers, faster_modes, layer_seconds
 from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
+from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.sites import Layer
 from trtconvert.quant.decision import Plan, Unit
 from trtconvert.quant.forward import Int8Sites
@@ -36,7 +36,7 @@ def kernel_cost(
         UserError: as `KernelCost.load`.
     """
     allowed = {Mode.FP16, *(Mode[name.upper()] for name in section.searched_modes)}
-    in_int8 = {LayerMode[name.upper()] for name in section.layer_candidates} if of_layers.modes == "auto" else set()
+    in_int8 = {LayerMode[name.upper()] for name in section.searched_layer_modes} if of_layers.modes == "auto" else set()
     allowed_layers = {LayerMode.EXACT, *in_int8} if in_int8 else set[LayerMode]()
     cost = KernelCost.load(
         section.kernel_cost,
@@ -105,15 +105,11 @@ class SearchSpace:
         blocks = {
             site.name: calibration.blocks[site.name] for site in sites if shares and site.name in calibration.blocks
         }
-        in_int8 = [mode for mode in of_layers if mode in INT8_PRODUCTS]
-        slow = {
-            layer.name
-            for layer in layers
-            if in_int8 and not layer.weight_only and (layer.kind == "conv" or layer.beside_plugins)
-            if min(cost.layer_seconds(layer, batch, mode_of(layer, mode)) for mode in in_int8)
-            >= cost.layer_seconds(layer, batch, LayerMode.EXACT)
-        }
-        searched = SearchedLayers.of(model, layers, calibration, recipe.layers, of_layers, bins, slow)
+
+        def candidates(layer: Layer) -> set[LayerMode]:
+            return faster_modes(cost, layer, batch, of_layers, by_default=section.layer_candidates is None)
+
+        searched = SearchedLayers.of(model, layers, calibration, recipe.layers, candidates, bins)
         of_sites = attention_units({site.name: scalings[site.name] for site in sites}, allowed, blocks, shares)
         seconds = [
             attention_seconds(cost, AttentionShape.of(site, batch), unit, blocks.get(site.name), bins)

@@ -104,6 +104,7 @@ class Layer:
         normed: whether a norm computes its input: of a convolution a group norm, possibly with `silu`; of a linear layer a layer
             norm.
         gated: whether GEGLU computes its input. geglu: whether its output is the input of GEGLU.
+        behind_gelu: whether its input is the GELU of another layer's output.
         beside_plugins: whether it is a linear layer of a model with convolutions behind group norms. Our plugins compute such a
             model's norms, and its linear layers beside them.
     """
@@ -124,6 +125,7 @@ class Layer:
     normed: bool = False
     gated: bool = False
     geglu: bool = False
+    behind_gelu: bool = False
     beside_plugins: bool = False
 
 
@@ -270,7 +272,7 @@ class LayerFinder:
         self._calls: dict[tuple[Any, ...], str] = {}
         self._normed = WeakIdKeyDictionary()  # results of group norms, and `silu` of them
         self._normed_rows = WeakIdKeyDictionary()  # results of layer norms
-        self._gates = WeakIdKeyDictionary()  # `gelu` of a part of a layer's output
+        self._gelus = WeakIdKeyDictionary()  # `gelu` of a layer's output or of a part of it
         self._gated = WeakIdKeyDictionary()  # the other part times the gate
         self._written: dict[int, str] = {}  # the last layer that wrote a storage, by its address
         self._geglu: set[str] = set()
@@ -315,6 +317,7 @@ class LayerFinder:
                 call.obstacle or computed or _obstacle(call, batch),
                 normed=call.x in (self._normed_rows if call.kind == "linear" else self._normed),
                 gated=call.x in self._gated,
+                behind_gelu=call.x in self._gelus,
             )
             self._written[output.untyped_storage().data_ptr()] = call.name
         return output
@@ -337,14 +340,14 @@ class LayerFinder:
 
         def of_gelu(x: Tensor, result: Tensor) -> None:
             if (layer := self._written.get(x.untyped_storage().data_ptr())) is not None:
-                self._gates[result] = layer
+                self._gelus[result] = layer
 
         def of_product(function: Callable[..., Tensor]) -> Hook:
             def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
                 result = function(*args, **named)
                 factors = [x for x in args if isinstance(x, Tensor)]
                 for gate, other in (factors, factors[::-1]) if len(factors) == 2 else ():
-                    layer = self._gates.get(gate)
+                    layer = self._gelus.get(gate)
                     if layer is not None and self._written.get(other.untyped_storage().data_ptr()) == layer:
                         self._gated[result] = True
                         self._geglu.add(layer)
