@@ -60,6 +60,7 @@ APART = {("calib", "export")}
 """Modules that must not import each other, although the order would allow one way."""
 
 STAGES: tuple[set[str], ...] = (
+    {"ahead"},
     {
         "calibrate",
         "component_errors",

@@ -4,7 +4,7 @@
            ─► export ─► engine ─► verify ─► bundle
 
 `search` is skipped if the recipe states the plan, `steps` if all denoising steps are computed, `errors` on a CPU, where `verify`
-measures the errors of sites and layers.
+measures the errors of sites and layers. On a GPU another process exports the components meanwhile, and `calibrate` comes first.
 
 Each stage is a folder in the cache, filed under the hash of everything that the stage reads. A second build runs only the
 changed stages; without changes it loads neither the model nor torch.
@@ -39,6 +39,7 @@ from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
 from trtconvert.recipe import ONNX, PlanSection, Recipe, changed_paths, with_paths
+from trtconvert.stages.ahead import ExportsAhead, pays
 from trtconvert.stages.build import Build
 from trtconvert.stages.calibrate import calibrate_stage
 from trtconvert.stages.common import (
@@ -56,7 +57,7 @@ from trtconvert.stages.common import (
     example_of,
 )
 from trtconvert.stages.component_errors import verified_component
-from trtconvert.stages.components import component_stages
+from trtconvert.stages.components import component_stages, named_components
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.errors import errors_stage
 from trtconvert.stages.export import export_stage
@@ -239,12 +240,18 @@ class _Results:
 
 def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
     engine_build = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
+    named_components(build)  # wrong names show before the calibration
+    with ExportsAhead(build).ended() as ahead:
+        calibrated = calibrate_stage(build, ahead.start) if pays(build) else None
+        ahead.wait()
+    if calibrated:
+        build.source.leave_gpu()  # makes room for building engines of components
     components, engines, component_errors = component_stages(build), dict[str, Engines](), dict[str, float]()
     with kernels_kept():
         for name, exported in components.items():
             built = engine_stages(engine_build, name, component_of(exported), exported)
             component_errors[name], engines[name] = verified_component(build, name, exported, built)
-    calibrated = calibrate_stage(build)
+    calibrated = calibrated or calibrate_stage(build)
     searched = search_stage(build, calibrated)
     steps = steps_stage(build, plan_stages(build, calibrated, searched))
     planned = steps.planned

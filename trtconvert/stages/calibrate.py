@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 
-def calibrate_stage(build: Build) -> Calibrated:
-    """Finds the attention sites and layers and observes their ranges. Writes the calibration, the sites and the layers."""
+def calibrate_stage(build: Build, meanwhile: Callable[[], None] = lambda: None) -> Calibrated:
+    """Finds the attention sites and layers and observes their ranges. Writes the calibration, the sites and the layers.
+
+    Args:
+        meanwhile: starts work that may run beside the calibration; not called if the cache has the calibration.
+    """
     recipe, weights = build.recipe, build.weights
     reads = calibration_reads(recipe, weights) | build.place.reads()
 
@@ -42,6 +47,7 @@ def calibrate_stage(build: Build) -> Calibrated:
         from trtconvert.calib.dtype_checks import fitting
         from trtconvert.calib.search_space import kernel_cost
 
+        meanwhile()
         build.crew.announce(_load_ahead)
         source = build.source.placed()
         # All checks that may fail come before the calibration, which may take hours.

@@ -21,20 +21,25 @@ if TYPE_CHECKING:
 
 
 def component_stages(build: Build) -> dict[str, Stage]:
-    """Exports the components of the recipe. Runs first, so that errors show before the calibration.
+    """Exports the components of the recipe.
 
     Each stage writes a model, its signature, and a call with its outputs in FP32, for comparison with the engine.
     """
+    return {name: component_stage(build, name) for name in named_components(build)}
+
+
+def named_components(build: Build) -> list[str]:
+    """Returns the names of the components to export; UserError if the pipeline lacks one."""
     recipe = build.recipe
     if not recipe.components:
-        return {}
+        return []
 
     def name_them(folder: Path) -> None:
         (folder / NAMES).write_text(json.dumps(component_names(recipe, build.source.model())))
 
     reads = {"weights": build.weights, "asked": sorted(recipe.components)}
     named = build.cache.stage("components", {__name__, *build.code}, reads, name_them)
-    return {name: component_stage(build, name) for name in json.loads((named.folder / NAMES).read_text())}
+    return json.loads((named.folder / NAMES).read_text())
 
 
 def component_stage(build: Build, name: str) -> Stage:

@@ -1,0 +1,87 @@
+"""Components that another process exports while the denoiser is calibrated."""
+
+import sys
+
+import pytest
+from converted_pipelines import recipe_of, save
+from rich.console import Console
+
+from trtconvert import pipeline
+from trtconvert.cache import Cache
+from trtconvert.errors import UserError
+from trtconvert.models.placed import Place
+from trtconvert.progress import Reporter
+from trtconvert.stages import ahead
+from trtconvert.stages.ahead import ExportsAhead
+from trtconvert.stages.build import Build
+from trtconvert.stages.components import component_stages
+
+ENCODER = "export text_encoder"
+
+
+def small_build(folder, place, components):
+    recipe = recipe_of(folder, "stable_diffusion", components)
+    return Build(recipe, "weights", place, Cache(folder / "cache"), Reporter(Console(quiet=True)))
+
+
+def test_another_process_exports_components_into_the_cache(tmp_path):
+    save(tmp_path / "pipeline", "stable_diffusion")
+    build = small_build(tmp_path, Place("cpu", "float32", ""), {"text_encoder": {}})
+    with ExportsAhead(build).ended() as exports:
+        exports.start()
+        exports.wait()
+    assert component_stages(build)["text_encoder"].reused
+
+
+@pytest.mark.soak
+def test_a_build_with_exports_ahead_calibrates_first(tmp_path, monkeypatch):
+    save(tmp_path / "pipeline", "stable_diffusion")
+    monkeypatch.setattr(pipeline, "pays", lambda build: True)
+    report = Reporter(Console(quiet=True))
+    recipe = recipe_of(tmp_path, "stable_diffusion", {"text_encoder": {}})
+    made = pipeline.build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), report)
+    assert ENCODER in report.reused and "calibrate" not in report.reused
+    stages = list(report.seconds)
+    assert (
+        stages.index("calibrate") < stages.index(ENCODER) < stages.index("search" if "search" in stages else "export")
+    )
+    assert "text_encoder" in made.manifest.components
+
+
+def test_a_build_prints_the_errors_of_exports_that_another_process_met(tmp_path, monkeypatch):
+    save(tmp_path / "pipeline", "stable_diffusion")
+    build = small_build(tmp_path, Place("cpu", "float32", ""), {"text_encoder_9": {}})
+    for program in ("false", "no such program"):
+        monkeypatch.setattr(sys, "executable", program)
+        with ExportsAhead(build).ended() as exports:
+            exports.start()
+            exports.wait()
+    with pytest.raises(UserError, match="has no text_encoder_9"):
+        component_stages(build)
+
+
+def test_the_process_ends_with_the_build(tmp_path, monkeypatch):
+    build = small_build(tmp_path, Place("cpu", "float32", ""), {"text_encoder": {}})
+    (tmp_path / "waiting").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "waiting").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "waiting"))
+    exports = ExportsAhead(build)
+    with pytest.raises(UserError), exports.ended():
+        exports.start()
+        raise UserError("no", expected="yes", got="no", remedy="yes")
+    assert exports._process.returncode < 0
+
+
+@pytest.mark.parametrize(
+    ("components", "place", "cores", "expected"),
+    [
+        ({"all": {}}, Place("cuda", "float16", ""), 16, True),
+        ({"all": {}}, Place("cuda", "float16", ""), 2, False),
+        ({"all": {}}, Place("cuda", "float16", "", offload=True), 16, False),
+        ({"all": {}}, Place("cpu", "float32", ""), 16, False),
+        ({}, Place("cuda", "float16", ""), 16, False),
+    ],
+)
+def test_another_process_exports_where_a_gpu_calibrates(tmp_path, monkeypatch, components, place, cores, expected):
+    monkeypatch.setattr(ahead, "threads", lambda: cores)
+    assert ahead.pays(small_build(tmp_path, place, components)) == expected
