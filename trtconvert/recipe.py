@@ -191,10 +191,11 @@ class LayersSection(_Section):
         description="Layers with fewer rows (tokens, pixels) per sample keep activations in 16 bits, see few_rows. 1 includes "
         "modulations and embeddings of the timestep: their errors reach every token.",
     )
-    few_rows: Literal["weight_only", "exact"] = Field(
-        default="weight_only",
+    few_rows: Literal["auto", "weight_only", "exact"] = Field(
+        default="auto",
         description="Layers with fewer rows. `weight_only`: layers of at least four million weights, such as modulations of "
-        "large transformers, get INT8 weights, which take half the memory. `exact`: these layers stay unconverted.",
+        "large transformers, get INT8 weights, which take half the memory. `exact`: these layers stay unconverted. `auto`: with "
+        "layers.modes auto the plan's search decides about each, as errors of modulations reach every token; else weight_only.",
     )
     modes: Literal["auto", "off"] | LayerModeName | list[LayerModeName] = Field(
         default="auto",

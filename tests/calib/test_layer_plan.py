@@ -385,6 +385,18 @@ def test_queries_keys_and_values_are_priced_as_one_product():
     assert seconds(alone * 2) == pytest.approx([6 * x for x in seconds(alone[:1])])
 
 
+def test_layers_of_few_rows_take_the_time_of_reading_their_weights(tmp_path):
+    few = dataclasses.replace(layer_of(name="few"), rows=1, weight_only=True)
+    for cost in (KernelCost.load(), KernelCost.load(table(tmp_path / "t.json"))):
+        exact, in_int8 = (cost.layer_seconds(few, 2, mode) for mode in (LayerMode.EXACT, LayerMode.WEIGHT_ONLY))
+        assert 0 < exact == 2 * in_int8
+        larger = dataclasses.replace(few, out_channels=4 * few.out_channels)
+        assert cost.layer_seconds(larger, 2, LayerMode.WEIGHT_ONLY) == 4 * in_int8
+        assert faster_modes(cost, few, 2, (LayerMode.EXACT, LayerMode.STATIC), by_default=True) == {
+            LayerMode.WEIGHT_ONLY
+        }
+
+
 def test_layers_beside_plugins_keep_the_table_of_a_gpu_without_our_kernels(tmp_path):
     cost = KernelCost.load(table(tmp_path / "t.json", convs=((0, 4.0),)))
     layer = rows_of(4096, 1024, 1024, normed=True)
@@ -448,12 +460,14 @@ def test_stated_layers_are_the_same_in_all_plans(tmp_path):
     assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == rows
 
 
-def test_layers_of_few_rows_have_int8_weights_in_all_plans(tmp_path, monkeypatch):
+@pytest.mark.parametrize("few_rows", ["auto", "weight_only"])
+def test_a_search_decides_about_layers_of_few_rows_unless_the_recipe_does(tmp_path, monkeypatch, few_rows):
     monkeypatch.setattr("trtconvert.linear.sites.FEWEST_WEIGHTS", 1)
-    outcome = planned(tmp_path)
+    outcome = planned(tmp_path, layers={"few_rows": few_rows})
     assert outcome.exit_code == 0, outcome.output
     frontier = read_frontier(tmp_path / "bundle" / "frontier.json")
-    assert all(point.layers["time"] == [LayerMode.WEIGHT_ONLY] * 2 for point in frontier.points)
+    expected = {(1, 1)} if few_rows == "weight_only" else {(0, 0), (1, 1)}
+    assert {tuple(point.layers["time"]) for point in frontier.points} == expected
     assert {tuple(point.layers["skip"]) for point in frontier.points} == {(0, 0), (3, 3)}
     chosen = next(point for point in frontier.points if point.name == frontier.chosen)
     component = read_manifest(tmp_path / "bundle").components["denoiser"]

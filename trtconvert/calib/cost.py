@@ -268,7 +268,11 @@ class KernelCost:
         infinite for a mode that was not measured. Convolutions include the group norm before them; convolutions without an INT8
         kernel, and those that engines leave in 16 bits (see `convs.left`), take the 16-bit time in all modes. Linear layers
         beside plugins take the 16-bit time less what their INT8 product saves in an engine, where a norm or GEGLU quantises the
-        rows."""
+        rows. Layers of few rows take the time of reading their weights."""
+        if layer.weight_only:
+            bytes_each = 1 if mode == LayerMode.WEIGHT_ONLY else 2
+            read = bytes_each * layer.in_channels * layer.out_channels
+            return read / (_FEW_ROWS_SHARE * (self._bandwidth or _USUAL_BANDWIDTH))
         rows = self._layers
         if mode in INT8_PRODUCTS and self.is_beside_plugins(layer):
             exact = self.layer_seconds(layer, batch, LayerMode.EXACT)
@@ -297,6 +301,12 @@ class KernelCost:
         numbers = batch * layer.rows * (layer.in_channels + layer.out_channels)
         return self.layer_seconds(layer, batch, LayerMode.STATIC) + 2 * numbers * bytes_each / self._bandwidth
 
+
+_USUAL_BANDWIDTH = 2e12
+"""Bytes per second of a data centre's GPU, for tables without the bandwidth."""
+
+_FEW_ROWS_SHARE = 0.25
+"""Share of the bandwidth that products of few rows reach in engines. Engines compute the parts of a modulation one by one."""
 
 _MOST_GAIN = 2.0
 """INT8 products do twice the operations of 16-bit products in a time."""

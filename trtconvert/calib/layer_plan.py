@@ -122,7 +122,8 @@ class SearchedLayers:
             for layer in layers
             if section.modiff == "auto" and (scale := calibration.layers[layer.input_group].change_scale) is not None
         }
-        searched = {layer.name for layer in layers if section.modes == "auto" and not layer.weight_only}
+        stays = section.few_rows != "auto"
+        searched = {x.name for x in layers if section.modes == "auto" and not (stays and x.weight_only)}
         modes_of = {layer.name: sorted(candidates(layer)) for layer in layers if layer.name in searched}
         exact = [name for name, modes in modes_of.items() if not modes and name not in delta_scales]
         layers = [layer for layer in layers if layer.name not in exact]

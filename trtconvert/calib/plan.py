@@ -80,8 +80,7 @@ def search(
 ) -> Frontier:
     """Measures the sensitivity of a model and searches its plan, see `measure_sensitivity` and `search_plan`.
 
-    The search decides about layers if `layers.modes` is auto; other layers, and `weight_only` layers, have the recipe's modes in
-    all plans.
+    The search decides about layers if `layers.modes` is auto; other layers have the recipe's modes in all plans.
 
     Args:
         bar: counts drawings of all samples; measurements add their own steps.

@@ -421,7 +421,7 @@ def select_layers(
     exclude: Sequence[str],
     min_rows: int,
     kinds: Collection[str] = ("linear", "conv"),
-    few_rows: Literal["weight_only", "exact"] = "exact",
+    few_rows: Literal["auto", "weight_only", "exact"] = "exact",
 ) -> tuple[list[Layer], list[Layer]]:
     """Splits layers into those to convert and the others, with the reason in `obstacle`.
 
@@ -458,7 +458,7 @@ def select_layers(
             reason = f"{ends[layer.name]}; name it in layers.include to convert it"
         elif not reason and not named and layer.rows < min_rows:
             reason = f"it has {layer.rows} rows for each sample, layers.min_rows asks for {min_rows}"
-            if few_rows == "weight_only" and layer.in_channels * layer.out_channels >= FEWEST_WEIGHTS:
+            if few_rows != "exact" and layer.in_channels * layer.out_channels >= FEWEST_WEIGHTS:
                 chosen.append(replace(layer, weight_only=True))
                 continue
         if reason:
