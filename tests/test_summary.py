@@ -10,7 +10,7 @@ from trtconvert.attention.modes import Mode
 from trtconvert.bundle import DiffusersRecord, EngineRecord, LayerRecord, read_manifest
 from trtconvert.evaluate.little import why_little
 from trtconvert.linear.modes import LayerMode
-from trtconvert.summary import print_manifest
+from trtconvert.summary import manifest_table
 
 MANY = 700
 
@@ -37,7 +37,7 @@ def layers_of_a_large_unet():
 def shown(manifest, folder):
     """Return the rows of the table: label and text."""
     console = Console(record=True, width=200, file=io.StringIO())
-    print_manifest(console, manifest, folder)
+    console.print(manifest_table(manifest, folder))
     rows = [tuple(cell.strip() for cell in line.split("│")[1:3]) for line in console.export_text().splitlines()]
     return [row for row in rows if len(row) == 2]
 

@@ -366,7 +366,7 @@ def compile_command(
         manifest = compile_bundle(bundle, report, cache, changes)
     out.result(
         {"bundle": bundle, **_times(report), "manifest": manifest.model_dump(mode="json")},
-        show=lambda console: summary.print_manifest(console, manifest, bundle),
+        show=lambda console: console.print(summary.manifest_table(manifest, bundle)),
     )
 
 

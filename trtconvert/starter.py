@@ -178,19 +178,15 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     if model in shipped_models() and not Path(model).exists():
         return _shipped(model, prompts, loras)
     found = _published(model) if model in PUBLISHED and not Path(model).exists() else _looked_at(Path(model), at)
-    if prompts is not None and not found.has_text and not found.has_tokens:
+    encodes = found.has_text or found.has_tokens
+    if prompts is not None and not (encodes and found.takes_prompt):
+        lacking = "a call without a prompt" if encodes else "a folder without text encoders and tokenizers"
+        otherwise = "" if encodes else "save the whole pipeline, or "
         raise UserError(
             f"{model} reads no prompts",
-            expected="a pipeline that was saved with its text encoders and tokenizers",
-            got=f"--prompts {prompts}, and a folder without these",
-            remedy="save the whole pipeline, or leave --prompts out to calibrate on the model's own runs",
-        )
-    if prompts is not None and not found.takes_prompt:
-        raise UserError(
-            f"{model} reads no prompts",
-            expected="a pipeline whose call takes a prompt",
-            got=f"--prompts {prompts}, and a call without a prompt",
-            remedy="leave --prompts out to calibrate on the model's own runs",
+            expected="a pipeline whose call takes a prompt, saved with its text encoders and tokenizers",
+            got=f"--prompts {prompts}, and {lacking}",
+            remedy=f"{otherwise}leave --prompts out to calibrate on the model's own runs",
         )
     known = found.known
     lines = [f"# {found.title}. {_HEADER.format(name=at.name)}"]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -70,11 +69,6 @@ def _memory(report: Reporter) -> str:
 
 def _by_bin(errors: Sequence[float | None]) -> str:
     return "by timestep bin " + ", ".join("–" if error is None else f"{error:.4f}" for error in errors)
-
-
-def print_manifest(console: Console, manifest: Manifest, folder: Path) -> None:
-    """Prints the table of `trtconvert inspect`."""
-    console.print(manifest_table(manifest, folder))
 
 
 def manifest_table(manifest: Manifest, folder: Path) -> Table:

@@ -246,6 +246,21 @@ def with_exponentials(x: Tensor, context: Tensor) -> Tensor:
     return tokens(weights / weights.sum(dim=-1, keepdim=True) @ v)
 
 
+def with_positions(x: Tensor, context: Tensor) -> Tensor:
+    """Scores of a table of relative positions are a mask, not a second product."""
+    q, k, v = qkv(x, context)
+    table = random(TOKENS, k.shape[2], DIM, seed=7).to(q.dtype)
+    scores = einsum("b h i d, i j d -> b h i j", q, table) + q @ k.mT
+    return tokens((scores * DIM**-0.5).softmax(-1) @ v)
+
+
+def with_zeros_for_rows_without_keys(x: Tensor, context: Tensor) -> Tensor:
+    q, k, v = qkv(x, context)
+    scores = (q @ k.mT * DIM**-0.5).masked_fill(torch.arange(k.shape[2]) > 8, float("-inf"))
+    weights = scores.softmax(-1)
+    return tokens(torch.where(weights.isnan(), 0.0, weights) @ v)
+
+
 FORMS = (
     by_matmul,
     to_itself,
@@ -266,6 +281,8 @@ FORMS = (
     in_groups_of_tokens,
     with_named_arguments,
     with_exponentials,
+    with_positions,
+    with_zeros_for_rows_without_keys,
 )
 
 

@@ -117,9 +117,9 @@ def test_precision_and_recall_of_a_generator_that_forgot_a_mode():
     assert metrics.precision_recall(cluster + 500, reference) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("tile", [7, 64, 1024])
-def test_precision_and_recall_are_torch_fidelitys(tile, monkeypatch):
-    monkeypatch.setattr(metrics, "_TILE", tile)
+@pytest.mark.parametrize("rows", [7, 64, 1024])
+def test_precision_and_recall_are_torch_fidelitys(rows, monkeypatch):
+    monkeypatch.setattr(metrics, "_ROWS", rows)
     generated, reference = normal(150, 6), normal(201, 6, seed=1) * 1.2 + 0.3
     generated[:20] = reference[5:25]  # samples at no distance, of each other and of themselves
     generated[20:25] = generated[0]

@@ -132,7 +132,7 @@ def test_a_consistency_model_has_one_sampler():
         (lambda: Parametrisation(FLOW, "flow", "sigma"), "fraction is the input from 0 to 1"),
         (lambda: Parametrisation(RANGE, "flow", "sigma"), "do not fit together"),
         (lambda: Parametrisation(RANGE, "denoised", "sigmas"), "did you mean 'sigma'"),
-        (lambda: Parametrisation(DDPM, "raw", "c_noise"), "a range of σ with the prediction raw"),
+        (lambda: Parametrisation(DDPM, "raw", "c_noise"), "a range of σ and raw"),
         (
             lambda: Parametrisation(RANGE, "denoised", "sigma", sigma_data=0.5),
             "leave it out: a network that takes x₀ + σ·n",

@@ -74,6 +74,22 @@ _FORMS: dict[str, tuple[str, dict]] = {
         ),
         {},
     ),
+    "a_factor_of_each_head": (
+        plain(f"{_LOGITS}\n{_SCALE}\nt = Mul(s, heat)\nl = Mul(t, c)\np = Softmax<axis = -1>(l)"),
+        {"weights": {"heat": np.float32([[[1.5]], [[0.5]]])}},
+    ),
+    "exponentials": (
+        plain(
+            f"""{_LOGITS}\n{_SCALE}\nl = Mul(s, c)
+            most = ReduceMax<axes = [-1]>(l)
+            less = Sub(l, most)
+            e = Exp(less)
+            last = Constant<value = int64[1] {{3}}> ()
+            sums = ReduceSum(e, last)
+            p = Div(e, sums)"""
+        ),
+        {},
+    ),
     "added_mask": (
         plain(f"{_LOGITS}\n{_SCALE}\nl = Mul(s, c)\nm = Add(l, mask)\np = Softmax<axis = -1>(m)"),
         {"inputs": _MASKED[0]},
@@ -234,14 +250,14 @@ def test_a_graph_in_16_bits_is_read_in_full_precision(kind, tmp_path):
 
 
 _LEFT = {
-    "no MatMul after it, but Neg": "s = MatMul(q, kt)\np0 = Softmax<axis = -1>(s)\np = Neg(p0)",
-    "its axis is 1 of 4": "s = MatMul(q, kt)\np = Softmax<axis = 1>(s)",
-    "no MatMul before it, but Abs": "s = MatMul(q, kt)\na = Abs(s)\np = Softmax<axis = -1>(a)",
-    "puts no large negative number": (
+    "it stands between MatMul s and Neg p": "s = MatMul(q, kt)\np0 = Softmax<axis = -1>(s)\np = Neg(p0)",
+    "its softmax is over samples or heads, not over keys": "s = MatMul(q, kt)\np = Softmax<axis = 1>(s)",
+    "it stands between Abs a and MatMul attended": "s = MatMul(q, kt)\na = Abs(s)\np = Softmax<axis = -1>(a)",
+    "which is no large negative number": (
         "s = MatMul(q, kt)\nlow = Constant<value_float = -1.0> ()\nz = Less(s, low)\na = Where(z, low, s)\n"
         "p = Softmax<axis = -1>(a)"
     ),
-    "its probabilities are also read by": (
+    "its scores or probabilities are also read by amax": (
         "s = MatMul(q, kt)\np = Softmax<axis = -1>(s)\nshares = ReduceMax<axes = [-1]>(p)\nv2 = Mul(v, shares)"
     ),
     # Two attentions of the same queries and keys, whose projections an exporter has merged.
@@ -260,6 +276,14 @@ def test_unmatched_attention_is_refused_with_the_nearest_pattern(reason, tmp_pat
     assert "Softmax: " in told and reason in told
 
 
+def test_a_scale_that_follows_the_sizes_is_no_scale_of_attention(tmp_path):
+    body, _ = _FORMS["scaled_by_the_shape"]
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", body.replace("int64 {3}", "int64 {0}"))
+    onnx_model(path, sizes={"batch": 2})
+    with pytest.raises(Exception, match="its scale differs between the sizes of the inputs"):
+        onnx_model(path, sizes={"batch": [1, 2, 4]})
+
+
 def test_an_unmatched_softmax_beside_attention_is_listed(tmp_path):
     body = plain(f"{_LOGITS}\n{_SCALE}\nl = Mul(s, c)\np = Softmax<axis = -1>(l)").replace(
         "joined = Reshape(back, flat)",
@@ -268,4 +292,5 @@ def test_an_unmatched_softmax_beside_attention_is_listed(tmp_path):
     parts = converted(onnx_graphs.denoiser(tmp_path / "model.onnx", body))
     (left,) = parts.left_sites
     assert len(parts.sites) == 1 and isinstance(left, Site)
-    assert left.obstacle == "Softmax: no MatMul after it, but Mul joined"
+    assert left.obstacle.startswith("Softmax: no product of queries and keys before it")
+    assert left.obstacle.endswith("it stands between Reshape joined0 and Mul joined")

@@ -226,14 +226,6 @@ _OTHERS = {
         'y = Reshape(back, flat)\ng = Einsum<equation = "bnd,bmd->bdn">(y, y)\nw = Softmax<axis = -1>(g)\n'
         'joined = Einsum<equation = "bdn,bnd->bnd">(w, y)',
     ),
-    "keys_that_heads_share": _ATTENTION.replace(
-        _JOIN,
-        'y = Reshape(back, flat)\none_head = Constant<value = int64[3] {0, 12, -1}> ()\n'
-        'g = Einsum<equation = "bhid,bjhd->bhij">(q, v1)\nkept = Einsum<equation = "bhid,bmd->bhim">(q, small)\n'
-        'w = Softmax<axis = -1>(kept)\nz4 = Einsum<equation = "bhim,bmd->bihd">(w, small)\nz = Reshape(z4, flat)\n'
-        "joined = Add(y, z)",
-    ).replace("    q0 = MatMul", "    first = Constant<value = int64[1] {0}> ()\n    end = Constant<value = int64[1] {32}> ()\n"
-              "    last = Constant<value = int64[1] {2}> ()\n    small = Slice(x, first, end, last)\n    q0 = MatMul"),
     "no_product_of_values_after_it": _ATTENTION.replace(
         _JOIN,
         'y = Reshape(back, flat)\ng = Einsum<equation = "bnd,bmd->bnm">(y, y)\nw = Softmax<axis = -1>(g)\n'
@@ -249,6 +241,28 @@ def test_einsums_that_are_no_attention_are_computed_and_told(form, tmp_path):
     parts = parts_to_convert(model, AttentionSection(), LayersSection(min_rows=1))
     (left,) = parts.left_sites
     assert len(parts.sites) == 1 and "Einsum" in left.obstacle and "->" in left.obstacle
+    assert _against_runtime(model, path) < 1e-5
+
+
+_SMALL = """
+    first = Constant<value = int64[1] {0}> ()
+    end = Constant<value = int64[1] {32}> ()
+    last = Constant<value = int64[1] {2}> ()
+    small = Slice(x, first, end, last)
+"""
+
+
+def test_keys_that_heads_share_have_one_head(tmp_path):
+    body = _SMALL + _ATTENTION.replace(
+        _JOIN,
+        'y = Reshape(back, flat)\nl2 = Einsum<equation = "bhid,bmd->bhim">(q, small)\np2 = Softmax<axis = -1>(l2)\n'
+        'a2 = Einsum<equation = "bhim,bmd->bihd">(p2, small)\nz = Reshape(a2, flat)\njoined = Add(y, z)',
+    )
+    path = onnx_graphs.denoiser(tmp_path / "model.onnx", body)
+    model = onnx_model(path)
+    parts = parts_to_convert(model, AttentionSection(), LayersSection(min_rows=1))
+    assert [(site.heads, site.kv_heads, site.obstacle) for site in parts.sites] == [(2, 2, ""), (2, 1, "")]
+    assert not parts.left_sites
     assert _against_runtime(model, path) < 1e-5
 
 
@@ -288,12 +302,17 @@ def test_attention_of_einsums_is_exported_for_varying_batches(form, tmp_path):
 
 
 def test_keys_and_values_that_samples_share_are_multiplied_as_they_are(tmp_path):
-    body = plain(f"s = MatMul(q, kt)\n{_SCALE}\nl = Mul(s, c)\np = Softmax<axis = -1>(l)")
-    body = body.replace("MatMul(q, kt)", "MatMul(q, shared)").replace("MatMul(p, v)", "MatMul(p, taken)")
+    body = _ATTENTION.replace(
+        _JOIN,
+        "y = Reshape(back, flat)\ns2 = MatMul(q, shared)\nl2 = Mul(s2, c)\np2 = Softmax<axis = -1>(l2)\n"
+        "a2 = MatMul(p2, taken)\nt2 = Transpose<perm = [0, 2, 1, 3]>(a2)\nz = Reshape(t2, flat)\njoined = Add(y, z)",
+    )
     weights = {
         "shared": _RANDOM.normal(size=(32, 7)).astype(np.float32),
         "taken": _RANDOM.normal(size=(7, 32)).astype(np.float32),
     }
     path = onnx_graphs.denoiser(tmp_path / "model.onnx", body, weights=weights)
     model = onnx_model(path)
+    (left,) = model.left_sites
+    assert left.obstacle.startswith("Softmax: no product of queries and keys")
     assert _against_runtime(model, path) < 1e-5

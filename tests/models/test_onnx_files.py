@@ -318,7 +318,7 @@ DEEP = range(1, 1500)
 @pytest.mark.parametrize(
     ("first", "each", "last", "told"),
     [
-        (["s0 = MatMul(q, kt)"], "s{0} = Add(s{1}, s{1})", "s = Identity(s1499)", "adds two products"),
+        (["s0 = MatMul(q, kt)"], "s{0} = Add(s{1}, s{1})", "s = Identity(s1499)", "no product of queries and keys"),
         (["a = MatMul(q, kt)", "m0 = Sub(a, a)"], "m{0} = Mul(m{1}, m{1})", "s = Add(a, m1499)", ""),
         (
             ["a = MatMul(q, kt)", "b = Sub(a, a)", "z0 = Tanh(b)"],

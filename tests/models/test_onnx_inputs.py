@@ -181,7 +181,7 @@ def test_sizes_are_asked_for_with_what_may_be_meant(tmp_path):
 def test_sizes_that_the_graph_does_not_take_are_refused_before_the_calibration(tmp_path):
     body = BODY.replace("int64[4] {0, 0, 2, 32}", "int64[4] {2, 12, 2, 32}")
     path = graph(tmp_path, body)
-    refused(path, "does not take the sizes", "batch 1", "at Reshape", sizes={"batch": [1, 2, 4]})
+    refused(path, "cannot be run with these sizes", "sample [1, 12, 64]", "at Reshape", sizes={"batch": [1, 2, 4]})
     onnx_model(path, sizes={"batch": 2})
 
 

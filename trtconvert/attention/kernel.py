@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from typing import Any, Literal, overload
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,34 +136,11 @@ def int8_attention_lse(
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, **options: Any) -> Any:
     """Checks the arguments, then runs the kernels on a GPU or the reference on a CPU. Options are the reference's."""
-    checked = ("mask", "key_lengths", "layout", "scaling", "block_mask", "key_index", "softmax_scale", "timestep_max")
-    _check(q, k, v, timestep, tables, *(options[name] for name in checked))
+    _check(q, k, v, timestep, tables, options)
     run = _run_cuda if q.is_cuda else reference.attention
     return run(q, k, v, timestep, tables, **options)
 
 
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    timestep: Tensor,
-    tables: AttentionTables,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Any,
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    timestep: Tensor,
-    tables: AttentionTables,
-    *,
-    return_lse: Literal[True],
-    **options: Any,
-) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -172,7 +150,7 @@ def attention(
     *,
     return_lse: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:  # as `reference.attention`
     """Calls `int8_attention` with the signature of `reference.attention`; with `return_lse` also returns the log-sum-exp."""
     run = int8_attention_lse if return_lse else int8_attention
     # torch.compile cannot trace vars() of a frozen dataclass.
@@ -466,21 +444,12 @@ def _table(x: Tensor) -> Tensor:
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    timestep: Tensor,
-    tables: AttentionTables,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    layout: str,
-    scaling: str,
-    block_mask: Tensor | None,
-    key_index: Tensor | None,
-    softmax_scale: float | None,
-    timestep_max: float,
+    q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables, options: Mapping[str, Any]
 ) -> None:
     """Checks everything that would cause reads outside a tensor or wrong results. Raises ValueError."""
+    mask, block_mask, key_lengths, key_index = (options[x] for x in ("mask", "block_mask", "key_lengths", "key_index"))
+    layout, scaling = options["layout"], options["scaling"]
+    softmax_scale, timestep_max = options["softmax_scale"], options["timestep_max"]
     if softmax_scale is not None and not 0 < softmax_scale < math.inf:  # NaN fails both comparisons
         raise ValueError(
             f"softmax_scale: expected a positive finite number, got {softmax_scale}; leave it out for 1/√D"

@@ -449,7 +449,10 @@ def _provenance(model: DiffusionModel, section: CalibrationSection, weights: str
     )
 
 
-_AGAIN = "remove calibration.from from the recipe, so that the model is calibrated again"
+def _unfit(path: Path, what: str, expected: str, got: str, otherwise: str) -> UserError:
+    """Returns the error for a calibration file that a recipe cannot use. otherwise: what to do beside calibrating again."""
+    remedy = f"remove calibration.from from the recipe, so that the model is calibrated again{otherwise}"
+    return UserError(f"{path} {what}", expected=expected, got=got, remedy=remedy)
 
 
 def load_calibration(
@@ -475,26 +478,15 @@ def load_calibration(
     loaded = Calibration.load(path)
     made = loaded.provenance
     if made.weights != weights:
-        raise UserError(
-            f"{path} was calibrated for another model",
-            expected=f"{model.name} with the hash {weights[:16]}",
-            got=f"{made.model} with the hash {made.weights[:16]}",
-            remedy=f"{_AGAIN}: the weights, options or code of the model differ from the file's",
-        )
+        expected, got = f"{model.name} with the hash {weights[:16]}", f"{made.model} with the hash {made.weights[:16]}"
+        differs = ": the weights, options or code of the model differ from the file's"
+        raise _unfit(path, "was calibrated for another model", expected, got, differs)
     if made.bins != bins:
-        raise UserError(
-            f"{path} has other timestep bins",
-            expected=f"{bins}, as calibration.bins asks",
-            got=str(made.bins),
-            remedy=f"set calibration.bins to {made.bins}, or {_AGAIN}",
-        )
+        expected, otherwise = f"{bins}, as calibration.bins asks", f", or set calibration.bins to {made.bins}"
+        raise _unfit(path, "has other timestep bins", expected, str(made.bins), otherwise)
     if missing := [site.name for site in sites if site.name not in loaded.tables]:
-        raise UserError(
-            f"{path} lacks attention sites",
-            expected=", ".join(missing),
-            got=", ".join(loaded.tables),
-            remedy=f"{_AGAIN}, or exclude these sites with attention.exclude",
-        )
+        otherwise = ", or exclude these sites with attention.exclude"
+        raise _unfit(path, "lacks attention sites", ", ".join(missing), ", ".join(loaded.tables), otherwise)
     for site in sites:
         sizes = {"heads": site.heads, "kv_heads": site.kv_heads, "head_dim": site.head_dim}
         refuse_flaw(path, site.name, flaw(loaded.tables[site.name], bins, **sizes))
@@ -520,29 +512,20 @@ def _require_layers(
     """Raises a UserError if scales of the layers' inputs are missing or not usable, or an input group in `modulated` lacks deltas
     or has offsets; channels: of each input group."""
     if missing := [input_group for input_group in channels if input_group not in loaded.layers]:
-        raise UserError(
-            f"{path} lacks the ranges of layers",
-            expected=", ".join(missing),
-            got=", ".join(loaded.layers) or "attention only, as with layers.modes: off",
-            remedy=f"{_AGAIN}, set layers.modes to off, or exclude these layers with layers.exclude",
-        )
+        got = ", ".join(loaded.layers) or "attention only, as with layers.modes: off"
+        otherwise = ", set layers.modes to off, or exclude these layers with layers.exclude"
+        raise _unfit(path, "lacks the ranges of layers", ", ".join(missing), got, otherwise)
     for input_group, count in channels.items():
         refuse_flaw(path, input_group, loaded.layers[input_group].flaw(count, bins), of_layer=True)
-    remedy = f"{_AGAIN}, or set layers.modiff to false"
+    otherwise = ", or set layers.modiff to false"
     if lacking := [input_group for input_group in modulated if loaded.layers[input_group].change_scale is None]:
-        raise UserError(
-            f"{path} lacks the scales of deltas from step to step",
-            expected=f"scales of deltas of {several(lacking, 3)}, which layers.modiff needs",
-            got="scales of whole activations only",
-            remedy=remedy,
-        )
+        expected = f"scales of deltas of {several(lacking, 3)}, which layers.modiff needs"
+        got = "scales of whole activations only"
+        raise _unfit(path, "lacks the scales of deltas from step to step", expected, got, otherwise)
     if moved := [input_group for input_group in modulated if loaded.layers[input_group].x_offset.any()]:
-        raise UserError(
-            f"{path} has offsets of layers, but deltas have no offsets",
-            expected="a calibration with layers.modiff, and so without layers.offsets",
-            got=f"offsets of {several(moved, 3)}",
-            remedy=remedy,
-        )
+        expected = "a calibration with layers.modiff, and so without layers.offsets"
+        got = f"offsets of {several(moved, 3)}"
+        raise _unfit(path, "has offsets of layers, but deltas have no offsets", expected, got, otherwise)
 
 
 def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shares: Sequence[float]) -> None:
@@ -552,20 +535,15 @@ def _require_blocks(path: Path, loaded: Calibration, sites: Sequence[Site], shar
         held = found.shares if found is not None else []
         if missing := [share for share in shares if share not in held]:
             known = ", ".join(f"{share:g}" for share in held)
-            raise UserError(
-                f"{path} lacks the blocks that attention needs",
-                expected=f"blocks of {site.name} for a lost share of {', '.join(f'{share:g}' for share in missing)}",
-                got=f"shares of {known}" if held else "no blocks of this site",
-                remedy=f"{_AGAIN}, set attention.sparse to off" + (f", or use the shares {known}" if held else ""),
-            )
+            expected = f"blocks of {site.name} for a lost share of {', '.join(f'{share:g}' for share in missing)}"
+            got = f"shares of {known}" if held else "no blocks of this site"
+            otherwise = ", or set attention.sparse to off" + (f", or use the shares {known}" if held else "")
+            raise _unfit(path, "lacks the blocks that attention needs", expected, got, otherwise)
         counts = block_counts(site)
         if found is not None and tuple(found.block_counts.tolist()) != counts:
-            raise UserError(
-                f"{path} has blocks of other sizes",
-                expected=f"{counts[0]} × {counts[1]} blocks of {site.name}, which has {site.query_tokens} queries",
-                got=" × ".join(map(str, found.block_counts.tolist())),
-                remedy=f"{_AGAIN}, or set attention.sparse to off",
-            )
+            expected = f"{counts[0]} × {counts[1]} blocks of {site.name}, which has {site.query_tokens} queries"
+            got = " × ".join(map(str, found.block_counts.tolist()))
+            raise _unfit(path, "has blocks of other sizes", expected, got, ", or set attention.sparse to off")
 
 
 def observations_folder(cache: Cache, recipe: Recipe, weights: str, place: Place) -> Path:

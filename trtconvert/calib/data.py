@@ -22,6 +22,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
 from trtconvert.recipe import CalibrationSection
+from trtconvert.weights.finite import require_finite
 
 SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
 """Limits for measuring the errors of sites and layers: samples, and denoising steps per timestep bin."""
@@ -231,13 +232,7 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
                 got=str(list(shape)),
                 remedy="give arrays of this shape, with equal sizes of the same dimensions",
             )
-        if not checked[spec.name].isfinite().all():
-            raise UserError(
-                f"'{spec.name}' from {place} is damaged",
-                expected="finite numbers",
-                got=f"{int((~checked[spec.name].isfinite()).sum())} of {checked[spec.name].numel()} are NaN or Inf",
-                remedy="correct the source of this input",
-            )
+        require_finite(f"'{spec.name}' from {place} is damaged", checked[spec.name], "correct the source of this input")
     timestep = checked[model.timestep_input]
     if (outside := timestep[~model.covers(timestep)]).numel():
         raise UserError(

@@ -29,8 +29,8 @@ NEIGHBOURS = 3
 KID_SUBSET = 1000
 """Samples per subset of the kernel distance, at most the smaller set, as in the paper."""
 
-_TILE = 1024
-"""Rows and columns of a tile of distances: fits the processor's cache."""
+_ROWS = 1024
+"""Samples whose distances to all others are in memory at once."""
 
 _ROUNDING = 1e-12
 """Squared distances below this share of the squared length are 0: FP32 features of one image differ by less."""
@@ -131,20 +131,8 @@ def ball_radii(features: Tensor) -> Tensor:
         features: [N, D], more than `NEIGHBOURS` of them.
     """
     # The nearest sample is the sample itself.
-    nearest = torch.full((len(features), NEIGHBOURS + 1), torch.inf, dtype=torch.float64)
-    for rows, columns, squared in _squared_distances(features, features, above=True):
-        _keep_nearest(nearest[rows], squared)
-        if rows != columns:
-            _keep_nearest(nearest[columns], squared.T)
-    return nearest[:, -1].maximum(_ROUNDING * features.double().square().sum(1))
-
-
-def _keep_nearest(nearest: Tensor, squared: Tensor) -> None:
-    """Merges distances [R, C] into the ascending least ones [R, K], in place. Most rows do not change."""
-    closer = (squared.amin(1) < nearest[:, -1]).nonzero()[:, 0]
-    known, more = nearest[closer], squared[closer]
-    more = more.topk(min(known.shape[1], more.shape[1]), largest=False).values
-    nearest[closer] = torch.cat([known, more], 1).topk(known.shape[1], largest=False).values
+    nearest = [x.topk(NEIGHBOURS + 1, largest=False).values[:, -1] for x in _squared_distances(features, features)]
+    return torch.cat(nearest).maximum(_ROUNDING * features.double().square().sum(1))
 
 
 def precision_recall(
@@ -159,33 +147,18 @@ def precision_recall(
         radii: of both sets, if known, see `ball_radii`.
     """
     of_generated, of_reference = radii or (ball_radii(generated), ball_radii(reference))
-    precise, recalled = (torch.zeros(len(x), dtype=torch.uint8) for x in (generated, reference))
-    for rows, columns, squared in _squared_distances(generated, reference):
-        # amax of uint8 is many times faster than any().
-        found = (squared <= of_reference[columns]).view(torch.uint8).amax(1)
-        met = (squared <= of_generated[rows, None]).view(torch.uint8).amax(0)
-        precise[rows] |= found
-        recalled[columns] |= met
-    return float(precise.double().mean()), float(recalled.double().mean())
+    precise, recalled = 0, torch.zeros(len(reference), dtype=torch.bool)
+    for radius, squared in zip(of_generated.split(_ROWS), _squared_distances(generated, reference), strict=True):
+        precise += int((squared <= of_reference).any(1).sum())
+        recalled |= (squared <= radius[:, None]).any(0)
+    return precise / len(generated), float(recalled.double().mean())
 
 
-def _squared_distances(one: Tensor, other: Tensor, above: bool = False) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yields tiles of the squared distances of [N, D] and [M, D] in float64: rows, columns and the tile, which is reused.
-
-    Args:
-        above: skip the tiles below the diagonal.
-    """
-    left, right = ((x.double(), x.double().square().sum(1, keepdim=True)) for x in (one, other))
-    rows = torch.cat([-2 * left[0], left[1], torch.ones_like(left[1])], 1)
-    columns = torch.cat([right[0], torch.ones_like(right[1]), right[1]], 1).T
-    tile = torch.empty(_TILE * _TILE, dtype=torch.float64)
-    for top in range(0, len(one), _TILE):
-        for start in range(top if above else 0, len(other), _TILE):
-            here, there = slice(top, min(top + _TILE, len(one))), slice(start, min(start + _TILE, len(other)))
-            shape = here.stop - here.start, there.stop - there.start
-            squared = tile[: shape[0] * shape[1]].view(shape)
-            torch.mm(rows[here], columns[:, there], out=squared)
-            yield here, there, squared
+def _squared_distances(one: Tensor, other: Tensor) -> Iterator[Tensor]:
+    """Yields the squared distances of [N, D] and [M, D] in float64, `_ROWS` rows of [N, M] at a time."""
+    one, other = one.double(), other.double()
+    for rows in one.split(_ROWS):
+        yield torch.cdist(rows, other).square_()
 
 
 def decibels(squared_error: Tensor) -> Tensor:

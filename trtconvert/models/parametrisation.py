@@ -68,14 +68,16 @@ class Parametrisation:
             if got not in known:
                 raise unknown_name(problem, str(got), known, "give the value that the model was trained with")
         flows, of_sigma = isinstance(self.schedule, FlowSchedule), self.told not in (TIMESTEP, "fraction")
-        if flows != (self.prediction == FLOW):
+        in_range = isinstance(self.schedule, SigmaRange)
+        if flows != (self.prediction == FLOW) or (self.prediction == RAW and not in_range):
+            others = ", ".join(name for name in PREDICTIONS if name not in (FLOW, RAW))
             raise UserError(
                 "The noise schedule and the prediction do not fit together.",
-                expected="flow and flow, or another schedule and " + ", ".join(p for p in PREDICTIONS if p != FLOW),
-                got=f"{'flow' if flows else 'another schedule'} and {self.prediction}",
+                expected=f"flow and flow, a range of σ and raw, which EDM defines, or any schedule but flow and {others}",
+                got=f"{'flow' if flows else 'a range of σ' if in_range else 'another schedule'} and {self.prediction}",
                 remedy="give the schedule and the prediction of the model's training",
             )
-        if (flows and of_sigma) or (isinstance(self.schedule, SigmaRange) and not of_sigma):
+        if (flows and of_sigma) or (in_range and not of_sigma):
             raise UserError(
                 "The noise schedule and the timestep input do not fit together.",
                 expected="timestep or fraction"
@@ -85,14 +87,6 @@ class Parametrisation:
                 remedy="fraction is the input from 0 to 1 that flow matching often calls sigma"
                 if flows
                 else "give DDPM's schedule, or flow matching's, for an input that holds timesteps",
-            )
-        in_range = isinstance(self.schedule, SigmaRange)
-        if self.prediction == RAW and not in_range:
-            raise UserError(
-                "The noise schedule and the prediction do not fit together.",
-                expected="a range of σ with the prediction raw, which EDM defines",
-                got="another schedule",
-                remedy="give the prediction of the model's training: epsilon, v_prediction or sample with DDPM's timesteps",
             )
         if not 0 < self.sigma_data < math.inf or (
             self.sigma_data != 1 and (not in_range or self.prediction == DENOISED)

@@ -16,7 +16,7 @@ from trtconvert.errors import UserError, several
 from trtconvert.modiff.held_layers import HeldLayer, Step, kind_of, require_unmodulated
 from trtconvert.modiff.layers import ModulatedConv2d, ModulatedLayer, ModulatedLinear, dynamic_table, obstacle
 from trtconvert.modiff.settings import Settings
-from trtconvert.weights.finite import is_finite
+from trtconvert.weights.finite import require_finite
 
 if TYPE_CHECKING:
     from trtconvert.modiff.calibration import Calibration
@@ -449,11 +449,7 @@ def _replace(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, n
 
 
 def _require_finite(name: str, x: Tensor) -> None:
-    if not is_finite(x):
-        raise UserError(
-            f"{name} has NaN or Inf",
-            expected="finite numbers",
-            got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
-            remedy="of a cache: reset_cache(), and find the overflow (FP16 models: try float32 or bfloat16); of a weight: get "
-            "the model again",
-        )
+    remedy = (
+        "reset_cache() for a cache, and find the overflow (FP16 models: try float32 or bfloat16); load a weight again"
+    )
+    require_finite(f"{name} has NaN or Inf", x, remedy)

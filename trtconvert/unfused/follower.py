@@ -52,7 +52,7 @@ class UnfusedAttention:
         scale: factor of the scores.
         softmax: of the attention.
         written: computes the product as the model wrote it, [B, H, Nq, Dv].
-        split: whether samples and heads shared an axis.
+        scores, values, layout: the tensors as the model multiplies them, and their axes.
         obstacle: the reason why samples and heads still share an axis, [B·H, Nq, D] and so on; "" if they do not.
     """
 
@@ -63,8 +63,15 @@ class UnfusedAttention:
     scale: float
     softmax: Softmax
     written: Callable[[], Tensor]
-    split: bool = False
+    scores: Scores
+    values: Tensor
+    layout: Layout
     obstacle: str = ""
+
+    @property
+    def split(self) -> bool:
+        """Whether samples and heads shared an axis."""
+        return self.layout.split
 
 
 def unfused_attention(attention: UnfusedAttention) -> Tensor:
@@ -257,7 +264,7 @@ class Unfused:
             return made[1]
 
         softmax.handed_over = True
-        attention = UnfusedAttention(q, k, v, mask, scores.scale, softmax, in_order, layout.split, obstacle)
+        attention = UnfusedAttention(q, k, v, mask, scores.scale, softmax, in_order, scores, values, layout, obstacle)
         output = self._attend(attention)
         return made[0] if made and output is made[1] else layout.as_written(output)
 

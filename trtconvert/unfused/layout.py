@@ -12,7 +12,7 @@ from torch import Tensor
 from trtconvert.unfused.products import Product
 from trtconvert.unfused.steps import Mark, NotAttention, Probabilities, Scores
 
-_CHANNEL, _HEAD = "*+"
+CHANNEL, HEAD = "*+"
 """The axes of the values' channels, and of heads that share an axis with the samples in the model."""
 
 MOST_HEADS = 256
@@ -62,7 +62,7 @@ class Layout:
         scores, key = probabilities.scores, probabilities.key
         names = dict(zip(product.of[place], probabilities.axes, strict=True))
         new = [letter for letter in product.of[1 - place] if letter not in names]
-        names |= dict.fromkeys(new, _CHANNEL)
+        names |= dict.fromkeys(new, CHANNEL)
         values, result = ("".join(map(names.__getitem__, axes)) for axes in (product.of[1 - place], product.result))
         queries = int(key in scores.of[0])
         of_queries, of_keys = scores.of[queries], scores.of[1 - queries]
@@ -74,7 +74,7 @@ class Layout:
         if product.alpha != 1 or product.added is not None:
             raise NotAttention("the product after its softmax adds or multiplies something else")
         (depth,) = set(of_queries) & set(of_keys) - set(probabilities.axes)
-        if {*of_keys} - {key, depth, *lead} or query in values or {*result} != {*lead, query, _CHANNEL}:
+        if {*of_keys} - {key, depth, *lead} or query in values or {*result} != {*lead, query, CHANNEL}:
             raise NotAttention("its queries, keys and values have axes that attention does not have")
         shared = [axis for axis in lead if axis in of_keys or axis in values]
         if not shared:
@@ -82,6 +82,11 @@ class Layout:
         order, count = "".join(shared + [axis for axis in lead if axis not in shared]), max(1, len(shared) - 1)
         sizes = dict(zip(probabilities.axes, product.factors[place].shape, strict=True))
         return Layout(order[:count], order[count:], query, key, depth, queries, values, result, sizes, unmerged)
+
+    def of_any_size(self, heads: int) -> Layout:
+        """Returns the layout without the sizes and tensors of one forward. heads: their number, if they share an axis with
+        samples."""
+        return replace(self, heads=self.heads or HEAD, sizes={HEAD: heads}, unmerged=_not_known)
 
     def with_heads(self, tensors: Sequence[Tensor], samples: int) -> tuple[Layout, str]:
         """Returns the layout with samples and heads apart, which share an axis; and the reason why they cannot be told apart, or
@@ -96,12 +101,23 @@ class Layout:
         if not known and (rows % samples or rows // samples > MOST_HEADS):
             return self, f"its {rows} rows are not {samples} samples of up to {MOST_HEADS} heads"
         heads = known[0] if known else rows // samples
-        return replace(self, heads=_HEAD, sizes={**self.sizes, self.samples: rows // heads, _HEAD: heads}), ""
+        return replace(self, heads=HEAD, sizes={**self.sizes, self.samples: rows // heads, HEAD: heads}), ""
+
+    def at(self, scores: Scores) -> Layout:
+        """Returns the layout of scores of other sizes; see `of_any_size`."""
+        sizes: dict[str, int] = {}
+        for axes, factor in zip(scores.of, scores.factors, strict=True):
+            for axis, size in zip(axes, factor.shape, strict=True):
+                # Symbolic sizes are not compared: that would add constraints to an export.
+                if axis not in sizes or not isinstance(size, int) or size != 1:
+                    merged = axis == self.samples and self.heads == HEAD and HEAD not in axes
+                    sizes[axis] = size // self.sizes[HEAD] if merged else size
+        return replace(self, sizes={**self.sizes, **sizes})
 
     @property
     def split(self) -> bool:
         """True if samples and heads share an axis in the model, and not here."""
-        return self.heads == _HEAD and self.sizes[_HEAD] != 1
+        return self.heads == HEAD and self.sizes[HEAD] != 1
 
     def tensors(self, scores: Scores, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values, [B, H, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv], of one type; or [B·H, …]."""
@@ -113,7 +129,7 @@ class Layout:
                     raise NotAttention("its scores are multiplied by a tensor that differs between keys")
                 q = q * factor
         k = self._arranged(scores.factors[1 - self.queries], scores.of[1 - self.queries], self.key, self.depth)
-        v = self._arranged(values, self.values, self.key, _CHANNEL)
+        v = self._arranged(values, self.values, self.key, CHANNEL)
         k, v = self._of_key_heads(k.to(v.dtype), v)
         return self._merged(self._expanded(q).to(v.dtype)), self._merged(k), self._merged(v)
 
@@ -130,7 +146,8 @@ class Layout:
             if mark.kind == "times":
                 continue
             x = self._arranged(mark.tensor, mark.axes, self.query, self.key)
-            if mark.kind == "keep":
+            if mark.kind in ("keep", "drop"):
+                x = x if mark.kind == "keep" else ~x
                 kept = x if kept is None else kept & x
             elif x.shape[-1] != 1:  # softmax ignores a number that is added for all keys
                 x = x if mark.factor == 1 else x * mark.factor
@@ -144,21 +161,21 @@ class Layout:
 
     def in_order(self, written: Tensor) -> Tensor:
         """Returns the product as the model wrote it, in the order of the queries."""
-        return self._merged(self._arranged(written, self.result, self.query, _CHANNEL))
+        return self._merged(self._arranged(written, self.result, self.query, CHANNEL))
 
     def as_written(self, output: Tensor) -> Tensor:
         """Returns an output in the order of the queries as the model writes the product."""
-        if self.heads == _HEAD:
+        if self.heads == HEAD:
             output = output.flatten(0, 1)
         elif len(self.samples) > 1 or len(self.heads) > 1:
             output = output.reshape(*(self.sizes[axis] for axis in self.samples + self.heads), *output.shape[-2:])
-        made = self.samples + self.heads.replace(_HEAD, "") + self.query + _CHANNEL
-        return output.permute([made.index(axis) for axis in self.result])
+        made = self.samples + self.heads.replace(HEAD, "") + self.query + CHANNEL
+        return output if made == self.result else output.permute([made.index(axis) for axis in self.result])
 
     def _arranged(self, x: Tensor, axes: str, *last: str) -> Tensor:
         """Returns a tensor with the axes [*samples, *heads, *last]; missing axes have size 1."""
-        if self.heads == _HEAD and self.samples in axes:
-            x, axes = self._split_samples(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + _HEAD)
+        if self.heads == HEAD and self.samples in axes and HEAD not in axes:
+            x, axes = self._split_samples(x, axes.index(self.samples)), axes.replace(self.samples, self.samples + HEAD)
         order = [*self.samples, *self.heads, *last]
         places = [axes.index(axis) for axis in order if axis in axes]
         if places != sorted(places):
@@ -170,9 +187,9 @@ class Layout:
 
     def _split_samples(self, x: Tensor, place: int) -> Tensor:
         made_of = self.unmerged(x) if place == 0 else None
-        if made_of is not None and made_of.shape[1] == self.sizes[_HEAD]:
+        if made_of is not None and made_of.shape[1] == self.sizes[HEAD]:
             return made_of
-        heads = 1 if x.shape[place] == 1 else self.sizes[_HEAD]
+        heads = 1 if x.shape[place] == 1 else self.sizes[HEAD]
         return x.unflatten(place, (-1, heads))
 
     def _expanded(self, x: Tensor, axes: str | None = None) -> Tensor:
@@ -211,3 +228,7 @@ class Layout:
         if len(self.heads) > 1:
             x = x.flatten(len(self.samples), len(self.samples) + len(self.heads) - 1)
         return x.flatten(0, len(self.samples) - 1) if len(self.samples) > 1 else x
+
+
+def _not_known(_: Tensor) -> Tensor | None:
+    return None

@@ -45,18 +45,21 @@ class Softmax:
         return self.reason or (f"its scores or probabilities are also read by {others}" if others else "")
 
 
+Kind = Literal["add", "keep", "drop", "times"]
+
+
 @dataclass(frozen=True)
 class Mark:
     """An operation on scores between their product and their softmax.
 
     Attributes:
-        kind: "add", "keep" (where it is true) or "times".
+        kind: "add", "keep" (where it is true), "drop" (where it is true) or "times".
         tensor: the other operand.
         axes: of the tensor.
         factor: of a tensor that is added.
     """
 
-    kind: Literal["add", "keep", "times"]
+    kind: Kind
     tensor: Tensor
     axes: str
     factor: float = 1.0
@@ -81,6 +84,11 @@ class Scores:
     marks: tuple[Mark, ...] = ()
     readers: list[str] = field(default_factory=list)
 
+    @property
+    def is_whole(self) -> bool:
+        """True if both factors have all axes of the scores but the other's tokens, unlike products with a table of positions."""
+        return all(len({*of} & {*self.axes}) == len(self.axes) - 1 for of in self.of)
+
     def times(self, factor: float) -> Scores:
         """Returns the scores multiplied by a number."""
         if not factor > 0:
@@ -88,7 +96,7 @@ class Scores:
         marks = [replace(mark, factor=mark.factor * factor) if mark.kind == "add" else mark for mark in self.marks]
         return replace(self, scale=self.scale * factor, marks=tuple(marks))
 
-    def marked(self, kind: Literal["add", "keep", "times"], tensor: Tensor, factor: float = 1.0) -> Scores:
+    def marked(self, kind: Kind, tensor: Tensor, factor: float = 1.0) -> Scores:
         """Returns the scores with an operation by a tensor that broadcasts to them."""
         if tensor.dim() > len(self.axes):
             raise NotAttention(f"a mask of {tensor.dim()} axes meets its scores, which have {len(self.axes)}")
@@ -138,6 +146,13 @@ class Probabilities(_OfScores):
 
 
 @dataclass(frozen=True)
+class Missing(_OfScores):
+    """The places of probabilities that are NaN: the rows of queries whose keys are all masked."""
+
+    probabilities: Probabilities
+
+
+@dataclass(frozen=True)
 class Unlike:
     """A tensor that is not scores, or probabilities of a softmax, for a reason.
 
@@ -151,7 +166,7 @@ class Unlike:
     calls: int = 0
 
 
-Known = Scores | Largest | Exponentials | Sums | Probabilities | Unlike
+Known = Scores | Largest | Exponentials | Sums | Probabilities | Missing | Unlike
 """The knowledge about a tensor."""
 
 Step = Callable[[Sequence[Known | None], tuple[Any, ...], Mapping[str, Any]], Known | None]
@@ -202,7 +217,7 @@ def _divided(known: Sequence[Known | None], args: tuple[Any, ...], named: Mappin
     if isinstance(known[0], Exponentials) and isinstance(sums := known[1], Sums) and sums.scores is known[0].scores:
         return Quotients(sums.scores, sums.key)
     scores, factor = _with_other(known, args, named)
-    if scores is None or not isinstance(known[0], Scores):
+    if scores is None or scores is not known[0]:
         return None
     if is_number(factor):
         return scores.times(1 / factor if factor else 0.0)
@@ -216,7 +231,7 @@ def _added(
     scores, mask = _with_other(known, args, {name: x for name, x in named.items() if name != "alpha"})
     if scores is None or not is_number(alpha):
         return None
-    if not isinstance(known[0], Scores):
+    if scores is not known[0]:
         scores, alpha = scores.times(sign * alpha), sign
     return scores if is_number(mask) else scores.marked("add", mask, sign * alpha)
 
@@ -246,11 +261,13 @@ def _with_other(
     if len(args) != 2 or named:
         return None, None
     place = 0 if isinstance(known[0], Scores) else 1
-    scores, other = known[place], args[1 - place]
+    scores, other, also = known[place], args[1 - place], known[1 - place]
     if not isinstance(scores, Scores) or not (is_number(other) or isinstance(other, Tensor)):
         return None, None
-    if isinstance(known[1 - place], Scores):
-        raise NotAttention("its scores are made of two products")
+    if isinstance(also, Scores):
+        if scores.is_whole == also.is_whole:
+            raise NotAttention("its scores are made of two products")
+        return (scores, other) if scores.is_whole else (also, args[place])
     return scores, other
 
 
@@ -259,17 +276,20 @@ def _filled(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping
     given = dict(zip(("input", "mask", "value"), args, strict=False)) | dict(named)
     if not isinstance(scores, Scores) or "mask" not in given or "value" not in given:
         return None
-    return _chosen(scores, ~given["mask"], given["value"])
+    return _chosen(scores, "drop", given["mask"], given["value"])
 
 
 def _where(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
     if len(args) != 3 or named:
         return None
+    if isinstance(missing := known[0], Missing):  # rows without keys give zeros
+        zeros = is_number(args[1]) and args[1] == 0
+        return missing.probabilities if zeros and known[2] is missing.probabilities else None
     place = 1 if isinstance(known[1], Scores) else 2
     scores = known[place]
     if not isinstance(scores, Scores):
         return None
-    return _chosen(scores, args[0] if place == 1 else ~args[0], args[3 - place])
+    return _chosen(scores, "keep" if place == 1 else "drop", args[0], args[3 - place])
 
 
 def _where_method(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
@@ -277,15 +297,19 @@ def _where_method(known: Sequence[Known | None], args: tuple[Any, ...], named: M
     return _where([known[1], known[0], known[2]], (args[1], args[0], args[2]), named) if len(args) == 3 else None
 
 
-def _chosen(scores: Scores, kept: Tensor, fill: Any) -> Scores:
-    """Returns scores with a mask that puts a number in the places where it is false."""
+def _missing(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
+    return Missing(of.scores, of) if isinstance(of := known[0], Probabilities) else None
+
+
+def _chosen(scores: Scores, kind: Literal["keep", "drop"], mask: Tensor, fill: Any) -> Scores:
+    """Returns scores with a mask that puts a number in the places that are not kept, or are dropped."""
     if is_number(fill):
         if fill > MASKED:
             raise NotAttention(f"its mask puts {fill:g} in the place of scores, which is no large negative number")
-        return scores.marked("keep", kept)
+        return scores.marked(kind, mask)
     if not isinstance(fill, Tensor) or fill.dim():
         raise NotAttention("its mask puts a tensor in the place of scores")
-    return scores.marked("add", torch.where(kept, torch.zeros_like(fill), fill))
+    return scores.marked("add", torch.where(mask if kind == "keep" else ~mask, torch.zeros_like(fill), fill))
 
 
 def _largest(known: Sequence[Known | None], args: tuple[Any, ...], named: Mapping[str, Any]) -> Known | None:
@@ -377,6 +401,7 @@ STEPS: Mapping[Callable[..., Any], Step] = {
     **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), _filled),
     torch.where: _where,
     Tensor.where: _where_method,
+    **dict.fromkeys((torch.isnan, Tensor.isnan), _missing),
     **dict.fromkeys((torch.exp, Tensor.exp, Tensor.exp_), _exponential),
     **dict.fromkeys((torch.sum, Tensor.sum), _sum),
     **dict.fromkeys((torch.amax, Tensor.amax, torch.max, Tensor.max), _largest),

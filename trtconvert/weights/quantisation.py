@@ -29,7 +29,7 @@ from trtconvert.weights.analysis import (
 )
 from trtconvert.weights.blocks import as_matrix
 from trtconvert.weights.conversion import Conversion, Converted, Outcome, Record, all_records, convert
-from trtconvert.weights.finite import is_finite
+from trtconvert.weights.finite import is_finite, require_finite
 from trtconvert.weights.sources import METADATA, Source, StoredTensor
 from trtconvert.weights.structure import Structure
 from trtconvert.weights.weight_files import type_name
@@ -115,15 +115,9 @@ def _quantised(
 
 def _refuse_nonfinite(tensor: StoredTensor, x: Tensor) -> None:
     """Infinities of tensors that are no weights, such as masks, are allowed."""
-    if is_finite(x) or ((x.dim() < 2 or not tensor.name.endswith("weight")) and not bool(x.isnan().any())):
-        return
-    bad = int((~x.isfinite()).sum())
-    raise UserError(
-        f"the weight {tensor.path} is damaged",
-        expected="finite numbers",
-        got=f"{bad:,} of {x.numel():,} are NaN or Inf",
-        remedy="get the model again; `trtconvert analyze` lists all tensors with NaN or Inf",
-    )
+    if (x.dim() > 1 and tensor.name.endswith("weight")) or bool(x.isnan().any()):
+        remedy = "get the model again; `trtconvert analyze` lists all tensors with NaN or Inf"
+        require_finite(f"the weight {tensor.path} is damaged", x, remedy)
 
 
 def _cast(tensor: StoredTensor, x: Tensor, stored: str) -> Converted:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.errors import TrtconvertError, UserError, first_line
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.models.onnx import operators, sizes
-from trtconvert.models.onnx.attention import Shapes, fuse_attention
+from trtconvert.models.onnx.attention import AttentionFinder, Shapes, fuse_attention
 from trtconvert.models.onnx.call import Types, Value
 from trtconvert.models.onnx.layers import fuse_gelus, fuse_group_norms, fuse_linear
 from trtconvert.models.onnx.operators import OPERATORS
@@ -75,7 +76,7 @@ def compute_step(step: Step, types: Types, inputs: Sequence[Value | None]) -> An
 
 
 def run_steps(
-    steps: Sequence[Step],
+    steps: Iterable[Step],
     values: dict[str, Value],
     types: Types,
     last: Mapping[Step, Sequence[str]],
@@ -192,42 +193,55 @@ def _condition(before: Graph, values: Mapping[str, Value], types: Types, inputs:
     return bool(found.ravel()[0]) if isinstance(found, np.ndarray) else None
 
 
-def fused(graph: Graph, values: dict[str, Value], types: Types, inputs: Mapping[str, Tensor]) -> list[Site]:
+def fused(
+    graph: Graph, values: dict[str, Value], types: Types, examples: Sequence[Mapping[str, Tensor]]
+) -> tuple[list[Site], list[Shapes]]:
     """Fuses the steps of each attention, linear layer, group norm and GELU, in place.
 
     Args:
         values: constants; gets weights in other forms.
-        inputs: an example of each.
+        examples: inputs of the opt, min and max sizes.
     Returns:
-        The softmaxes that are not part of an attention that can be fused.
+        The softmaxes that are not part of an attention that can be fused, and the shapes of all values in each example.
+    Raises:
+        UserError: the graph does not take an example.
     """
-    shapes, known = observed(graph, values, types, inputs)
-    left = fuse_attention(graph, shapes, known)
+    runs = [AttentionFinder() for _ in examples]
+    for inputs, finder in zip(examples, runs, strict=True):
+        observed(graph, values, types, inputs, finder)
+    left, shapes = fuse_attention(graph, runs), [run.shapes for run in runs]
     fuse_linear(graph, values)
-    fuse_group_norms(graph, shapes, values)
+    fuse_group_norms(graph, shapes[0], values)
     fuse_gelus(graph, values)
     for name in values.keys() - {name for step in graph.steps for name in step.inputs}:
         del values[name]
-    return left
+    return left, shapes
 
 
 def observed(
-    graph: Graph, constants: Mapping[str, Value], types: Types, inputs: Mapping[str, Tensor]
+    graph: Graph,
+    constants: Mapping[str, Value],
+    types: Types,
+    inputs: Mapping[str, Tensor],
+    finder: AttentionFinder | None = None,
 ) -> tuple[Shapes, dict[str, Numbers]]:
     """Runs a graph on fake tensors. Returns the shapes of all values, and the single numbers that do not depend on the inputs'
-    values.
+    values. finder: follows the run, and gets its results.
 
     Raises:
         UserError: a step fails.
     """
-    with shapes_alone() as mode, torch.inference_mode():
+    steps, last = (graph.steps, last_reads(graph)) if finder is None else (finder.each(graph.steps), {})
+    with shapes_alone() as mode, torch.inference_mode(), finder or nullcontext():
         values: dict[str, Value] = dict(constants)
         values |= {name: mode.from_tensor(x) for name, x in inputs.items()}
         shapes = {name: tuple(x.shape) for name, x in values.items()}
         known = {name: x for name, x in constants.items() if isinstance(x, np.ndarray) and x.size == 1}
         try:
-            for step, outputs in run_steps(graph.steps, values, types, last_reads(graph)):
+            for step, outputs in run_steps(steps, values, types, last):
                 for name, x in zip(step.outputs, outputs, strict=False):
+                    if finder is not None and any(x is values.get(other) for other in step.inputs):
+                        values[name] = x.detach() if isinstance(x, Tensor) else x
                     shapes[name] = tuple(x.shape) if x is not None else ()
                     if isinstance(x, np.ndarray) and x.size == 1:
                         known[name] = x
@@ -250,6 +264,8 @@ def observed(
                 remedy="correct model.options.sizes; a graph whose sizes became constants needs the sizes that it was exported "
                 "with, or must be exported with dynamic axes",
             ) from error
+    if finder is not None:
+        finder.values, finder.shapes, finder.known = values, shapes, known
     return shapes, known
 
 

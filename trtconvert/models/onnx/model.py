@@ -19,10 +19,9 @@ from trtconvert.errors import UserError, did_you_mean, first_line, unfit_option
 from trtconvert.export import storage
 from trtconvert.export.float32 import widen
 from trtconvert.export.nodes.common import HALF
-from trtconvert.fake_tensors import shapes_alone
 from trtconvert.files import temporary_folder
 from trtconvert.models.onnx.call import Types
-from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed, with_branches_taken
+from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, with_branches_taken
 from trtconvert.models.onnx.files import load, read_graph, refuse_loops, stored_type
 from trtconvert.models.onnx.inputs import Inputs, read_inputs, refuse_what_names_contradict
 from trtconvert.models.onnx.operators import OPERATORS
@@ -89,7 +88,7 @@ def onnx_model(
     first = inputs.specs[0]
     batch = first.shape[0]
     given = read_conditions(weights, inputs.conditions, opt, batch, conditions, dict(values or {}))
-    denoiser, shape, left = _denoiser(weights, model, inputs, opt)
+    denoiser, shape, left = _denoiser(weights, model, inputs)
     low, _, high = inputs.dims[batch] if isinstance(batch, str) else (batch, batch, batch)
     of_sample = shape_of(first.shape[1:], opt)
     pixels = len(of_sample) == 3 and of_sample[0] in (1, 3)
@@ -111,7 +110,6 @@ def onnx_model(
         as_passed=given.as_passed(),
         left_sites=tuple(left),
     )
-    _check_sizes(weights, found)
     _check_numbers(weights, model, inputs, found, opt)
     return found
 
@@ -127,9 +125,7 @@ def _refuse_unfit_options(texts: Mapping[str, Any], mappings: Mapping[str, Any])
         raise unfit_option(name, expected, got)
 
 
-def _denoiser(
-    path: Path, model: ir.Model, inputs: Inputs, opt: Mapping[str, int]
-) -> tuple[GraphDenoiser, tuple[int | str, ...], list[Site]]:
+def _denoiser(path: Path, model: ir.Model, inputs: Inputs) -> tuple[GraphDenoiser, tuple[int | str, ...], list[Site]]:
     """Returns the graph as a module, the shape of its prediction, and the softmaxes that are not part of an attention."""
     graph, stored = graph_of(model), stored_type(model)
     graph.outputs = (inputs.output,)
@@ -141,11 +137,9 @@ def _denoiser(
     types = Types(int(stored), torch.float32, torch.device("cpu"))
     ends = [{name: size[place] for name, size in inputs.dims.items()} for place in (1, 0, 2)]
     examples = [{spec.name: _empty(spec, inputs, sizes) for spec in inputs.specs} for sizes in ends]
-    example = examples[0]
     with_branches_taken(path, graph, values, types, examples)
     _refuse_unknown(path, graph)
-    shapes, _ = observed(graph, values, types, example)
-    left = fused(graph, values, types, example)
+    left, shapes = fused(graph, values, types, examples)
     if not any(step.op in _ATTENTION for step in graph.steps):
         raise UserError(
             f"no attention was found in {path}",
@@ -154,7 +148,9 @@ def _denoiser(
             remedy="export the model without fusions of other runtimes, with torch's scaled_dot_product_attention in it",
         )
     keep = kept_constants(graph, values, stored, inputs.timestep)
-    shape, channels = _prediction(path, inputs, shapes[inputs.output], opt)
+    (shape, channels), *_ = [
+        _prediction(path, inputs, of_end[inputs.output], end) for of_end, end in zip(shapes, ends, strict=True)
+    ]
     denoiser = GraphDenoiser(
         graph,
         values,
@@ -215,11 +211,11 @@ def _refuse_unknown(path: Path, graph: Graph) -> None:
 
 
 def _prediction(
-    path: Path, inputs: Inputs, found: tuple[int, ...], opt: Mapping[str, int]
+    path: Path, inputs: Inputs, found: tuple[int, ...], sizes: Mapping[str, int]
 ) -> tuple[tuple[int | str, ...], int | None]:
     """Returns the prediction's shape, and the number of the output's channels that belong to it, None for all."""
     spec = inputs.specs[0]
-    wanted = tuple(shape_of(spec.shape, opt))
+    wanted = tuple(shape_of(spec.shape, sizes))
     if found == wanted:
         return spec.shape, None
     if len(found) == len(wanted) > 3 and found == (wanted[0], 2 * wanted[1], *wanted[2:]):
@@ -228,36 +224,8 @@ def _prediction(
         f"the output of {path} is not a prediction for its sample",
         expected=f"'{inputs.output}' of the shape of '{inputs.sample}', {list(wanted)}, or with twice as many channels",
         got=str(list(found)),
-        remedy="name the right ones in model.options.sample and model.options.output",
+        remedy="name the right ones in model.options.sample and model.options.output, or correct model.options.sizes",
     )
-
-
-def _check_sizes(path: Path, model: DiffusionModel) -> None:
-    """Runs the module on fake tensors of the smallest and of the largest sizes."""
-    for place in (0, 2):
-        sizes = {name: size[place] for name, size in model.dims.items()}
-        with shapes_alone(), torch.inference_mode():
-            empty = {
-                spec.name: torch.empty(shape_of(spec.shape, sizes), dtype=getattr(torch, spec.dtype))
-                for spec in model.inputs
-            }
-            try:
-                got = model.denoiser(**empty)
-                failed = (
-                    ""
-                    if list(got.shape) == list(shape_of(model.output.shape, sizes))
-                    else f"an output {list(got.shape)}"
-                )
-            except Exception as error:  # whatever torch raises for unfit shapes
-                failed = "; ".join([first_line(error), *getattr(error, "__notes__", [])])
-        if failed:
-            raise UserError(
-                f"{path} does not take the sizes in model.options.sizes",
-                expected="a graph that takes " + ", ".join(f"{name} {size}" for name, size in sizes.items()),
-                got=failed,
-                remedy="give one number for each in model.options.sizes, the one that the graph was exported with, or export it "
-                "with dynamic axes",
-            )
 
 
 def _check_numbers(path: Path, model: ir.Model, inputs: Inputs, found: DiffusionModel, opt: Mapping[str, int]) -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trtconvert.models.onnx.call import Call, Table, Value, as_weight, in_narrowest_type, require_one_output
-from trtconvert.models.onnx.sizes import listed
+from trtconvert.unfused.steps import Mark, Scores
 
 
-def _attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *factors: Value) -> Tensor:
-    """Computes `trtconvert::attention`, made by `attention`, of [B, H, N, D] or [B, N, D]. Factors marked in `divided` divide."""
-    scale = float(call.get("scale", 1.0))
-    for value, divides in zip(factors, call.get("divided", []), strict=True):
-        number = float(value.item() if isinstance(value, Tensor) else listed(value)[0])
-        scale = scale / number if divides else scale * number
-    q, k, v = in_narrowest_type([q, k, v])
-    return F.scaled_dot_product_attention(q, k, v, _mask_beside(call, q, mask), scale=scale)
+def _attended(call: Call, a: Tensor, b: Tensor, v: Tensor, *masks: Value) -> Tensor:
+    """Computes `trtconvert::attention`, made by `attention`: the two factors of its scores, values, and tensors of its marks."""
+    a, b, v = in_narrowest_type([a, b, v])
+    marks = [Mark(kind, call.tensor(x), *of) for (kind, *of), x in zip(call.get("marks"), masks, strict=True)]
+    scores = Scores((a, b), call.get("of"), "", marks=tuple(marks))
+    layout = call.get("layout").at(scores)
+    q, k, v = layout.tensors(scores, v)
+    return layout.as_written(_heads_attended(call, q, k, v, layout.mask(marks, q.dtype), False))
 
 
 def _mask_beside(call: Call, q: Tensor, mask: Value | None) -> Tensor | None:
@@ -29,21 +27,6 @@ def _mask_beside(call: Call, q: Tensor, mask: Value | None) -> Tensor | None:
     while tensor.dim() < q.dim():
         tensor = tensor.unsqueeze(0)
     return tensor.to(q.dtype) if tensor.is_floating_point() else tensor
-
-
-def _split_mask(call: Call, mask: Value) -> Tensor:
-    """Reshapes a mask [B·H, N, M], or one mask for all, for logits [B, H, N, M]."""
-    tensor = call.tensor(mask)
-    if tensor.dim() < 3:
-        return tensor
-    shared = isinstance(tensor.shape[0], int) and tensor.shape[0] == 1
-    return tensor.unsqueeze(1) if shared else tensor.unflatten(0, (-1, call.get("heads")))
-
-
-def _as_added(call: Call, mask: Value) -> Tensor:
-    tensor = call.tensor(mask)
-    kept = tensor if call.get("kept") else ~tensor
-    return torch.zeros_like(tensor, dtype=call.types.current).masked_fill(~kept, -math.inf)
 
 
 def _attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *past: Value | None) -> Tensor:
@@ -134,9 +117,5 @@ ATTENTIONS: Table = {
     "RotaryEmbedding": _rotary,
     "com.microsoft::Attention": _packed_attention,
     "com.microsoft::MultiHeadAttention": _multi_head,
-    # made by `attention`
-    "trtconvert::as_added": _as_added,
-    "trtconvert::attention": _attended,
-    "trtconvert::join_heads": lambda call, x: x.flatten(0, 1),
-    "trtconvert::split_heads": _split_mask,
+    "trtconvert::attention": _attended,  # made by `attention`
 }
