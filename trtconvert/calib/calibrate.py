@@ -24,7 +24,7 @@ from trtconvert.attention.blocks import (
     obstacle_to_blocks,
     table_bytes,
 )
-from trtconvert.attention.ranges import RangeObserver, offsets
+from trtconvert.attention.ranges import RangeObserver, Rows, offsets
 from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bars import Steps
@@ -33,6 +33,7 @@ from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, Drive, batches_of, nothing_observed, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
+from trtconvert.calib.finite_calls import FiniteCalls
 from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
@@ -213,14 +214,21 @@ def calibrate(
         block_observer.observe(call)
         return output
 
+    def finish() -> tuple[dict[str, Rows], dict[str, LayerRows]]:
+        return observer.finish(), layer_observer.finish()
+
     observed = intercepted(model, observe if sparse else observer, layer_observer if layers else None)
     if not sparse and not modulated:  # block masks and deltas synchronise with the host in each call
         observed = graphed(model, observed, notes=(observer.notes, layer_observer.notes), counts=True)
+    # NaN and Inf show in the first batch, which may take hours: it is checked call by call.
+    of_first = FiniteCalls(observed, model, finish)
     # Batches with samples that an earlier run skipped run again if this run skips none.
     finished = shards.batches() if skip_bad else shards.whole_batches()
     for index, batch in _own_share(data, finished, ranks, bar):
-        _run(batch, observed)
-        shards.write(index, observer.finish(), bad.take(), layer_observer.finish(), block_observer.finish())
+        _run(batch, of_first or observed)
+        of_first = None
+        rows_of_sites, rows_of_layers = finish()
+        shards.write(index, rows_of_sites, bad.take(), rows_of_layers, block_observer.finish())
     ranks.collect(shards.folder, shards.names())
     if ranks.rank == 0 and not len(shards):
         raise nothing_observed(shards.skipped())

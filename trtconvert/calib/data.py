@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
+from trtconvert.calib.finite_calls import require_finite_samples
 from trtconvert.calib.identity import Kind, data_kind
 from trtconvert.calib.recorded_inputs import is_shared, open_inputs, read_inputs, whole
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
@@ -109,7 +110,7 @@ def _denoise(model: DiffusionModel, section: CalibrationSection, piece: range) -
     seeds = [section.seed + i for i in piece]
 
     def drive(denoiser: Denoiser) -> None:
-        model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
+        require_finite_samples(model.sample(denoiser, seeds, steps=section.steps, solver="ddim"))
 
     return drive
 
@@ -299,7 +300,7 @@ def _run_examples(
         return
     if not images:
         seeds = [section.seed + usable[i][0] for i in kept]
-        model.sample(denoiser, seeds, steps=section.steps, solver="ddim", conditions=conditions)
+        require_finite_samples(model.sample(denoiser, seeds, steps=section.steps, solver="ddim", conditions=conditions))
         return
     clean = _encoder(model, usable[0][1]).encode(torch.stack([images[i] for i in kept]))
     generator = torch.Generator().manual_seed(section.seed + first)
