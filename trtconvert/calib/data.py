@@ -23,6 +23,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
 from trtconvert.recipe import CalibrationSection
+from trtconvert.wrapped import WrappedDenoiser
 
 SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
 """Limits for measuring the errors of sites and layers: samples, and denoising steps per timestep bin."""
@@ -110,6 +111,7 @@ def _denoise(model: DiffusionModel, section: CalibrationSection, piece: range) -
     seeds = [section.seed + i for i in piece]
 
     def drive(denoiser: Denoiser) -> None:
+        denoiser = _Told(denoiser, model, "what its sampler passes")
         require_finite_samples(model.sample(denoiser, seeds, steps=section.steps, solver="ddim"))
 
     return drive
@@ -157,15 +159,35 @@ def _refuse_too_few(place: str, count: int, samples: int) -> None:
 def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser, place: str) -> None:
     """Calls the denoiser on the model's device; UserError if it fails on these inputs."""
     device = model.device
-    try:
-        denoiser(**{name: x.to(device) for name, x in batch.items()})
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{model.name} cannot take {place}",
-            expected="values and sizes that the denoiser's forward takes",
-            got=kind_and_first_line(error),
-            remedy="use inputs of this model; if memory ran out, lower calibration.batch",
-        ) from error
+    _Told(denoiser, model, place)(**{name: x.to(device) for name, x in batch.items()})
+
+
+class _Told(WrappedDenoiser):
+    """A denoiser whose failures are told with its inputs.
+
+    Args:
+        place: of the inputs, for the message.
+    """
+
+    def __init__(self, denoiser: Denoiser, model: DiffusionModel, place: str) -> None:
+        super().__init__(denoiser)
+        self._model, self._place = model, place
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        try:
+            return self._denoiser(*inputs, **named)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            given = self._model.named(inputs, named)
+            raise UserError(
+                f"{self._model.name} cannot take {self._place}",
+                expected="values and sizes that the denoiser's forward takes",
+                got=f"{kind_and_first_line(error)}, for " + ", ".join(f"{n} {_shown(x)}" for n, x in given.items()),
+                remedy="use inputs of this model; if memory ran out, lower calibration.batch; --debug shows where it failed",
+            ) from error
+
+
+def _shown(x: Any) -> str:
+    return str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
 
 
 # A user's own function ------------------------------------------------------------------------------------------------
@@ -300,6 +322,7 @@ def _run_examples(
         return
     if not images:
         seeds = [section.seed + usable[i][0] for i in kept]
+        denoiser = _Told(denoiser, model, "what its sampler passes")
         require_finite_samples(model.sample(denoiser, seeds, steps=section.steps, solver="ddim", conditions=conditions))
         return
     clean = _encoder(model, usable[0][1]).encode(torch.stack([images[i] for i in kept]))

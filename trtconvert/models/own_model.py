@@ -45,7 +45,10 @@ def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
     types = {x.dtype for x in denoiser.state_dict().values() if x.is_floating_point()}
     if len(types) == 1 and types != {torch.float32}:  # of several types, the forward converts between them
         denoiser.float()
-    return replace(model, denoiser=denoiser, sample=OwnSampler(source, model.sample, names, model.timestep_input))
+    batch = model.inputs[names.index(model.sample_input)].shape[0]
+    least, _, most = model.dims[batch] if isinstance(batch, str) else (batch, batch, batch)
+    sampler = OwnSampler(source, model.sample, names, model.timestep_input, most if least == most else None)
+    return replace(model, denoiser=denoiser, sample=sampler)
 
 
 def _module(source: str, model: DiffusionModel) -> nn.Module:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, Sampler
@@ -37,12 +38,14 @@ class OwnSampler:
         source: the function, `package.module:function`.
         sampler: see `Sampler`.
         inputs: names of the denoiser's inputs; timestep_input: the timestep's.
+        batch: the number of samples that the denoiser takes, if it takes no other.
     """
 
     source: str
     sampler: Sampler
     inputs: tuple[str, ...]
     timestep_input: str
+    batch: int | None = None
 
     def __call__(
         self,
@@ -53,11 +56,29 @@ class OwnSampler:
         solver: str,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Draws samples, see `Sampler`. The user's sampler takes no `conditions` for models without conditions.
+        """Draws samples, see `Sampler`. The user's sampler takes no `conditions` for models without conditions. It gets `batch`
+        seeds each time, the last ones repeated, and their images are dropped.
 
         Raises:
             SamplerError: the sampler failed, or does not return an image for each seed.
         """
+        if self.batch is None:
+            return self._drawn(denoiser, seeds, steps, solver, conditions)
+        drawn = []
+        for start in range(0, len(seeds), self.batch):
+            rows = [min(row, len(seeds) - 1) for row in range(start, start + self.batch)]
+            given = None if conditions is None else {name: x[rows] for name, x in conditions.items()}
+            drawn.append(self._drawn(denoiser, [seeds[row] for row in rows], steps, solver, given))
+        return torch.cat(drawn)[: len(seeds)]
+
+    def _drawn(
+        self,
+        denoiser: Denoiser,
+        seeds: Sequence[int],
+        steps: int,
+        solver: str,
+        conditions: Mapping[str, Tensor] | None,
+    ) -> Tensor:
         begin(denoiser)
         given = {} if conditions is None else {"conditions": conditions}
         watched = _WatchedDenoiser(denoiser, self.inputs, self.timestep_input)

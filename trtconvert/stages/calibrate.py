@@ -57,6 +57,10 @@ def calibrate_stage(build: Build) -> Calibrated:
             from trtconvert.calib.cost import KernelCost
 
             KernelCost.load(recipe.plan.kernel_cost, masks=True)
+        if source.diffusers is None:  # pipelines were observed at several sizes
+            from trtconvert.models.fixed_sizes import refuse_fixed_sizes
+
+            refuse_fixed_sizes(build.source.model(), covering(profiles))
         with fitting(source, recipe.model.dtype, build.source.model()):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.attention.modes == "auto" and any(layer.kind == "conv" for layer in parts.layers):

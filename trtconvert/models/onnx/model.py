@@ -19,8 +19,8 @@ from trtconvert.errors import UserError, did_you_mean, first_line, unfit_option
 from trtconvert.export import storage
 from trtconvert.export.float32 import widen
 from trtconvert.export.nodes.common import HALF
-from trtconvert.fake_tensors import shapes_alone
 from trtconvert.files import temporary_folder
+from trtconvert.models.fixed_sizes import failure_at
 from trtconvert.models.onnx.call import Types
 from trtconvert.models.onnx.denoiser import GraphDenoiser, folded, fused, kept_constants, observed, with_branches_taken
 from trtconvert.models.onnx.files import load, read_graph, refuse_loops, stored_type
@@ -236,21 +236,7 @@ def _check_sizes(path: Path, model: DiffusionModel) -> None:
     """Runs the module on fake tensors of the smallest and of the largest sizes."""
     for place in (0, 2):
         sizes = {name: size[place] for name, size in model.dims.items()}
-        with shapes_alone(), torch.inference_mode():
-            empty = {
-                spec.name: torch.empty(shape_of(spec.shape, sizes), dtype=getattr(torch, spec.dtype))
-                for spec in model.inputs
-            }
-            try:
-                got = model.denoiser(**empty)
-                failed = (
-                    ""
-                    if list(got.shape) == list(shape_of(model.output.shape, sizes))
-                    else f"an output {list(got.shape)}"
-                )
-            except Exception as error:  # whatever torch raises for unfit shapes
-                failed = "; ".join([first_line(error), *getattr(error, "__notes__", [])])
-        if failed:
+        if failed := failure_at(model, sizes):
             raise UserError(
                 f"{path} does not take the sizes in model.options.sizes",
                 expected="a graph that takes " + ", ".join(f"{name} {size}" for name, size in sizes.items()),
