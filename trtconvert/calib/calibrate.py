@@ -42,8 +42,8 @@ from trtconvert.calib.shards import Shards
 from trtconvert.data_flow import DataFlow
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
 from trtconvert.entry_point import names_of_ours
-from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
-from trtconvert.interception import Hooks, module_of
+from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several, warn
+from trtconvert.interception import Hooks, module_of, unseen_product
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
@@ -78,7 +78,13 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     """
     flow = DataFlow()
     finder = LayerFinder(model.denoiser, moving=model.onload is not None, flow=flow)
-    found = _found_sites(model, {} if layers.off else layer_hooks(finder), flow)
+    unseen: dict[str, str] = {}
+    hooks: Hooks = {
+        unseen_product: lambda caller, args, _: unseen.setdefault(caller.module() or "the model itself", *args)
+    }
+    found = _found_sites(model, {**hooks, **({} if layers.off else layer_hooks(finder))}, flow)
+    if unseen:
+        _tell_unseen(unseen, bool(found))
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
         return Parts(chosen, left, [], [])
@@ -97,6 +103,17 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
                 remedy="correct layers.modiff in the recipe, or set it to false",
             )
     return Parts(chosen, left, converted, others)
+
+
+def _tell_unseen(unseen: Mapping[str, str], any_site: bool) -> None:
+    """Warns of products that cannot be converted, by module; a UserError if no attention is left."""
+    name, operator = next(iter(unseen.items()))
+    problem = f"TorchScript, C++ or torch.ops compute products in {several([*unseen], 3)}, which cannot be converted"
+    expected, got = "calls of torch's functions from Python", f"{operator} in {name}"
+    remedy = "set PYTORCH_JIT=0 in the environment, which keeps functions for TorchScript in Python"
+    if not any_site:
+        raise UserError(f"{problem}, and no attention beside them", expected=expected, got=got, remedy=remedy)
+    warn(f"{problem} and stay in 16 bits; expected: {expected}, got: {got}; remedy: {remedy}")
 
 
 def _refuse_unfit_output(model: DiffusionModel, output: Any, sizes: Mapping[str, int]) -> None:

@@ -54,18 +54,33 @@ def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
 def _module(source: str, model: DiffusionModel) -> nn.Module:
     """Returns the denoiser without torch.compile, whose calls no hook sees."""
     denoiser = getattr(model.denoiser, "_orig_mod", model.denoiser)
-    if not isinstance(denoiser, nn.Module) or isinstance(denoiser, torch.jit.ScriptModule):
+    if not isinstance(denoiser, nn.Module):
+        raise UserError(
+            f"the denoiser of {source} is no module whose calls can be seen",
+            expected="a torch.nn.Module in Python",
+            got=type(denoiser).__name__,
+            remedy="give a module whose forward calls the function",
+        )
+    if (scripted := _scripted(denoiser)) is not None:
         raise UserError(
             f"the denoiser of {source} is no module whose calls can be seen",
             expected="a torch.nn.Module in Python, not TorchScript",
-            got=type(denoiser).__name__,
-            remedy="give the module that was traced or scripted, or a module whose forward calls the function",
+            got=scripted,
+            remedy="set PYTORCH_JIT=0 in the environment, which keeps modules in Python that torch.jit.script or torch.jit.trace "
+            "gets; in place of a file of torch.jit.load, make the module in Python and load the file's state_dict()",
         )
     for part in list(denoiser.modules()):
         part._compiled_call_impl = None
         for name, child in part.named_children():
             setattr(part, name, getattr(child, "_orig_mod", child))
     return denoiser
+
+
+def _scripted(denoiser: nn.Module) -> str | None:
+    """Returns the outermost module of TorchScript with its path; None if all modules are in Python."""
+    named = ((path, part) for path, part in denoiser.named_modules() if isinstance(part, torch.jit.ScriptModule))
+    path, part = next(named, ("", None))
+    return None if part is None else f"{path or 'the model itself'}, a {type(part).__name__}"
 
 
 def _with_plain_weights(part: nn.Module) -> None:
