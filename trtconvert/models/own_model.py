@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.own_sampler import OwnSampler
+from trtconvert.wrapped import uncompiled
 
 _TYPES = ("float32", "int64")
 
@@ -53,7 +54,7 @@ def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
 
 def _module(source: str, model: DiffusionModel) -> nn.Module:
     """Returns the denoiser without torch.compile, whose calls no hook sees."""
-    denoiser = getattr(model.denoiser, "_orig_mod", model.denoiser)
+    denoiser = uncompiled(model.denoiser)
     if not isinstance(denoiser, nn.Module):
         raise UserError(
             f"the denoiser of {source} is no module whose calls can be seen",
@@ -72,7 +73,7 @@ def _module(source: str, model: DiffusionModel) -> nn.Module:
     for part in list(denoiser.modules()):
         part._compiled_call_impl = None
         for name, child in part.named_children():
-            setattr(part, name, getattr(child, "_orig_mod", child))
+            setattr(part, name, uncompiled(child))
     return denoiser
 
 
