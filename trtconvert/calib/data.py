@@ -18,7 +18,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
 from trtconvert.calib.finite_calls import require_finite_samples
 from trtconvert.calib.identity import Kind, data_kind
-from trtconvert.calib.recorded_inputs import is_shared, open_inputs, read_inputs, whole
+from trtconvert.calib.recorded_inputs import is_shared, open_inputs, read_inputs, refuse_no_numbers, whole
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
@@ -152,7 +152,7 @@ def _refuse_too_few(place: str, count: int, samples: int) -> None:
             f"{place} has too few samples",
             expected=f"{samples}, as calibration.samples asks",
             got=str(count),
-            remedy="lower calibration.samples (or --samples), or give more samples",
+            remedy=(f"set calibration.samples (or --samples) to {count}, or " if count else "") + "give more samples",
         )
 
 
@@ -246,11 +246,15 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
     sizes: dict[str, int] = {}
     for spec in model.inputs:
         shape = tuple(checked[spec.name].shape)
+        before = dict(sizes)
         wanted = [sizes.setdefault(n, m) if isinstance(n, str) else n for n, m in zip(spec.shape, shape, strict=False)]
         if len(shape) != len(spec.shape) or list(shape) != wanted or not shape[0]:
             raise UserError(
                 f"'{spec.name}' from {place} has the wrong shape",
-                expected="[" + ", ".join(map(str, spec.shape)) + "], at least one sample",
+                expected="["
+                + ", ".join(map(str, spec.shape))
+                + "], at least one sample"
+                + "".join(f", {name} {size}" for name, size in before.items() if name in spec.shape),
                 got=str(list(shape)),
                 remedy="give arrays of this shape, with equal sizes of the same dimensions",
             )
@@ -274,10 +278,12 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
 
 def _as_tensor(value: Any, what: str) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        x = torch.as_tensor(value)
+        refuse_no_numbers(x)
+        return x
     except (RuntimeError, TypeError, ValueError) as error:
         raise UserError(
-            f"{what} is no tensor",
+            f"{what} is no tensor of numbers",
             expected="a tensor, or an array of numbers",
             got=f"a {type(value).__name__}: {first_line(error)}",
             remedy="give a dictionary with one tensor for each of the denoiser's inputs",
