@@ -51,7 +51,8 @@ class Sampler(Protocol):
             conditions: of the samples, from the model's `condition`, instead of those of the seeds. Never passed to the sampler
                 of a model without conditions.
         Returns:
-            [len(seeds), C, H, W] in [0, 1].
+            [len(seeds), C, H, W] in [0, 1]. The sampler of a user's function may return videos [len(seeds), F, C, H, W] or sounds
+            [len(seeds), C, S] in [0, 1], see `trtconvert.images.laid_out`.
         """
         ...
 

@@ -171,7 +171,7 @@ def test_layers_whose_weights_are_normalised_are_found(norm, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda images: images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1), ("channels last", "permute(0, 3, 1, 2)")),
+        (lambda images: images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1), ("channels last", "movedim(-1, -3)")),
         (lambda images: images * float("nan"), ("full precision have numbers that are not finite", "32 of 32 are NaN")),
     ],
 )

@@ -33,6 +33,30 @@ def test_images_come_through():
     assert asked(draws) is images
 
 
+@pytest.mark.parametrize(("shape", "as_image"), [((2, 5, 3, 8, 8), (2, 3, 40, 8)), ((2, 2, 300), (2, 1, 4, 256))])
+def test_videos_and_sounds_are_laid_out_as_images(shape, as_image):
+    samples = torch.rand(shape)
+    drawn = own(lambda *_, **__: samples)(denoiser, [3, 4], steps=1, solver="ddim")
+    assert drawn.shape == as_image
+    rows = samples.flatten(1, 2)[:, :2] if len(shape) == 3 else samples[:, :, 1].flatten(1, 2)
+    if len(shape) == 5:
+        assert torch.equal(drawn[:, 1], rows)
+    else:  # 300 amplitudes of a channel take two rows, filled up
+        assert torch.equal(drawn[:, 0, [0, 2]], samples[..., :256]) and torch.equal(
+            drawn[:, 0, 1, :44], samples[:, 0, 256:]
+        )
+        assert (drawn[:, 0, 1::2, 44:] == 0.5).all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 255.0)])
+def test_samples_outside_of_the_full_scale_are_told(low, high):
+    def draws(*_, **__):
+        return torch.linspace(low, high, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+
+    with pytest.warns(RuntimeWarning, match=rf"outside of the full scale .*got: {low:.3g} to {high:.3g}; remedy: "):
+        own(draws)(denoiser, [3, 4], steps=1, solver="ddim")
+
+
 def fails(*_inputs, **_named):
     raise KeyError("x")
 

@@ -33,6 +33,7 @@ from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, Drive, batches_of, nothing_observed, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
+from trtconvert.calib.dtype_checks import refuse_beyond_float16
 from trtconvert.calib.finite_calls import FiniteCalls
 from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
@@ -55,6 +56,9 @@ from trtconvert.runtime.signature import shape_of
 
 COVERAGE_SHARE = 16
 """One in this many samples, the first ones, runs a second time to measure how well the scales cover the data."""
+
+_INDICES = "'indices' to have one of the following scalar types"
+"""In torch's error for a table that is read at numbers with fractions."""
 
 _HIGHER_ORDER = re.compile(r"no rule registered for .*?(\w+) and mode")
 """The error of torch for operators that take functions, such as flex_attention, which observers of operations do not follow."""
@@ -154,8 +158,9 @@ def _found_sites(model: DiffusionModel, also: Hooks, flow: DataFlow) -> list[Sit
                 f"{model.name} cannot be run",
                 expected="a model that takes " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
                 got=kind_and_first_line(error),
-                remedy="correct the model, or its inputs and sizes (for a pipeline: model.options); "
-                "--debug shows where it failed",
+                remedy="declare an input that is looked up in a table (nn.Embedding) as int64"
+                if _INDICES in str(error)
+                else "correct the model, or its inputs and sizes (for a pipeline: model.options); --debug shows where it failed",
             ) from error
         finally:
             refusing.remove()
@@ -184,6 +189,7 @@ def calibrate(
     layers: Sequence[Layer] = (),
     of_layers: LayersSection | None = None,
     shares: Sequence[float] = (),
+    dtype: str = "float32",
 ) -> Calibration:
     """Computes scales of the given sites and layers, and the blocks that sites need.
 
@@ -197,10 +203,11 @@ def calibrate(
         layers: layers to observe; of_layers: options of their scales.
         shares: shares of attention that may be lost, rising; the needed blocks are found for each share, at the sites that may
             have block masks, see `obstacle_to_blocks`.
+        dtype: of engines.
     Returns:
         The calibration, the same on all ranks.
     Raises:
-        UserError: the data does not fit or is empty; NaN or Inf at a site.
+        UserError: the data does not fit or is empty; NaN or Inf, or numbers beyond the type of engines, at a site or a layer.
         RankLost: another process has ended.
     """
     of_layers = of_layers or LayersSection()
@@ -245,6 +252,8 @@ def calibrate(
         _run(batch, of_first or observed)
         of_first = None
         rows_of_sites, rows_of_layers = finish()
+        if dtype == "float16":
+            refuse_beyond_float16(model, rows_of_sites, rows_of_layers)
         shards.write(index, rows_of_sites, bad.take(), rows_of_layers, block_observer.finish())
     ranks.collect(shards.folder, shards.names())
     if ranks.rank == 0 and not len(shards):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, Sampler
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, warn
+from trtconvert.images import laid_out
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.wrapped import WrappedDenoiser, begin
 
@@ -24,6 +25,10 @@ _CALLED_BY_THEM = {
     _PACKAGE / "attention/schedules.py",
 }
 """Our files whose functions a user's sampler calls: their errors about arguments are errors of the sampler."""
+
+
+_SLACK = 0.01
+"""How far samples may lie outside of [0, 1]: decoders overshoot."""
 
 
 class SamplerError(UserError):
@@ -97,23 +102,24 @@ class OwnSampler:
             ) from error
         if (
             not isinstance(images, Tensor)
-            or images.dim() < 3
+            or images.dim() not in (3, 4, 5)
             or len(images) != len(seeds)
             or not images.is_floating_point()
         ):
             got = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
             raise SamplerError(
                 f"the sampler of {self.source} does not give an image for each seed",
-                expected=f"a tensor [{len(seeds)}, C, H, W] of numbers in [0, 1]",
+                expected=f"a tensor [{len(seeds)}, C, H, W] of numbers in [0, 1]; of videos [{len(seeds)}, F, C, H, W], of "
+                f"sounds [{len(seeds)}, C, S]",
                 got=got.replace("torch.", ""),
                 remedy="correct the function that is the model's `sample`",
             )
-        if images.dim() == 4 and images.shape[-1] == 3 and images.shape[1] not in (1, 3):
+        if images.dim() > 3 and images.shape[-1] == 3 and images.shape[-3] not in (1, 3):
             raise SamplerError(
                 f"the sampler of {self.source} gives images with their channels last",
-                expected=f"a tensor [{len(seeds)}, C, H, W]",
+                expected="a tensor [" + f"{len(seeds)}, " + "F, " * (images.dim() - 4) + "C, H, W]",
                 got=str(list(images.shape)),
-                remedy="return images.permute(0, 3, 1, 2) from the function that is the model's `sample`",
+                remedy="return images.movedim(-1, -3) from the function that is the model's `sample`",
             )
         # A sampler that follows its trajectory does not call the denoiser at steps that are left out.
         if reuse_of(denoiser) is None and not _fits(got := watched.distinct_timesteps(), steps):
@@ -122,7 +128,14 @@ class OwnSampler:
                 f"{steps}, by {solver}, got: {got}; remedy: let the function that is the model's `sample` take as many steps as "
                 "its argument `steps` says. A method that evaluates the denoiser within its steps is right as it is"
             )
-        return images
+        low, high = (float(end) for end in images.aminmax()) if images.numel() else (0.0, 1.0)
+        if low < -_SLACK or high > 1 + _SLACK:  # false for NaN, which is refused elsewhere
+            warn(
+                f"the sampler of {self.source} gives samples outside of the full scale of PSNR; expected: numbers in [0, 1], "
+                f"got: {low:.3g} to {high:.3g}; remedy: return ((x + 1) / 2).clamp(0, 1) of images in [-1, 1] from the function "
+                "that is the model's `sample`, or (x / 8 + 0.5).clamp(0, 1) of latents of unit variance"
+            )
+        return laid_out(images)
 
 
 class _WatchedDenoiser(WrappedDenoiser):

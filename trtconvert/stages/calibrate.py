@@ -100,6 +100,7 @@ def _calibration(build: Build, bar: Steps, parts: Parts, work: Path) -> Calibrat
     return calibrate(
         build.timed(source, parts), recipe.calibration, build.weights, parts.sites, work, bar, build.ranks,
         skip_bad=build.skip_bad, layers=parts.layers, of_layers=recipe.layers, shares=recipe.sparse_shares,
+        dtype=recipe.model.dtype,
     )  # fmt: skip
 
 
