@@ -6,7 +6,8 @@ import pytest
 import torch
 from support import run
 
-from trtconvert.errors import TrtconvertError
+from trtconvert.entry_point import import_function
+from trtconvert.errors import TrtconvertError, UserError
 from trtconvert.models.own_sampler import OwnSampler, SamplerError
 
 
@@ -96,6 +97,15 @@ def test_a_function_lies_beside_its_recipe(tmp_path):
     outcome = run("build", recipe, "-o", tmp_path / "out", "--no-cache")
     assert outcome.exit_code == 2
     assert "ValueError: found" in outcome.output
+
+
+def test_a_package_that_the_module_lacks_is_told_as_such(tmp_path, monkeypatch):
+    (tmp_path / "needs_another.py").write_text("import no_such_package.part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="remedy: install no_such_package, which the module imports"):
+        import_function("needs_another:load", "model.source")
+    with pytest.raises(UserError, match="remedy: put the module beside the recipe"):
+        import_function("no_such_module.part:load", "model.source")
 
 
 def calls_at(timesteps, each=1):
