@@ -97,10 +97,11 @@ def test_conditions_are_repeated_with_their_seeds():
 
     def sample(denoiser, seeds, *, steps, solver, conditions):
         seen.append((seeds, conditions["label"].tolist()))
+        denoiser(torch.zeros(2, 1, 4, 4), 900)
         return torch.zeros(len(seeds), 1, 4, 4)
 
     model = prepared("mine:load", replace(_one_size("dims"), sample=sample))
-    model.sample(model.denoiser, [5, 6, 7], steps=0, solver="ddim", conditions={"label": torch.tensor([1, 2, 3])})
+    model.sample(model.denoiser, [5, 6, 7], steps=1, solver="ddim", conditions={"label": torch.tensor([1, 2, 3])})
     assert seen == [([5, 6], [1, 2]), ([7, 7], [3, 3])]
 
 
@@ -108,4 +109,7 @@ def test_a_call_that_the_denoiser_does_not_take_is_told(tmp_path):
     model = model_of(BAKED["a view"][0])  # its sampler passes one sample
     with pytest.raises(UserError, match="tiny cannot take what its sampler passes") as error:
         calibrate(model, CalibrationSection(samples=1, batch=1, steps=2), "weights", [], tmp_path, Quiet())
-    assert "RuntimeError: shape '[2, 1, 4, 4]' is invalid for input of size 16, for x [1, 1, 4, 4]" in error.value.got
+    assert (
+        "RuntimeError: shape '[2, 1, 4, 4]' is invalid for input of size 16, for x float32 [1, 1, 4, 4]"
+        in error.value.got
+    )

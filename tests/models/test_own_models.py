@@ -91,6 +91,21 @@ REFUSED: dict[str, tuple[Callable[[], DiffusionModel], tuple[str, ...]]] = {
         lambda: _with_timestep("float32", ("batch", 1, 1, 1)),
         ("the shape of the timestep", "timestep[:, None]"),
     ),
+    "two sizes": (lambda: replace(tiny_models.build(), dims={"batch": (1, 4)}), ("'batch' in `dims`", "(1, 4)")),
+    "falling sizes": (lambda: replace(tiny_models.build(), dims={"batch": (4, 2, 1)}), ("(4, 2, 1)",)),
+    "other sigmas": (
+        lambda: replace(tiny_models.build(), timestep_max=1.0),
+        ("`sigmas`", "1 numbers", "1000", "sigma.md"),
+    ),
+    "one name": (
+        lambda: replace(tiny_models.build(), output=InputSpec("x", "float32", ("batch", 1, 4, 4))),
+        ("the name of `output`", "another name than x, timestep"),
+    ),
+    "no sampler": (lambda: replace(tiny_models.build(), sample=None), ("`sample`", "NoneType")),
+    "no weights": (
+        lambda: replace(tiny_models.build(), denoiser=tiny_models.Tiny().to("meta")),
+        ("has no weights", "qkv.weight", "meta device"),
+    ),
     "other sizes": (lambda: replace(tiny_models.build(), dims={}), ("the shape of 'x'", "add 'batch' to `dims`")),
     "no names": (
         lambda: replace(tiny_models.build(), dims={"batch size": (1, 2, 4)}),

@@ -182,12 +182,13 @@ class _Told(WrappedDenoiser):
                 f"{self._model.name} cannot take {self._place}",
                 expected="values and sizes that the denoiser's forward takes",
                 got=f"{kind_and_first_line(error)}, for " + ", ".join(f"{n} {_shown(x)}" for n, x in given.items()),
-                remedy="use inputs of this model; if memory ran out, lower calibration.batch; --debug shows where it failed",
+                remedy="use inputs of this model, in the types that its `inputs` have; if memory ran out, lower "
+                "calibration.batch; --debug shows where it failed",
             ) from error
 
 
 def _shown(x: Any) -> str:
-    return str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
+    return f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else repr(x)
 
 
 # A user's own function ------------------------------------------------------------------------------------------------
