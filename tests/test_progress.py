@@ -6,6 +6,7 @@ import io
 import json
 import re
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from trtconvert import bundle as bundles
 from trtconvert import progress
 from trtconvert.bars import NoBar
 from trtconvert.cli import main
-from trtconvert.errors import GateError, UserError
+from trtconvert.errors import GateError, UserError, warn
 from trtconvert.models.digits import digits_model
 from trtconvert.models.drawings import with_progress
 from trtconvert.progress import Event, Output, Reporter, events_schema, failure, write_result
@@ -145,6 +146,21 @@ def test_quiet_leaves_errors_and_the_exit_code(tmp_path, built):
     assert spoken("inspect", built[0] / "bundle", "-q") == (0, "", "")
     code, out, err = spoken("inspect", tmp_path, "--quiet")
     assert code == 2 and not out and "is not a bundle" in err
+
+
+@pytest.mark.parametrize("form", ["text", "json", "quiet"])
+def test_warnings_of_ours_are_notices_of_commands(form, capfd):
+    with pytest.warns(FutureWarning, match="of a library") as others, Output(form).kept_clean():
+        warn("the engine is slow; remedy: wait")
+        warnings.warn("of a library", FutureWarning, stacklevel=1)
+    out, err = capfd.readouterr()
+    assert len(others) == 1
+    shown = {
+        "text": "notice: the engine is slow; remedy: wait\n",
+        "json": '"text":"the engine is slow; remedy: wait"',
+        "quiet": "",
+    }
+    assert shown[form] in out + err and "Advice" not in err and ("slow" in out + err) == (form != "quiet")
 
 
 def test_errors_are_events_under_json(tmp_path):

@@ -51,7 +51,8 @@ class Sampler(Protocol):
             conditions: of the samples, from the model's `condition`, instead of those of the seeds. Never passed to the sampler
                 of a model without conditions.
         Returns:
-            [len(seeds), C, H, W] in [0, 1].
+            [len(seeds), C, H, W] in [0, 1]. The sampler of a user's function may return videos [len(seeds), F, C, H, W] or sounds
+            [len(seeds), C, S] in [0, 1], see `trtconvert.images.laid_out`.
         """
         ...
 
@@ -201,8 +202,8 @@ class DiffusionModel:
         check_sigmas(self.sigmas)
         self._refuse_unfit_noise_input()
         place = next((i for i, spec in enumerate(self.inputs) if spec.name == self.timestep_input), None)
-        if place is not None and self.inputs[place].dtype == "int64" and not isinstance(self.sample, _WholeTimesteps):
-            object.__setattr__(self, "sample", _WholeTimesteps(self.sample, place, self.timestep_input))
+        if place is not None and self.inputs[place].dtype == "int64" and not isinstance(self.sample, WholeTimesteps):
+            object.__setattr__(self, "sample", WholeTimesteps(self.sample, place, self.timestep_input))
 
     def _refuse_unfit_noise_input(self) -> None:
         if (told := self.noise_input) is None:
@@ -343,7 +344,7 @@ def with_guidance(
 
 
 @dataclass(frozen=True)
-class _WholeTimesteps:
+class WholeTimesteps:
     """A sampler whose denoisers get whole timesteps, for denoisers that look them up in a table."""
 
     sampler: Sampler

@@ -47,8 +47,18 @@ def import_function(name: str, role: str) -> Any:
             f"{role} '{name}' cannot be imported",
             expected="an importable module with that function",
             got=f"{type(error).__name__}: {error}",
-            remedy="put the module beside the recipe or into the current folder, install it, or set PYTHONPATH to its folder",
+            remedy=_remedy(module, error),
         ) from error
+
+
+def _remedy(module: str, error: Exception) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return "correct the module, or the name of the function in the recipe; --debug shows where it failed"
+    if error.name is None or module == error.name or module.startswith(f"{error.name}."):
+        return (
+            "put the module beside the recipe or into the current folder, install it, or set PYTHONPATH to its folder"
+        )
+    return f"install {error.name}, which the module imports, or put it beside the module"
 
 
 def source_identity(name: str) -> str:

@@ -53,12 +53,16 @@ class BackendUnavailable(TrtconvertError):
     exit_code = 2
 
 
+class Advice(RuntimeWarning):
+    """A warning with a remedy. Commands print its text alone."""
+
+
 def warn(text: str) -> None:
-    """Issues a RuntimeWarning at the line outside this package that called the package."""
+    """Issues `Advice` at the line outside this package that called the package."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, RuntimeWarning, stacklevel=level)
+    warnings.warn(text, Advice, stacklevel=level)
 
 
 def did_you_mean(got: str, valid: Iterable[str], otherwise: str) -> str:

@@ -1,4 +1,4 @@
-"""Reads images of users."""
+"""Images: reads those of users, and lays out videos and sounds as images."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trtconvert.errors import UserError, first_line
 
@@ -25,7 +26,25 @@ _TURNS = {
 }
 """Transposition that turns an image upright, by its EXIF orientation."""
 
+SOUND_ROW = 256
+"""Amplitudes in a row of the image that shows a sound."""
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def laid_out(samples: Tensor) -> Tensor:
+    """Returns samples in [0, 1] as images [N, C, H, W].
+
+    Args:
+        samples: images [N, C, H, W]; videos [N, F, C, H, W], whose frames lie one below the other; or sounds [N, C, S], as grey
+            images with the rows of all channels, filled up by 0.5.
+    """
+    if samples.dim() == 5:
+        return samples.transpose(1, 2).flatten(2, 3)
+    if samples.dim() == 3:
+        filled = pad(samples, (0, -samples.shape[2] % SOUND_ROW), value=0.5)
+        return filled.unflatten(2, (-1, SOUND_ROW)).flatten(1, 2)[:, None]
+    return samples
 
 
 def images_below(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +28,19 @@ Hook = Callable[["Caller", tuple[Any, ...], dict[str, Any]], Any]
 
 Hooks = Mapping[Callable[..., Any], Hook]
 """Hooks by function of torch, as `TorchFunctionMode` names it."""
+
+
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"))
+
+
+def unseen_product(operator: str) -> None:
+    """A key of `Hooks`: its hook gets the name of each product and attention that is called by TorchScript, by C++ or through
+    `torch.ops`, and not by a function of torch. Calls in TorchScript are seen inside a `TorchDispatchMode` alone."""
+
+
+def _is_product(operator: OpOverload | OpOverloadPacket) -> bool:
+    _, kind, *_ = str(operator).split(".")
+    return kind in _PRODUCTS or "scaled_dot_product" in kind
 
 
 class Caller:
@@ -135,7 +149,11 @@ class Interception(TorchFunctionMode):
         if func in _COMPOSITE:
             return self._see_through(func, args, named)
         hook = self._hooks.get(func)
-        return func(*args, **named) if hook is None else hook(self._caller, args, dict(named))
+        if hook is not None:
+            return hook(self._caller, args, dict(named))
+        if isinstance(func, (OpOverload, OpOverloadPacket)) and unseen_product in self._hooks and _is_product(func):
+            self._hooks[unseen_product](self._caller, (str(func),), {})
+        return func(*args, **named)
 
     def _attend(self, attention: UnfusedAttention) -> Tensor:
         return self._hooks[unfused_attention](self._caller, (attention,), {})

@@ -8,8 +8,9 @@ import math
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import BaseModel, Field, TypeAdapter
@@ -25,7 +26,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from trtconvert.errors import TrtconvertError, kind_and_first_line
+from trtconvert.errors import Advice, TrtconvertError, kind_and_first_line
 
 _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress events of a stage."""
@@ -136,11 +137,21 @@ class Output:
 
     @contextmanager
     def kept_clean(self) -> Iterator[None]:
-        """Redirects stdout to stderr inside the block if stdout is reserved for the JSON result."""
-        if self.form == "json":
-            with redirect_stdout(sys.stderr):
-                yield
-        else:
+        """Inside the block, stdout is redirected to stderr if it is reserved for the JSON result, and warnings of this package
+        are printed as notices, without a line of code."""
+        with ExitStack() as stack:
+            if self.form == "json":
+                stack.enter_context(redirect_stdout(sys.stderr))
+            stack.enter_context(warnings.catch_warnings())
+            others = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+                if issubclass(category, Advice):
+                    self.reporter().notice(str(message))
+                else:
+                    others(message, category, *place)
+
+            warnings.showwarning = show
             yield
 
     def silence(self) -> None:

@@ -1,4 +1,4 @@
-"""Denoisers around other denoisers."""
+"""Denoisers around other denoisers, and modules around other modules."""
 
 from __future__ import annotations
 
@@ -44,3 +44,8 @@ def begin(denoiser: Any) -> None:
     reset = getattr(denoiser, "reset_cache", None)
     if callable(reset):
         reset()
+
+
+def uncompiled(module: Any) -> Any:
+    """Returns the module that torch.compile wraps; other modules as they are."""
+    return getattr(module, "_orig_mod", module)

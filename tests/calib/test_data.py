@@ -347,6 +347,10 @@ def words(model):
     yield {"x": "abc", "timestep": [1.0], "label": [0]}
 
 
+def without_data(model):
+    yield model.example(1, {"batch": 1, "height": 8, "width": 8}) | {"x": torch.zeros(1, 1, 8, 8, device="meta")}
+
+
 def beyond(model):
     yield next(three_batches(model)) | {"timestep": torch.tensor([0.0, 999.0, 1000.0, 5.0])}
 
@@ -361,11 +365,12 @@ def test_a_function_yields_batches(digits):
 @pytest.mark.parametrize(
     ("function", "samples", "message"),
     [
-        ("three_batches", 15, "too few samples"),
+        ("three_batches", 15, "too few samples\n.*\n  got: 14\n  remedy: set calibration.samples .* to 14, or"),
         ("no_label", 6, "does not give the denoiser's inputs"),
-        ("wrong_shape", 6, "'timestep' from test_data:wrong_shape has the wrong shape"),
+        ("wrong_shape", 6, "'timestep' from test_data:wrong_shape has the wrong shape\n  expected: .*, batch 4\n"),
         ("fails", 6, "test_data:fails failed"),
         ("words", 1, "'x' from test_data:words is no tensor"),
+        ("without_data", 1, "no tensor of numbers\n.*\n  got: .* on the meta device, without data"),
         ("beyond", 4, "'timestep' from test_data:beyond leaves the noise schedule"),
         ("missing", 6, "'test_data:missing' cannot be imported"),
     ],

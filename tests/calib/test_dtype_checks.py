@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
+import tiny_models
 import torch
-from support import refusal, run, tiny_recipe
+from support import Quiet, refusal, run, tiny_recipe
 from tiny_layers import Called, model_of
 from torch import nn
 
+from trtconvert.calib.calibrate import calibrate, parts_to_convert
 from trtconvert.calib.dtype_checks import refuse_mixed_types, within_float16
 from trtconvert.errors import UserError
+from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection
 
 
 def scaled(up: float, down: float):
@@ -98,3 +104,38 @@ def test_models_that_need_numbers_are_left_to_the_export():
             return x if float(x.sum()) > 0 else super().forward(x, timestep)
 
     refuse_mixed_types(model_of(Deciding(False), ("batch", 16, 32)), torch.float16)
+
+
+def test_what_fails_in_fp32_too_is_left_to_the_forward():
+    """A timestep in FP32 that is looked up in a table: its type is wrong, whatever the model's type."""
+
+    class OfTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(1000, 32)
+
+        def forward(self, x, timestep):
+            return x + self.table(timestep)[:, None]
+
+    model = model_of(OfTable(), ("batch", 16, 32))
+    refuse_mixed_types(model, torch.float16)
+    with pytest.raises(UserError, match=r"remedy: declare an input that is looked up in a table .* as int64"):
+        parts_to_convert(model, AttentionSection(), LayersSection())
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e6])
+def test_a_calibration_in_which_numbers_grow_beyond_it_names_what_reads_them(tmp_path, scale):
+    """Discovery sees one call, and its outputs of modules alone."""
+    tiny = tiny_models.build()
+
+    def sample(denoiser, seeds, **named):
+        return tiny.sample(lambda x, timestep: denoiser(x * scale, timestep), seeds, **named)
+
+    model = replace(tiny, sample=sample)
+    parts = parts_to_convert(model, AttentionSection(), LayersSection(min_rows=1))
+    told = r"range of float16\n.*in the calibration\n  got: \S+ at qkv, and more at 1 others" if scale > 1e5 else None
+    with nullcontext() if told is None else pytest.raises(UserError, match=told):
+        calibrate(
+            model, CalibrationSection(samples=1, batch=1, steps=2), "weights", parts.sites, tmp_path, Quiet(),
+            layers=parts.layers, dtype="float16",
+        )  # fmt: skip

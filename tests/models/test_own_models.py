@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -66,9 +67,16 @@ def _traced() -> DiffusionModel:
     return replace(model, denoiser=torch.jit.trace(model.denoiser, example, check_trace=False))
 
 
+def _traced_inside() -> DiffusionModel:
+    model = tiny_models.build()
+    model.denoiser.qkv = torch.jit.trace(model.denoiser.qkv, torch.zeros(2, 16, 32), check_trace=False)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], DiffusionModel], tuple[str, ...]]] = {
     "a function": (lambda: replace(tiny_models.build(), denoiser=lambda x, timestep: x), ("no module", "function")),
     "TorchScript": (_traced, ("no module", "not TorchScript")),
+    "TorchScript inside": (_traced_inside, ("not TorchScript", "qkv, a TopLevelTracedModule", "PYTORCH_JIT=0")),
     "names alone": (_by_name_alone, ("in their order", "too many positional arguments")),
     "another order": (_in_another_order, ("in their order", "x, timestep")),
     "another name": (
@@ -82,6 +90,21 @@ REFUSED: dict[str, tuple[Callable[[], DiffusionModel], tuple[str, ...]]] = {
     "other shapes": (
         lambda: _with_timestep("float32", ("batch", 1, 1, 1)),
         ("the shape of the timestep", "timestep[:, None]"),
+    ),
+    "two sizes": (lambda: replace(tiny_models.build(), dims={"batch": (1, 4)}), ("'batch' in `dims`", "(1, 4)")),
+    "falling sizes": (lambda: replace(tiny_models.build(), dims={"batch": (4, 2, 1)}), ("(4, 2, 1)",)),
+    "other sigmas": (
+        lambda: replace(tiny_models.build(), timestep_max=1.0),
+        ("`sigmas`", "1 numbers", "1000", "sigma.md"),
+    ),
+    "one name": (
+        lambda: replace(tiny_models.build(), output=InputSpec("x", "float32", ("batch", 1, 4, 4))),
+        ("the name of `output`", "another name than x, timestep"),
+    ),
+    "no sampler": (lambda: replace(tiny_models.build(), sample=None), ("`sample`", "NoneType")),
+    "no weights": (
+        lambda: replace(tiny_models.build(), denoiser=tiny_models.Tiny().to("meta")),
+        ("has no weights", "qkv.weight", "meta device"),
     ),
     "other sizes": (lambda: replace(tiny_models.build(), dims={}), ("the shape of 'x'", "add 'batch' to `dims`")),
     "no names": (
@@ -163,7 +186,7 @@ def test_layers_whose_weights_are_normalised_are_found(norm, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda images: images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1), ("channels last", "permute(0, 3, 1, 2)")),
+        (lambda images: images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1), ("channels last", "movedim(-1, -3)")),
         (lambda images: images * float("nan"), ("full precision have numbers that are not finite", "32 of 32 are NaN")),
     ],
 )
@@ -204,3 +227,36 @@ def test_attention_in_compiled_modules_and_functions_is_found(monkeypatch):
     make = lambda: replace(tiny_models.build(), denoiser=torch.compile(Other(), backend="eager"))  # noqa: E731
     model = loaded(monkeypatch, make)
     assert [site.name for site in sites_to_convert(model, AttentionSection())[0]] == ["first", "second"]
+
+
+def test_products_that_torchscript_calls_are_told(monkeypatch):
+    """No function of torch calls them, so that they cannot be converted."""
+    tiny = tiny_models.build()
+    scripted = torch.jit.CompilationUnit("""
+        def twice(x, y):
+            return x @ (y @ y.transpose(-1, -2))
+    """)
+    silu = torch.jit.CompilationUnit("""
+        def silu(x):
+            return x * torch.sigmoid(x)
+    """)
+
+    class Other(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor], inner: nn.Module) -> None:
+            super().__init__()
+            self.function, self.inner = function, inner
+
+        def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+            return self.inner(self.function(x), timestep)
+
+    def found(function: Callable[[Tensor], Tensor], inner: nn.Module) -> int:
+        model = replace(tiny, denoiser=Other(function, inner).eval())
+        return len(sites_to_convert(model, AttentionSection())[0])
+
+    with pytest.warns(RuntimeWarning, match=r"products in the model itself, .*got: aten\.bmm.*PYTORCH_JIT=0"):
+        assert found(lambda x: scripted.twice(x, x), tiny.denoiser) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert found(silu.silu, tiny.denoiser) == 1
+    with pytest.raises(UserError, match="and no attention beside them"):
+        found(lambda x: scripted.twice(x, x), tiny_models.Tiny("none").requires_grad_(False))

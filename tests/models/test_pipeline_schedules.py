@@ -15,7 +15,9 @@ from tiny_pipelines import picture
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.schedules import scheduler_sigmas, sigma_rule_modes
 from trtconvert.errors import UserError
+from trtconvert.models.call_options import PROMPTS
 from trtconvert.models.diffusers import diffusers_model
+from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.models.probes import first_step
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
@@ -76,6 +78,17 @@ def test_an_inverse_scheduler_of_diffusion_has_the_table_of_its_model(tmp_path):
     pipe.save_pretrained(tmp_path)
     model = diffusers_model(tmp_path, **SIZES)
     assert bool((model.sigmas.diff() > 0).all())
+
+
+def test_schedulers_that_need_several_steps_are_given_them():
+    """Pipelines are observed in two steps, but PNDM needs four for its Runge-Kutta steps."""
+    pipe = tiny_pipelines.stable_diffusion()
+    pipe.scheduler = diffusers.PNDMScheduler(skip_prk_steps=False)
+    caller = PipelineCaller(pipe, "unet", 8, PROMPTS, {})
+    sizes = {"height": 32, "width": 32, "tokens": 8}
+    assert "sample" in caller.first_call([0], sizes)
+    with pytest.raises(UserError, match="4 or more, which its scheduler needs, PNDMScheduler"):
+        caller([0], 3, sizes)
 
 
 SIGMAS = {

@@ -385,6 +385,7 @@ def test_an_image_that_starts_in_the_middle():
         ("LCMScheduler", {}, "not known"),
         ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, "adds noise with algorithm_type"),
         ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "adds noise with stochastic_sampling"),
+        ("PNDMScheduler", {"skip_prk_steps": False}, "four times in each of its first steps with skip_prk_steps"),
     ],
 )
 def test_schedulers_that_add_noise_are_computed(name, config, why):

@@ -30,6 +30,7 @@ from trtconvert.attention.replaced import (
     TimestepModes,
     calling_attention,
     denoising,
+    refuse_replaced,
     swap,
     undo,
 )
@@ -38,6 +39,7 @@ from trtconvert.attention.sites import HEAD_DIMS, is_selected, unmatched_pattern
 from trtconvert.attention.tables import read_tables
 from trtconvert.bundle import read_manifest
 from trtconvert.errors import UserError
+from trtconvert.wrapped import uncompiled
 
 BINS = 10
 """Timestep bins of modes without a calibration."""
@@ -100,16 +102,10 @@ def replace_attention_with_int8(
     """
     denoisers = _denoisers_of(pipe)
     for name, model in denoisers.items():
-        if getattr(_inner(model), DENOISER, None) is not None:
-            raise UserError(
-                f"the attention of {name} is INT8 already",
-                expected="a pipeline as it was loaded",
-                got="one whose attention was replaced, perhaps through another pipeline with the same model",
-                remedy="call restore_attention(pipe) first",
-            )
+        refuse_replaced(model, name)
     shared, saved = _modes_and_calibration(pipe, calibration, precision_mode)
     prepared = [
-        _prepare(_inner(model), name, shared, saved, include, exclude, alone=model is pipe)
+        _prepare(uncompiled(model), name, shared, saved, include, exclude, alone=model is pipe)
         for name, model in denoisers.items()
     ]
     _refuse_patterns(prepared, include, exclude)
@@ -127,7 +123,7 @@ def replace_attention_with_int8(
     _forget_compiled(denoisers.values())
     for model, found in zip(denoisers.values(), prepared, strict=True):
         # Tables are copied now: torch.compile and CUDA graphs would record the copies of a first call.
-        for device in {x.device for x in _inner(model).parameters()} | _execution_devices(pipe):
+        for device in {x.device for x in uncompiled(model).parameters()} | _execution_devices(pipe):
             if device.type != "meta":
                 for site in found.sites.values():
                     site.on(device)
@@ -139,7 +135,7 @@ def _swap_classes(models: Sequence[nn.Module], prepared: Sequence[Denoiser]) -> 
     changed: list[tuple[nn.Module, type]] = []
     try:
         for model, found in zip(models, prepared, strict=True):
-            first, inner = len(changed), _inner(model)
+            first, inner = len(changed), uncompiled(model)
             for site in found.sites.values():
                 swap(site.module, calling_attention, changed)
                 vars(site.module)[SITE] = site
@@ -196,11 +192,6 @@ def attention_report(pipe: Any) -> AttentionReport:
 # Parts of a pipeline --------------------------------------------------------------------------------------------------
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    """Returns the module that torch.compile wraps."""
-    return getattr(model, "_orig_mod", model)
-
-
 def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     """Returns the modules whose forward takes a timestep, by component; UserError if there is none."""
     if isinstance(pipe, nn.Module):
@@ -212,7 +203,7 @@ def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
         name: part
         for name, part in parts.items()
         if isinstance(part, nn.Module)
-        and any(name in inspect.signature(type(_inner(part)).forward).parameters for name in TIMESTEPS)
+        and any(name in inspect.signature(type(uncompiled(part)).forward).parameters for name in TIMESTEPS)
     }
     if not found:
         raise UserError(
@@ -226,7 +217,9 @@ def _denoisers_of(pipe: Any) -> dict[str, nn.Module]:
 
 def _replaced_in(denoisers: Mapping[str, nn.Module]) -> dict[str, Denoiser]:
     found = {
-        name: made for name, model in denoisers.items() if (made := getattr(_inner(model), DENOISER, None)) is not None
+        name: made
+        for name, model in denoisers.items()
+        if (made := getattr(uncompiled(model), DENOISER, None)) is not None
     }
     if not found:
         raise UserError(

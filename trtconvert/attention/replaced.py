@@ -25,8 +25,10 @@ from trtconvert.attention.sites import (
     taken,
     too_many,
 )
+from trtconvert.errors import UserError
 from trtconvert.noise_input import NoiseInput, place_of
 from trtconvert.unfused import Unfused, UnfusedAttention
+from trtconvert.wrapped import uncompiled
 
 TIMESTEPS = ("timestep", "timesteps", "t")
 """Names of the timestep parameter in forwards of denoisers."""
@@ -252,6 +254,17 @@ def swap(module: nn.Module, make: Callable[[type], type], changed: list[tuple[nn
         made = _CLASSES[make, cls] = make(cls)
     object.__setattr__(module, "__class__", made)  # setattr on a module of torch.compile changes the wrapped module
     changed.append((module, cls))
+
+
+def refuse_replaced(model: nn.Module, name: str) -> None:
+    """Raises a UserError if the attention of a model, by its name in a pipeline, is replaced."""
+    if getattr(uncompiled(model), DENOISER, None) is not None:
+        raise UserError(
+            f"the attention of {name} is INT8 already",
+            expected="a pipeline as it was loaded",
+            got="one whose attention was replaced, perhaps through another pipeline with the same model",
+            remedy="call trtconvert.attention.restore_attention(pipe) first",
+        )
 
 
 def undo(changed: Sequence[tuple[nn.Module, type]]) -> None:

@@ -24,7 +24,7 @@ from trtconvert.attention.blocks import (
     obstacle_to_blocks,
     table_bytes,
 )
-from trtconvert.attention.ranges import RangeObserver, offsets
+from trtconvert.attention.ranges import RangeObserver, Rows, offsets
 from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bars import Steps
@@ -33,6 +33,8 @@ from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, Drive, batches_of, nothing_observed, open_data
 from trtconvert.calib.distributed import ALONE, Ranks
+from trtconvert.calib.dtype_checks import refuse_beyond_float16
+from trtconvert.calib.finite_calls import FiniteCalls
 from trtconvert.calib.histogram import HistogramObserver, Histograms
 from trtconvert.calib.identity import Kind, calibration_reads, data_identity, data_kind, data_name
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
@@ -41,8 +43,8 @@ from trtconvert.calib.shards import Shards
 from trtconvert.data_flow import DataFlow
 from trtconvert.diffusion_model import DiffusionModel, require_one_size
 from trtconvert.entry_point import names_of_ours
-from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several
-from trtconvert.interception import Hooks, module_of
+from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several, warn
+from trtconvert.interception import Hooks, module_of, unseen_product
 from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, model_tensors, select_layers
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
@@ -54,6 +56,9 @@ from trtconvert.runtime.signature import shape_of
 
 COVERAGE_SHARE = 16
 """One in this many samples, the first ones, runs a second time to measure how well the scales cover the data."""
+
+_INDICES = "'indices' to have one of the following scalar types"
+"""In torch's error for a table that is read at numbers with fractions."""
 
 _HIGHER_ORDER = re.compile(r"no rule registered for .*?(\w+) and mode")
 """The error of torch for operators that take functions, such as flex_attention, which observers of operations do not follow."""
@@ -77,7 +82,13 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
     """
     flow = DataFlow()
     finder = LayerFinder(model.denoiser, moving=model.onload is not None, flow=flow)
-    found = _found_sites(model, {} if layers.off else layer_hooks(finder), flow)
+    unseen: dict[str, str] = {}
+    hooks: Hooks = {
+        unseen_product: lambda caller, args, _: unseen.setdefault(caller.module() or "the model itself", *args)
+    }
+    found = _found_sites(model, {**hooks, **({} if layers.off else layer_hooks(finder))}, flow)
+    if unseen:
+        _tell_unseen(unseen, bool(found))
     chosen, left = select_sites(found, attention.include, attention.exclude)
     if layers.off:
         return Parts(chosen, left, [], [])
@@ -96,6 +107,17 @@ def parts_to_convert(model: DiffusionModel, attention: AttentionSection, layers:
                 remedy="correct layers.modiff in the recipe, or set it to false",
             )
     return Parts(chosen, left, converted, others)
+
+
+def _tell_unseen(unseen: Mapping[str, str], any_site: bool) -> None:
+    """Warns of products that cannot be converted, by module; a UserError if no attention is left."""
+    name, operator = next(iter(unseen.items()))
+    problem = f"TorchScript, C++ or torch.ops compute products in {several([*unseen], 3)}, which cannot be converted"
+    expected, got = "calls of torch's functions from Python", f"{operator} in {name}"
+    remedy = "set PYTORCH_JIT=0 in the environment, which keeps functions for TorchScript in Python"
+    if not any_site:
+        raise UserError(f"{problem}, and no attention beside them", expected=expected, got=got, remedy=remedy)
+    warn(f"{problem} and stay in 16 bits; expected: {expected}, got: {got}; remedy: {remedy}")
 
 
 def _refuse_unfit_output(model: DiffusionModel, output: Any, sizes: Mapping[str, int]) -> None:
@@ -136,8 +158,9 @@ def _found_sites(model: DiffusionModel, also: Hooks, flow: DataFlow) -> list[Sit
                 f"{model.name} cannot be run",
                 expected="a model that takes " + ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items()),
                 got=kind_and_first_line(error),
-                remedy="correct the model, or its inputs and sizes (for a pipeline: model.options); "
-                "--debug shows where it failed",
+                remedy="declare an input that is looked up in a table (nn.Embedding) as int64"
+                if _INDICES in str(error)
+                else "correct the model, or its inputs and sizes (for a pipeline: model.options); --debug shows where it failed",
             ) from error
         finally:
             refusing.remove()
@@ -166,6 +189,7 @@ def calibrate(
     layers: Sequence[Layer] = (),
     of_layers: LayersSection | None = None,
     shares: Sequence[float] = (),
+    dtype: str = "float32",
 ) -> Calibration:
     """Computes scales of the given sites and layers, and the blocks that sites need.
 
@@ -179,10 +203,11 @@ def calibrate(
         layers: layers to observe; of_layers: options of their scales.
         shares: shares of attention that may be lost, rising; the needed blocks are found for each share, at the sites that may
             have block masks, see `obstacle_to_blocks`.
+        dtype: of engines.
     Returns:
         The calibration, the same on all ranks.
     Raises:
-        UserError: the data does not fit or is empty; NaN or Inf at a site.
+        UserError: the data does not fit or is empty; NaN or Inf, or numbers beyond the type of engines, at a site or a layer.
         RankLost: another process has ended.
     """
     of_layers = of_layers or LayersSection()
@@ -213,14 +238,23 @@ def calibrate(
         block_observer.observe(call)
         return output
 
+    def finish() -> tuple[dict[str, Rows], dict[str, LayerRows]]:
+        return observer.finish(), layer_observer.finish()
+
     observed = intercepted(model, observe if sparse else observer, layer_observer if layers else None)
     if not sparse and not modulated:  # block masks and deltas synchronise with the host in each call
         observed = graphed(model, observed, notes=(observer.notes, layer_observer.notes), counts=True)
+    # NaN and Inf show in the first batch, which may take hours: it is checked call by call.
+    of_first = FiniteCalls(observed, model, finish)
     # Batches with samples that an earlier run skipped run again if this run skips none.
     finished = shards.batches() if skip_bad else shards.whole_batches()
     for index, batch in _own_share(data, finished, ranks, bar):
-        _run(batch, observed)
-        shards.write(index, observer.finish(), bad.take(), layer_observer.finish(), block_observer.finish())
+        _run(batch, of_first or observed)
+        of_first = None
+        rows_of_sites, rows_of_layers = finish()
+        if dtype == "float16":
+            refuse_beyond_float16(model, rows_of_sites, rows_of_layers)
+        shards.write(index, rows_of_sites, bad.take(), rows_of_layers, block_observer.finish())
     ranks.collect(shards.folder, shards.names())
     if ranks.rank == 0 and not len(shards):
         raise nothing_observed(shards.skipped())

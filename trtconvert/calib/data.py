@@ -16,13 +16,15 @@ from torch import Tensor
 
 from trtconvert.attention.sites import Site
 from trtconvert.calib.examples import Example, Examples, dataset_folder, image_folder, load_image, prompts_file
+from trtconvert.calib.finite_calls import require_finite_samples
 from trtconvert.calib.identity import Kind, data_kind
-from trtconvert.calib.recorded_inputs import is_shared, open_inputs, read_inputs, whole
+from trtconvert.calib.recorded_inputs import is_shared, open_inputs, read_inputs, refuse_no_numbers, whole
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
 from trtconvert.recipe import CalibrationSection
 from trtconvert.weights.finite import require_finite
+from trtconvert.wrapped import WrappedDenoiser
 
 SITE_SAMPLES, SITE_STEPS_PER_BIN = 16, 2
 """Limits for measuring the errors of sites and layers: samples, and denoising steps per timestep bin."""
@@ -110,7 +112,8 @@ def _denoise(model: DiffusionModel, section: CalibrationSection, piece: range) -
     seeds = [section.seed + i for i in piece]
 
     def drive(denoiser: Denoiser) -> None:
-        model.sample(denoiser, seeds, steps=section.steps, solver="ddim")
+        denoiser = _Told(denoiser, model, "what its sampler passes")
+        require_finite_samples(model.sample(denoiser, seeds, steps=section.steps, solver="ddim"))
 
     return drive
 
@@ -150,22 +153,43 @@ def _refuse_too_few(place: str, count: int, samples: int) -> None:
             f"{place} has too few samples",
             expected=f"{samples}, as calibration.samples asks",
             got=str(count),
-            remedy="lower calibration.samples (or --samples), or give more samples",
+            remedy=(f"set calibration.samples (or --samples) to {count}, or " if count else "") + "give more samples",
         )
 
 
 def _run(model: DiffusionModel, batch: Mapping[str, Tensor], denoiser: Denoiser, place: str) -> None:
     """Calls the denoiser on the model's device; UserError if it fails on these inputs."""
     device = model.device
-    try:
-        denoiser(**{name: x.to(device) for name, x in batch.items()})
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{model.name} cannot take {place}",
-            expected="values and sizes that the denoiser's forward takes",
-            got=kind_and_first_line(error),
-            remedy="use inputs of this model; if memory ran out, lower calibration.batch",
-        ) from error
+    _Told(denoiser, model, place)(**{name: x.to(device) for name, x in batch.items()})
+
+
+class _Told(WrappedDenoiser):
+    """A denoiser whose failures are told with its inputs.
+
+    Args:
+        place: of the inputs, for the message.
+    """
+
+    def __init__(self, denoiser: Denoiser, model: DiffusionModel, place: str) -> None:
+        super().__init__(denoiser)
+        self._model, self._place = model, place
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
+        try:
+            return self._denoiser(*inputs, **named)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            given = self._model.named(inputs, named)
+            raise UserError(
+                f"{self._model.name} cannot take {self._place}",
+                expected="values and sizes that the denoiser's forward takes",
+                got=f"{kind_and_first_line(error)}, for " + ", ".join(f"{n} {_shown(x)}" for n, x in given.items()),
+                remedy="use inputs of this model, in the types that its `inputs` have; if memory ran out, lower "
+                "calibration.batch; --debug shows where it failed",
+            ) from error
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else repr(x)
 
 
 # A user's own function ------------------------------------------------------------------------------------------------
@@ -224,11 +248,15 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
     sizes: dict[str, int] = {}
     for spec in model.inputs:
         shape = tuple(checked[spec.name].shape)
+        before = dict(sizes)
         wanted = [sizes.setdefault(n, m) if isinstance(n, str) else n for n, m in zip(spec.shape, shape, strict=False)]
         if len(shape) != len(spec.shape) or list(shape) != wanted or not shape[0]:
             raise UserError(
                 f"'{spec.name}' from {place} has the wrong shape",
-                expected="[" + ", ".join(map(str, spec.shape)) + "], at least one sample",
+                expected="["
+                + ", ".join(map(str, spec.shape))
+                + "], at least one sample"
+                + "".join(f", {name} {size}" for name, size in before.items() if name in spec.shape),
                 got=str(list(shape)),
                 remedy="give arrays of this shape, with equal sizes of the same dimensions",
             )
@@ -246,10 +274,12 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
 
 def _as_tensor(value: Any, what: str) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        x = torch.as_tensor(value)
+        refuse_no_numbers(x)
+        return x
     except (RuntimeError, TypeError, ValueError) as error:
         raise UserError(
-            f"{what} is no tensor",
+            f"{what} is no tensor of numbers",
             expected="a tensor, or an array of numbers",
             got=f"a {type(value).__name__}: {first_line(error)}",
             remedy="give a dictionary with one tensor for each of the denoiser's inputs",
@@ -294,7 +324,8 @@ def _run_examples(
         return
     if not images:
         seeds = [section.seed + usable[i][0] for i in kept]
-        model.sample(denoiser, seeds, steps=section.steps, solver="ddim", conditions=conditions)
+        denoiser = _Told(denoiser, model, "what its sampler passes")
+        require_finite_samples(model.sample(denoiser, seeds, steps=section.steps, solver="ddim", conditions=conditions))
         return
     clean = _encoder(model, usable[0][1]).encode(torch.stack([images[i] for i in kept]))
     generator = torch.Generator().manual_seed(section.seed + first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from trtconvert.attention.ranges import Rows
+from trtconvert.calib.layer_observer import LayerRows
 from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError, first_line
 from trtconvert.fake_tensors import shapes_alone
@@ -48,6 +50,23 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
     Raises:
         UserError: a module reads a tensor of another type than its weights.
     """
+    failed = _failure_in(model, dtype)
+    if (
+        failed is None or _failure_in(model, torch.float32) is not None
+    ):  # the forward in full precision tells the latter
+        return
+    name = str(dtype).removeprefix("torch.")
+    raise UserError(
+        f"{model.name} does not compute in {name}",
+        expected="every module's input in the type of its weights; the timestep in float32",
+        got=failed,
+        remedy="cast the module's input, for example features of the timestep by .to(self.weight.dtype), or set "
+        "model.dtype to float32",
+    )
+
+
+def _failure_in(model: DiffusionModel, dtype: torch.dtype) -> str | None:
+    """Returns the module and the message of a failure that has to do with types, in a type; None without one."""
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     inputs = model.example(0, sizes)
     with shapes_alone(), torch.no_grad():
@@ -70,16 +89,9 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
             with _OneType():
                 denoiser(**of_type)
         except Exception as error:  # the model may raise anything; the message tells whether types are the reason
-            if not _OF_TYPES.search(str(error)):
-                return
-            name = str(dtype).removeprefix("torch.")
-            raise UserError(
-                f"{model.name} does not compute in {name}",
-                expected="every module's input in the type of its weights; the timestep in float32",
-                got=f"{module_of(denoiser, error) or 'its forward'}: {first_line(error)}",
-                remedy="cast the module's input, for example features of the timestep by .to(self.weight.dtype), or set "
-                "model.dtype to float32",
-            ) from error
+            if _OF_TYPES.search(str(error)):
+                return f"{module_of(denoiser, error) or 'its forward'}: {first_line(error)}"
+    return None
 
 
 @contextmanager
@@ -123,11 +135,25 @@ def within_float16(model: DiffusionModel) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+    _refuse(model, "its weights and its modules' outputs", beyond)
+
+
+def refuse_beyond_float16(model: DiffusionModel, sites: Mapping[str, Rows], layers: Mapping[str, LayerRows]) -> None:
+    """Raises a UserError if the inputs of attention or layers in a calibration are beyond 65,504, the largest float16 number."""
+    read = {name: max(float(x.abs().max()) for x in (rows.low, rows.high)) for name, rows in layers.items()}
+    for name, rows in sites.items():
+        read[name] = max(float(x.abs().max()) for x in (rows.q_amax, rows.k_low, rows.k_high, rows.v_low, rows.v_high))
+    beyond = {name: largest for name, largest in read.items() if largest > LARGEST}
+    _refuse(model, "the inputs of its attention and layers, in the calibration", beyond)
+
+
+def _refuse(model: DiffusionModel, where: str, beyond: Mapping[str, float]) -> None:
+    """Raises a UserError for magnitudes beyond float16's range, by name, if there are any."""
     if beyond:
         first, others = next(iter(beyond.items())), len(beyond) - 1
         raise UserError(
             f"{model.name} exceeds the range of float16",
-            expected=f"magnitudes up to {LARGEST:,.0f} in its weights and its modules' outputs",
+            expected=f"magnitudes up to {LARGEST:,.0f} in {where}",
             got=f"{first[1]:.3g} at {first[0]}" + (f", and more at {others} others" if others else ""),
             remedy="set model.dtype to bfloat16, which has the range of float32, or to float32",
         )

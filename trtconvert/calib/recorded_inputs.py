@@ -137,8 +137,8 @@ def _pt(path: Path) -> dict[str, Callable[[], RowReader]]:
     return {name: partial(_stored, x) for name, x in loaded.items()}
 
 
-def _stored(tensor: Tensor) -> RowReader:
-    """Opens a tensor of a .pt file, which may hold tensors of every kind."""
+def refuse_no_numbers(tensor: Tensor) -> None:
+    """Raises a ValueError if a tensor is no dense tensor of real numbers."""
     kinds = {
         "on the meta device, without data": tensor.is_meta,
         "quantised": tensor.is_quantized,
@@ -147,7 +147,12 @@ def _stored(tensor: Tensor) -> RowReader:
         f"of {tensor.dtype}, which is no supported type of real numbers": tensor.dtype not in _DTYPES,
     }
     if found := [kind for kind, is_so in kinds.items() if is_so]:
-        raise ValueError(f"a tensor that is {found[0]}; save .dequantize(), .to_dense() or .float() of it")
+        raise ValueError(f"a tensor that is {found[0]}; take .dequantize(), .to_dense() or .float() of it")
+
+
+def _stored(tensor: Tensor) -> RowReader:
+    """Opens a tensor of a .pt file, which may hold tensors of every kind."""
+    refuse_no_numbers(tensor)
     return _Tensor(tensor.detach())
 
 

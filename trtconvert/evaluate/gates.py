@@ -60,7 +60,7 @@ def check_gates(
         # Convolutions are static where layers.modes is dynamic.
         others = "leave convolutions out (layers.kinds: [linear]), or set layers.modes to off"
         if layer not in convs:
-            others = "set layers.modes to dynamic or off"
+            others = "set layers.modes to " + ("dynamic or " if mode == "static" else "") + "off"
         remedy += f"; of layers, exclude {layer} in layers.exclude, or {others}"
         db = min((db, layer_db), key=lambda found: (not math.isnan(found), found))
     checks = (

@@ -15,9 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from trtconvert.diffusion_model import DiffusionModel
-from trtconvert.errors import UserError
+from trtconvert.diffusion_model import DiffusionModel, WholeTimesteps
+from trtconvert.errors import UserError, several
 from trtconvert.models.own_sampler import OwnSampler
+from trtconvert.wrapped import uncompiled
 
 _TYPES = ("float32", "int64")
 
@@ -35,6 +36,7 @@ def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
         UserError: the denoiser is no module of torch, does not take the inputs in their order, or an input has another type or
             shape than engines take.
     """
+    model = _with_tuples(model)
     denoiser = _module(source, model)
     names = tuple(spec.name for spec in model.inputs)
     _refuse_other_parameters(source, denoiser, names)
@@ -45,24 +47,57 @@ def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
     types = {x.dtype for x in denoiser.state_dict().values() if x.is_floating_point()}
     if len(types) == 1 and types != {torch.float32}:  # of several types, the forward converts between them
         denoiser.float()
-    return replace(model, denoiser=denoiser, sample=OwnSampler(source, model.sample, names, model.timestep_input))
+    sampler = model.sample.sampler if isinstance(model.sample, WholeTimesteps) else model.sample
+    return replace(model, denoiser=denoiser, sample=OwnSampler(source, sampler, model))
+
+
+def _with_tuples(model: DiffusionModel) -> DiffusionModel:
+    """Returns a model whose inputs, shapes and ranges are tuples, where its function gave lists."""
+    inputs, output = (
+        tuple(replace(spec, shape=tuple(spec.shape)) for spec in specs) for specs in (model.inputs, [model.output])
+    )
+    return replace(
+        model, inputs=inputs, output=output[0], dims={name: tuple(sizes) for name, sizes in model.dims.items()}
+    )
 
 
 def _module(source: str, model: DiffusionModel) -> nn.Module:
     """Returns the denoiser without torch.compile, whose calls no hook sees."""
-    denoiser = getattr(model.denoiser, "_orig_mod", model.denoiser)
-    if not isinstance(denoiser, nn.Module) or isinstance(denoiser, torch.jit.ScriptModule):
+    denoiser = uncompiled(model.denoiser)
+    if not isinstance(denoiser, nn.Module):
+        raise UserError(
+            f"the denoiser of {source} is no module whose calls can be seen",
+            expected="a torch.nn.Module in Python",
+            got=type(denoiser).__name__,
+            remedy="give a module whose forward calls the function",
+        )
+    if empty := [name for name, x in denoiser.state_dict().items() if x.is_meta]:
+        raise UserError(
+            f"the denoiser of {source} has no weights",
+            expected="weights with values",
+            got=f"{several(empty, 3)} on the meta device",
+            remedy="load the weights in the function: module.load_state_dict(…, assign=True) after torch.device('meta')",
+        )
+    if (scripted := _scripted(denoiser)) is not None:
         raise UserError(
             f"the denoiser of {source} is no module whose calls can be seen",
             expected="a torch.nn.Module in Python, not TorchScript",
-            got=type(denoiser).__name__,
-            remedy="give the module that was traced or scripted, or a module whose forward calls the function",
+            got=scripted,
+            remedy="set PYTORCH_JIT=0 in the environment, which keeps modules in Python that torch.jit.script or torch.jit.trace "
+            "gets; in place of a file of torch.jit.load, make the module in Python and load the file's state_dict()",
         )
     for part in list(denoiser.modules()):
         part._compiled_call_impl = None
         for name, child in part.named_children():
-            setattr(part, name, getattr(child, "_orig_mod", child))
+            setattr(part, name, uncompiled(child))
     return denoiser
+
+
+def _scripted(denoiser: nn.Module) -> str | None:
+    """Returns the outermost module of TorchScript with its path; None if all modules are in Python."""
+    named = ((path, part) for path, part in denoiser.named_modules() if isinstance(part, torch.jit.ScriptModule))
+    path, part = next(named, ("", None))
+    return None if part is None else f"{path or 'the model itself'}, a {type(part).__name__}"
 
 
 def _with_plain_weights(part: nn.Module) -> None:
@@ -112,6 +147,22 @@ def _unfit(model: DiffusionModel) -> Iterator[tuple[str, str, str, str]]:
         if not name.isidentifier() or keyword.iskeyword(name):
             remedy = "rename it in `dims` and in all shapes, to letters, digits and underscores"
             yield "a name in `dims`", "a Python identifier", repr(name), remedy
+    for name, sizes in model.dims.items():
+        if (
+            len(sizes) != 3
+            or not all(isinstance(size, int) for size in sizes)
+            or not 0 < sizes[0] <= sizes[1] <= sizes[2]
+        ):
+            remedy = "give (smallest, usual, largest), three times the same number for one size"
+            yield f"{name!r} in `dims`", "three whole numbers, none smaller than the one before", str(sizes), remedy
+    if (count := len(model.sigmas)) != model.timestep_max:
+        remedy = "give one σ for each timestep; a model whose input goes from 0 to 1, or is σ, has a noise_input: docs/sigma.md"
+        yield "`sigmas`", f"{model.timestep_max:g} numbers, as many as timestep_max", str(count), remedy
+    if model.output.name in (names := [spec.name for spec in model.inputs]):
+        yield "the name of `output`", f"another name than {', '.join(names)}", model.output.name, "name it 'prediction'"
+    if not callable(model.sample):
+        remedy = "give a function of the denoiser and seeds, see docs/entry-points.md"
+        yield "`sample`", "a function", type(model.sample).__name__, remedy
     for spec in (*model.inputs, model.output):
         if spec.dtype not in _TYPES:
             remedy = "declare one of them, and convert the tensor in the forward"
@@ -119,7 +170,7 @@ def _unfit(model: DiffusionModel) -> Iterator[tuple[str, str, str, str]]:
         if unknown := [size for size in spec.shape if isinstance(size, str) and size not in model.dims]:
             remedy = f"add {unknown[0]!r} to `dims`, with its smallest, usual and largest size"
             yield f"the shape of '{spec.name}'", "numbers, and names in `dims`", unknown[0], remedy
-    if model.timestep_input not in (names := [spec.name for spec in model.inputs]):
+    if model.timestep_input not in names:
         yield "`timestep_input`", "one of " + ", ".join(names), model.timestep_input, "name the input of the timestep"
         return
     timestep, batch = model.inputs[model.timestep_place], model.inputs[names.index(model.sample_input)].shape[:1]

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trtconvert.diffusion_model import Denoiser, Sampler
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, warn
+from trtconvert.guidance import guidance_of
+from trtconvert.images import laid_out
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.wrapped import WrappedDenoiser, begin
 
@@ -25,6 +28,10 @@ _CALLED_BY_THEM = {
 """Our files whose functions a user's sampler calls: their errors about arguments are errors of the sampler."""
 
 
+_SLACK = 0.01
+"""How far samples may lie outside of [0, 1]: decoders overshoot."""
+
+
 class SamplerError(UserError):
     """A user's sampler fails for any number of steps."""
 
@@ -35,14 +42,20 @@ class OwnSampler:
 
     Attributes:
         source: the function, `package.module:function`.
-        sampler: see `Sampler`.
-        inputs: names of the denoiser's inputs; timestep_input: the timestep's.
+        sampler: see `Sampler`. model: that it draws with.
     """
 
     source: str
     sampler: Sampler
-    inputs: tuple[str, ...]
-    timestep_input: str
+    model: DiffusionModel
+
+    @property
+    def batch(self) -> int | None:
+        """The number of samples that the denoiser takes, if it takes no other."""
+        names = [spec.name for spec in self.model.inputs]
+        batch = self.model.inputs[names.index(self.model.sample_input)].shape[0]
+        least, _, most = self.model.dims[batch] if isinstance(batch, str) else (batch, batch, batch)
+        return most if least == most else None
 
     def __call__(
         self,
@@ -53,14 +66,33 @@ class OwnSampler:
         solver: str,
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Draws samples, see `Sampler`. The user's sampler takes no `conditions` for models without conditions.
+        """Draws samples, see `Sampler`. The user's sampler takes no `conditions` for models without conditions. It gets `batch`
+        seeds each time, the last ones repeated, and their images are dropped.
 
         Raises:
-            SamplerError: the sampler failed, or does not return an image for each seed.
+            SamplerError: the sampler failed, calls the denoiser with other inputs or not at all, or does not return an image for
+                each seed.
         """
+        if self.batch is None:
+            return self._drawn(denoiser, seeds, steps, solver, conditions)
+        drawn = []
+        for start in range(0, len(seeds), self.batch):
+            rows = [min(row, len(seeds) - 1) for row in range(start, start + self.batch)]
+            given = None if conditions is None else {name: x[rows] for name, x in conditions.items()}
+            drawn.append(self._drawn(denoiser, [seeds[row] for row in rows], steps, solver, given))
+        return torch.cat(drawn)[: len(seeds)]
+
+    def _drawn(
+        self,
+        denoiser: Denoiser,
+        seeds: Sequence[int],
+        steps: int,
+        solver: str,
+        conditions: Mapping[str, Tensor] | None,
+    ) -> Tensor:
         begin(denoiser)
         given = {} if conditions is None else {"conditions": conditions}
-        watched = _WatchedDenoiser(denoiser, self.inputs, self.timestep_input)
+        watched = _WatchedDenoiser(denoiser, self.source, self.model)
         try:
             images = self.sampler(watched, seeds, steps=steps, solver=solver, **given)
         except TrtconvertError:
@@ -76,50 +108,129 @@ class OwnSampler:
             ) from error
         if (
             not isinstance(images, Tensor)
-            or images.dim() < 3
+            or images.dim() not in (3, 4, 5)
             or len(images) != len(seeds)
             or not images.is_floating_point()
         ):
             got = f"{images.dtype} {list(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
             raise SamplerError(
                 f"the sampler of {self.source} does not give an image for each seed",
-                expected=f"a tensor [{len(seeds)}, C, H, W] of numbers in [0, 1]",
+                expected=f"a tensor [{len(seeds)}, C, H, W] of numbers in [0, 1]; of videos [{len(seeds)}, F, C, H, W], of "
+                f"sounds [{len(seeds)}, C, S]",
                 got=got.replace("torch.", ""),
                 remedy="correct the function that is the model's `sample`",
             )
-        if images.dim() == 4 and images.shape[-1] == 3 and images.shape[1] not in (1, 3):
+        if images.dim() > 3 and images.shape[-1] == 3 and images.shape[-3] not in (1, 3):
             raise SamplerError(
                 f"the sampler of {self.source} gives images with their channels last",
-                expected=f"a tensor [{len(seeds)}, C, H, W]",
+                expected="a tensor [" + f"{len(seeds)}, " + "F, " * (images.dim() - 4) + "C, H, W]",
                 got=str(list(images.shape)),
-                remedy="return images.permute(0, 3, 1, 2) from the function that is the model's `sample`",
+                remedy="return images.movedim(-1, -3) from the function that is the model's `sample`",
             )
-        # A sampler that follows its trajectory does not call the denoiser at steps that are left out.
-        if reuse_of(denoiser) is None and not _fits(got := watched.distinct_timesteps(), steps):
+        if reuse_of(denoiser) is None:  # a sampler that follows its trajectory leaves steps out
+            self._check_timesteps(watched.timesteps(), steps, solver)
+        low, high = (float(end) for end in images.aminmax()) if images.numel() else (0.0, 1.0)
+        if low < -_SLACK or high > 1 + _SLACK:  # false for NaN, which is refused elsewhere
+            warn(
+                f"the sampler of {self.source} gives samples outside of the full scale of PSNR; expected: numbers in [0, 1], "
+                f"got: {low:.3g} to {high:.3g}; remedy: return ((x + 1) / 2).clamp(0, 1) of images in [-1, 1] from the function "
+                "that is the model's `sample`, or (x / 8 + 0.5).clamp(0, 1) of latents of unit variance"
+            )
+        return laid_out(images)
+
+    def _check_timesteps(self, seen: Sequence[float], steps: int, solver: str) -> None:
+        """Warns of another number of timesteps, and of timesteps in other units; refuses a drawing without a call."""
+        end, found = self.model.timestep_max, len(set(seen))
+        if not seen:
+            raise SamplerError(
+                f"the sampler of {self.source} does not call its denoiser",
+                expected=f"a call of its first argument in each of {steps} steps",
+                got="samples without a call",
+                remedy="call the denoiser that `sample` gets, which a conversion replaces, in place of the model's own module",
+            )
+        if not _fits(found, steps):
             warn(
                 f"the sampler of {self.source} calls its denoiser at another number of timesteps than was asked for; expected: "
-                f"{steps}, by {solver}, got: {got}; remedy: let the function that is the model's `sample` take as many steps as "
-                "its argument `steps` says. A method that evaluates the denoiser within its steps is right as it is"
+                f"{steps}, by {solver}, got: {found}; remedy: let the function that is the model's `sample` take as many steps "
+                "as its argument `steps` says. A method that evaluates the denoiser within its steps is right as it is"
             )
-        return images
+        in_shares = max(seen) <= 1 < end and steps > 2
+        if self.model.noise_input is None and (min(seen) < 0 or max(seen) > end or in_shares):
+            warn(
+                f"the sampler of {self.source} passes timesteps that do not fit its model's timestep_max, so that timestep bins "
+                f"are of no use; expected: numbers in [0, {end:g}), got: {min(seen):g} to {max(seen):g}; remedy: pass timesteps "
+                "in these units and convert them in the forward, or describe them by noise_input, see docs/sigma.md"
+            )
 
 
 class _WatchedDenoiser(WrappedDenoiser):
-    """A denoiser that remembers the timestep of each call, as one number, on the device that it came on."""
+    """A denoiser that takes the inputs that a model describes, and remembers the timesteps on the device that they came on.
 
-    def __init__(self, denoiser: Denoiser, inputs: Sequence[str], timestep_input: str) -> None:
+    Args:
+        source: of the model, for messages.
+    """
+
+    def __init__(self, denoiser: Denoiser, source: str, model: DiffusionModel) -> None:
         super().__init__(denoiser)
-        self._inputs, self._timestep_input = inputs, timestep_input
+        self._source, self._model = source, model
         self._seen: list[Tensor] = []
 
-    def __call__(self, *inputs: Tensor, **named: Tensor) -> Any:
-        timestep = (dict(zip(self._inputs, inputs, strict=False)) | named).get(self._timestep_input)
-        if isinstance(timestep, Tensor) and timestep.numel():
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """
+        Raises:
+            SamplerError: an input is missing or unknown, no tensor, or has another shape.
+        """
+        if guidance_of(self._denoiser) is None:  # which has other inputs
+            inputs, named = self._taken(inputs, named)
+        timestep = self._model.named(inputs, named)[self._model.timestep_input]
+        if timestep.numel():
             self._seen.append(timestep.detach().max().double())
         return self._denoiser(*inputs, **named)
 
-    def distinct_timesteps(self) -> int:
-        return len({float(timestep) for timestep in self._seen})
+    def _taken(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a call, with a timestep for each sample where there is one for all."""
+        model, given = self._model, self._model.named(inputs, named)
+        name, place = model.timestep_input, model.timestep_place
+        sample, timestep = given.get(model.sample_input), given.get(name)
+        if isinstance(sample, Tensor) and sample.dim():
+            if isinstance(timestep, (int, float)):
+                given[name] = timestep = torch.tensor(float(timestep), device=sample.device)
+            if isinstance(timestep, Tensor) and timestep.numel() == 1 and timestep.dim() < 2:
+                given[name] = timestep.reshape(1).expand(len(sample))
+        if len(inputs) > len(model.inputs) or not self._fits(given):
+            wanted = (f"{spec.name} [{', '.join(map(str, spec.shape))}]" for spec in model.inputs)
+            raise SamplerError(
+                f"the sampler of {self._source} calls its denoiser with other inputs than the model describes",
+                expected=", ".join(wanted),
+                got=(", ".join(f"{name} {_shown(x)}" for name, x in given.items()) or "no inputs")
+                + (f", and {len(inputs) - len(model.inputs)} more" if len(inputs) > len(model.inputs) else ""),
+                remedy="pass such tensors in the function that is the model's `sample`, or correct the model's `inputs`",
+            )
+        if name in named:
+            return inputs, named | {name: given[name]}
+        return (*inputs[:place], given[name], *inputs[place + 1 :]), named
+
+    def _fits(self, given: Mapping[str, Any]) -> bool:
+        sizes: dict[str, int] = {}
+        for spec in self._model.inputs:
+            x = given.get(spec.name)
+            if not isinstance(x, Tensor) or x.dim() != len(spec.shape):
+                return False
+            wanted = [
+                sizes.setdefault(name, size) if isinstance(name, str) else name
+                for name, size in zip(spec.shape, x.shape, strict=True)
+            ]
+            if list(x.shape) != wanted:
+                return False
+        return len(given) == len(self._model.inputs)
+
+    def timesteps(self) -> list[float]:
+        """Returns the largest timestep of each call."""
+        return [float(timestep) for timestep in self._seen]
+
+
+def _shown(x: Any) -> str:
+    return str(list(x.shape)) if isinstance(x, Tensor) else f"{type(x).__name__} {x}"[:80]
 
 
 def _fits(timesteps: int, steps: int) -> bool:

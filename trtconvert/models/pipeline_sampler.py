@@ -12,21 +12,17 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from torch.nn.functional import pad
 
 from trtconvert.bundle import ComponentRecord, DiffusersRecord
 from trtconvert.diffusion_model import Denoiser
 from trtconvert.errors import UserError
-from trtconvert.images import read_picture
+from trtconvert.images import SOUND_ROW, laid_out, read_picture
 from trtconvert.models.call_options import BATCH, PROMPTS, SIZE_ARGUMENTS, TOKENS, size_range
 from trtconvert.models.captions import STAND_IN, Captions
 from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.runtime.diffusers import DiffusersDenoiser, follow_scheduler
 from trtconvert.wrapped import begin
-
-SOUND_ROW = 256
-"""Amplitudes in a row of the picture that shows a sound."""
 
 
 def pipeline_sampler(
@@ -176,12 +172,8 @@ def as_images(output: Tensor, *, decoded: bool) -> Tensor:
         output = (output.float() / 8 + 0.5).clamp(0, 1)  # four standard deviations to either side
         return output.flatten(1, -2)[:, None]
     if output.dim() == 3:
-        amplitudes = output.float() / 2 + 0.5
-        filled = pad(amplitudes, (0, -amplitudes.shape[2] % SOUND_ROW), value=0.5)
-        return filled.unflatten(2, (-1, SOUND_ROW)).flatten(1, 2)[:, None].clamp(0, 1)
-    if output.dim() == 5:
-        output = output.transpose(1, 2).flatten(2, 3)
-    return output.float().clamp(0, 1)
+        output = output.float() / 2 + 0.5
+    return laid_out(output.float()).clamp(0, 1)
 
 
 def notices_of_sound(pipe: Any) -> tuple[str, ...]:

@@ -57,6 +57,9 @@ from trtconvert.runtime.diffusers import DiffusersDenoiser
 ALL_NOISES = 50
 """Steps of a schedule that is fine enough for each of several denoisers to be called."""
 
+MOST_NEEDED = 10
+"""The most steps that a scheduler is taken to need."""
+
 _OPTIONAL = {"ftfy": "ftfy", "bs4": "beautifulsoup4", "BeautifulSoup": "beautifulsoup4"}
 """Names in errors of pipelines that lack an optional package, and the package's name."""
 
@@ -192,6 +195,23 @@ class PipelineCaller:
 
         share = min(number("strength", 1.0), 1 - number("denoising_start", 0.0), number("denoising_end", 1.0))
         return steps if share <= 0 else max(steps, math.ceil(least / share + 1e-9))
+
+    @cached_property
+    def fewest_steps(self) -> int:
+        """The fewest steps that the scheduler takes: 4 for PNDM with Runge-Kutta steps. 1 if a number of steps is not enough."""
+
+        def takes(steps: int) -> bool:
+            try:
+                copy.deepcopy(self.pipe.scheduler).set_timesteps(steps)
+            except Exception:  # whatever a scheduler raises
+                return False
+            return True
+
+        return next(filter(takes, range(1, MOST_NEEDED + 1)), 1)
+
+    def probing_steps(self) -> int:
+        """Returns the length of the shortest schedule with two timesteps or more."""
+        return self.taken_steps(max(2, self.fewest_steps), least=2)
 
     def refuse_unfit_sizes(self, ranges: Mapping[str, tuple[int, int, int]]) -> None:
         """
@@ -338,6 +358,13 @@ class PipelineCaller:
             raise
         except Exception as error:  # whatever the pipeline, its models and its tokenizers raise
             refuse_missing_package(self.kind, error)
+            if steps < self.fewest_steps:
+                raise DoesNotRun(
+                    f"{self.kind} does not take so few steps",
+                    expected=f"{self.fewest_steps} or more, which its scheduler needs, {type(self.pipe.scheduler).__name__}",
+                    got=str(steps),
+                    remedy="take more steps, or save the pipeline with another scheduler",
+                ) from error
             raise DoesNotRun(
                 f"a call of {self.kind} failed",
                 expected="sizes and arguments that the pipeline takes, and a pipeline that runs with them",
@@ -506,7 +533,7 @@ class PipelineCaller:
         """
         try:
             with torch.no_grad(), self.others_idling() as others:
-                self(seeds, self.taken_steps(2, least=2), sizes, captions)
+                self(seeds, self.probing_steps(), sizes, captions)
                 if others:  # the denoiser may be one of the last steps
                     self(seeds, self.taken_steps(ALL_NOISES), sizes, captions)
         except Called as called:

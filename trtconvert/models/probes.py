@@ -141,7 +141,7 @@ def changed_in_batch(
             stack.enter_context(caller.denoising_with(stand_in(predicted, record, timestep)))
             if hasattr(vae, "decode"):
                 stack.enter_context(replaced(vae, "decode", decoded))
-            steps = caller.taken_steps(2, least=2)
+            steps = caller.probing_steps()
             # One prompt, as a longer one may pad that of the sample.
             texts = [caller.prompts[0]] * 2
             both, alone = (

@@ -231,8 +231,12 @@ _FIRST_ORDER = frozenset(
 )
 """Schedulers of diffusers that call the model once a step and add no noise, without the suffix `Scheduler`."""
 
-_ADD_NOISE = {"algorithm_type": "sde", "stochastic_sampling": True}
-"""Settings that make some of these schedulers add noise."""
+_OTHERWISE = {
+    "algorithm_type": ("sde", "adds noise"),
+    "stochastic_sampling": (True, "adds noise"),
+    "skip_prk_steps": (False, "calls the model four times in each of its first steps"),
+}
+"""Settings with which some of these schedulers do otherwise, and what they do."""
 
 
 class PipelineSteps:
@@ -319,8 +323,8 @@ def _why_computed(scheduler: Any) -> str:
     config = getattr(scheduler, "config", {})
     if name.removesuffix("Scheduler") not in _FIRST_ORDER:
         return f"{name} is not known to call the model once a step without adding noise"
-    for setting, value in _ADD_NOISE.items():
+    for setting, (value, does) in _OTHERWISE.items():
         given = config.get(setting)
         if given is value or (isinstance(value, str) and value in str(given)):
-            return f"{name} adds noise with {setting}: {given}"
+            return f"{name} {does} with {setting}: {given}"
     return ""

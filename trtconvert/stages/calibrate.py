@@ -63,6 +63,10 @@ def calibrate_stage(build: Build, meanwhile: Callable[[], None] = lambda: None) 
             from trtconvert.calib.cost import KernelCost
 
             KernelCost.load(recipe.plan.kernel_cost, masks=True)
+        if source.diffusers is None:  # pipelines were observed at several sizes
+            from trtconvert.models.fixed_sizes import refuse_fixed_sizes
+
+            refuse_fixed_sizes(build.source.model(), covering(profiles))
         with fitting(source, recipe.model.dtype, build.source.model()):
             parts = parts_to_convert(source, recipe.attention, recipe.layers)
         if recipe.attention.modes == "auto" and any(layer.kind == "conv" for layer in parts.layers):
@@ -102,6 +106,7 @@ def _calibration(build: Build, bar: Steps, parts: Parts, work: Path) -> Calibrat
     return calibrate(
         build.timed(source, parts), recipe.calibration, build.weights, parts.sites, work, bar, build.ranks,
         skip_bad=build.skip_bad, layers=parts.layers, of_layers=recipe.layers, shares=recipe.sparse_shares,
+        dtype=recipe.model.dtype,
     )  # fmt: skip
 
 

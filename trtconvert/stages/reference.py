@@ -29,17 +29,13 @@ def reference_stage(build: Build) -> Stage:
         from safetensors.torch import save_file
 
         from trtconvert.calib.data import batches_of
+        from trtconvert.calib.finite_calls import require_finite_samples
         from trtconvert.evaluate import verify
-        from trtconvert.weights.finite import require_finite
 
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
         with build.crew.sharing(_drawn):
             images, recorder = _drawn(build, bar)
-        require_finite(
-            "samples in full precision have numbers that are not finite",
-            images,
-            "correct the model, its weights or its sampler; or give model.dtype a type that holds its range, such as float32",
-        )
+        require_finite_samples(images)
         # Offloading leaves no room for a whole copy in FP32.
         in_float32 = place.on_gpu and place.dtype != "float32" and not place.offload
         calls = recorder.calls(lambda: _in_float32(build.source) if in_float32 else None)
