@@ -223,9 +223,14 @@ class DiffusionModel:
         return self.onload or next(self.denoiser.parameters()).device
 
     @property
+    def sample_spec(self) -> InputSpec:
+        """The input with the noisy sample, the first one other than the timestep."""
+        return next(spec for spec in self.inputs if spec.name != self.timestep_input)
+
+    @property
     def sample_input(self) -> str:
-        """The name of the input with the noisy sample, the first one other than the timestep."""
-        return next(spec.name for spec in self.inputs if spec.name != self.timestep_input)
+        """The name of the input with the noisy sample."""
+        return self.sample_spec.name
 
     @property
     def timestep_place(self) -> int:

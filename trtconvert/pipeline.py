@@ -240,11 +240,12 @@ class _Results:
 
 def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
     engine_build = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
-    named_components(build)  # wrong names show before the calibration
-    with ExportsAhead(build).ended() as ahead:
-        calibrated = calibrate_stage(build, ahead.start) if pays(build) else None
-        ahead.wait()
-    if calibrated:
+    calibrated = None
+    if pays(build):
+        named_components(build)  # wrong names show before the calibration
+        with ExportsAhead(build).ended() as ahead:
+            calibrated = calibrate_stage(build, ahead.start)
+            ahead.wait()
         build.source.leave_gpu()  # makes room for building engines of components
     components, engines, component_errors = component_stages(build), dict[str, Engines](), dict[str, float]()
     with kernels_kept():

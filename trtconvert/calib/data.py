@@ -23,6 +23,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.entry_point import import_function
 from trtconvert.errors import UserError, first_line, kind_and_first_line
 from trtconvert.recipe import CalibrationSection
+from trtconvert.runtime.signature import fits
 from trtconvert.weights.finite import require_finite
 from trtconvert.wrapped import WrappedDenoiser
 
@@ -249,8 +250,7 @@ def _checked_inputs(model: DiffusionModel, place: str, inputs: object) -> dict[s
     for spec in model.inputs:
         shape = tuple(checked[spec.name].shape)
         before = dict(sizes)
-        wanted = [sizes.setdefault(n, m) if isinstance(n, str) else n for n, m in zip(spec.shape, shape, strict=False)]
-        if len(shape) != len(spec.shape) or list(shape) != wanted or not shape[0]:
+        if not fits(spec.shape, shape, sizes) or not shape[0]:
             raise UserError(
                 f"'{spec.name}' from {place} has the wrong shape",
                 expected="["

@@ -83,9 +83,9 @@ def fixed_plans(
     in_int8 = {unit: [x for x in everywhere([unit]) if not x.exact and not x.delta][-1:] for unit in of_layers}
     if of_layers and all(in_int8.values()):
         last = {unit: choice for unit, (choice,) in in_int8.items()}
-        of_choices = {choice.mode for choice in last.values()}
-        of_choices -= {LayerMode.WEIGHT_ONLY} if len(of_choices) > 1 else set()  # the only mode of layers of few rows
-        layers[f", layers {of_choices.pop().name.lower() if len(of_choices) == 1 else 'in int8'}"] = last
+        names = {choice.mode.name.lower() for choice in last.values()}
+        names = names - {"weight_only"} or names  # the only mode of layers of few rows
+        layers[f", layers {'in int8' if len(names) > 1 else names.pop()}"] = last
     for choice in [x for x in everywhere(of_layers) if x.delta]:
         layers[f", layers {choice.mode.name.lower()} by deltas"] = dict.fromkeys(of_layers, choice)
     plans = {name + suffix: (row, chosen) for suffix, chosen in layers.items() for name, row in rows.items()}

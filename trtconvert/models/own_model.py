@@ -173,7 +173,7 @@ def _unfit(model: DiffusionModel) -> Iterator[tuple[str, str, str, str]]:
     if model.timestep_input not in names:
         yield "`timestep_input`", "one of " + ", ".join(names), model.timestep_input, "name the input of the timestep"
         return
-    timestep, batch = model.inputs[model.timestep_place], model.inputs[names.index(model.sample_input)].shape[:1]
+    timestep, batch = model.inputs[model.timestep_place], model.sample_spec.shape[:1]
     if timestep.shape != batch:
         remedy = "declare one timestep for each sample, and add axes in the forward: timestep[:, None]"
         yield f"the shape of the timestep '{timestep.name}'", f"{batch}", f"{timestep.shape}", remedy

@@ -16,6 +16,8 @@ from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, w
 from trtconvert.guidance import guidance_of
 from trtconvert.images import laid_out
 from trtconvert.reuse.schedule import reuse_of
+from trtconvert.runtime.batches import parts_of
+from trtconvert.runtime.signature import fits
 from trtconvert.wrapped import WrappedDenoiser, begin
 
 _PACKAGE = Path(__file__).parents[1]
@@ -52,8 +54,7 @@ class OwnSampler:
     @property
     def batch(self) -> int | None:
         """The number of samples that the denoiser takes, if it takes no other."""
-        names = [spec.name for spec in self.model.inputs]
-        batch = self.model.inputs[names.index(self.model.sample_input)].shape[0]
+        batch = self.model.sample_spec.shape[0]
         least, _, most = self.model.dims[batch] if isinstance(batch, str) else (batch, batch, batch)
         return most if least == most else None
 
@@ -76,11 +77,10 @@ class OwnSampler:
         if self.batch is None:
             return self._drawn(denoiser, seeds, steps, solver, conditions)
         drawn = []
-        for start in range(0, len(seeds), self.batch):
-            rows = [min(row, len(seeds) - 1) for row in range(start, start + self.batch)]
+        for rows, own in parts_of(len(seeds), self.batch, self.batch):
             given = None if conditions is None else {name: x[rows] for name, x in conditions.items()}
-            drawn.append(self._drawn(denoiser, [seeds[row] for row in rows], steps, solver, given))
-        return torch.cat(drawn)[: len(seeds)]
+            drawn.append(self._drawn(denoiser, [seeds[row] for row in rows], steps, solver, given)[:own])
+        return torch.cat(drawn)
 
     def _drawn(
         self,
@@ -214,13 +214,7 @@ class _WatchedDenoiser(WrappedDenoiser):
         sizes: dict[str, int] = {}
         for spec in self._model.inputs:
             x = given.get(spec.name)
-            if not isinstance(x, Tensor) or x.dim() != len(spec.shape):
-                return False
-            wanted = [
-                sizes.setdefault(name, size) if isinstance(name, str) else name
-                for name, size in zip(spec.shape, x.shape, strict=True)
-            ]
-            if list(x.shape) != wanted:
+            if not isinstance(x, Tensor) or not fits(spec.shape, x.shape, sizes):
                 return False
         return len(given) == len(self._model.inputs)
 

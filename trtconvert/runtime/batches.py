@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,14 +40,13 @@ class AnyBatch:
         if len(counts) != 1 or taken is None or taken[0] <= min(counts) <= taken[1]:
             return self._component(*tensors)  # refuses inputs that do not form a batch
         (count,), (low, high), parts = counts, taken, list[Tensor]()
-        for start in range(0, count, high):
+        for rows, own in parts_of(count, low, high):
             # A part has the same samples in every call, and its own caches.
+            start, chosen = rows[0], torch.tensor(rows)
             if start not in self._parts:
                 self._parts[start] = apart(self._component)
-            size = min(high, count - start)
-            rows = torch.arange(start, start + max(size, low)).clamp_max(start + size - 1)
-            part = (_rows(x, rows) if is_one else x for x, is_one in zip(tensors, of_samples, strict=True))
-            parts.append(_first(self._parts[start](*part), size))
+            part = (_rows(x, chosen) if is_one else x for x, is_one in zip(tensors, of_samples, strict=True))
+            parts.append(_first(self._parts[start](*part), own))
         return torch.cat(parts)
 
     def reset_cache(self) -> None:
@@ -58,6 +57,14 @@ class AnyBatch:
     def apart(self) -> AnyBatch:
         """Return a copy with its own caches."""
         return AnyBatch(apart(self._component))
+
+
+def parts_of(count: int, least: int, most: int) -> Iterator[tuple[list[int], int]]:
+    """Yields the rows of each part of a batch, and how many of them are the part's own: a part of fewer than `least` rows is
+    filled up with copies of its last row."""
+    for start in range(0, count, most):
+        own = min(most, count - start)
+        yield [start + min(row, own - 1) for row in range(max(own, least))], own
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

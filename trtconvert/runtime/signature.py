@@ -230,6 +230,12 @@ def shape_of(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int,
     return tuple(_size(dim, sizes) if isinstance(dim, str) else dim for dim in shape)
 
 
+def fits(shape: Sequence[int | str], got: Sequence[int], sizes: dict[str, int]) -> bool:
+    """Return whether a tensor's shape is the described one. `sizes` of symbolic dimensions gains those that it lacks."""
+    wanted = [sizes.setdefault(d, n) if isinstance(d, str) else d for d, n in zip(shape, got, strict=False)]
+    return len(shape) == len(got) and list(got) == wanted
+
+
 def _size(dim: str, sizes: Mapping[str, int]) -> int:
     """Evaluate a dimension: "height", or a linear function of it, such as "8*height" or "4*frames-3"."""
     if dim in sizes:

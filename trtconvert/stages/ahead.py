@@ -7,7 +7,6 @@ exported components there. A build whose process failed exports the components i
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pickle
 import subprocess
@@ -84,8 +83,7 @@ def main() -> None:
     recipe, weights, place, cache, native, modules_in = pickle.load(sys.stdin.buffer)
     for folder in modules_in:
         look_in(Path(folder))
-    quiet = Reporter(Console(file=io.StringIO(), quiet=True))
-    component_stages(Build(recipe, weights, place, Cache(cache), quiet, native=native))
+    component_stages(Build(recipe, weights, place, Cache(cache), Reporter(Console(quiet=True)), native=native))
 
 
 def _end_with(parent: int) -> None:

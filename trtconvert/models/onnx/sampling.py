@@ -37,6 +37,7 @@ from trtconvert.models.parametrisation import (
 )
 from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.models.samplers import draw, followed, initial_noise
+from trtconvert.runtime.batches import parts_of
 from trtconvert.runtime.signature import shape_of
 from trtconvert.wrapped import begin
 
@@ -292,10 +293,8 @@ class GraphSampler:
         conditions: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         drawn = []
-        for start in range(0, len(seeds), self.batch):
-            chunk = list(seeds[start : start + self.batch])
-            padded = chunk + [chunk[-1]] * (self.batch - len(chunk) if self.exactly else 0)
-            drawn.append(self._drawn(denoiser, padded, steps, solver)[: len(chunk)])
+        for rows, own in parts_of(len(seeds), self.batch if self.exactly else 1, self.batch):
+            drawn.append(self._drawn(denoiser, [seeds[row] for row in rows], steps, solver)[:own])
         x = torch.cat(drawn)
         pixels = len(self.shape) == 3 and self.shape[0] in (1, 3)
         return ((x + 1) / 2).clamp(0, 1) if pixels else as_images(x, decoded=False)
