@@ -163,6 +163,16 @@ TrtConvertStatus check_layers_before(const TrtConvertAttentionParams& c, Report&
   return TRTCONVERT_OK;
 }
 
+// Behind layers, or in two tensors, the pre-pass gathers keys on Hopper alone, whose kernel takes no other masks, and up to 128 channels.
+// Block masks count all keys. The size of a workspace is asked for without pointers, so that a call with layers may find more than it needs. One query may
+// have any stride.
+bool has_key_mask(const TrtConvertAttentionParams& c, bool may_use_sm90) {
+  const bool is_mask_of_keys = c.mask_kind == TRTCONVERT_MASK_BOOL && c.num_queries > 1 && c.mask_strides[2] == 0 &&
+                               (c.num_heads == 1 || c.mask_strides[1] == 0) && !c.block_mask_heads && !c.source_keys;
+  if (!c.token_split && !c.rotary && !c.q_norm) return is_mask_of_keys;
+  return is_mask_of_keys && may_use_sm90 && padded_dims(c.head_dim).qk <= 128;
+}
+
 Params make_params(const TrtConvertAttentionParams& c) {
   Params p = {};
   p.batch = c.batch;
@@ -201,6 +211,7 @@ Params make_params(const TrtConvertAttentionParams& c) {
   p.block_mask_heads = c.block_mask_heads;
   p.block_rows = ceil_div(c.num_queries, kBlock);
   p.key_index = c.key_index;
+  p.index_heads = c.num_kv_heads;
   p.source_keys = c.source_keys;
   p.lse = c.lse;
   p.rotary = c.rotary;
@@ -212,14 +223,21 @@ Params make_params(const TrtConvertAttentionParams& c) {
   return p;
 }
 
-bool uses_sm90(const TrtConvertAttentionParams& c, const Device& device) {
-  return device.runs_sm90() && c.target_arch == 0 && c.mask_kind == TRTCONVERT_MASK_NONE;
-}
-
 // Parameters for a device, without the workspace.
 Params make_params(const TrtConvertAttentionParams& c, const Device& device) {
   Params p = make_params(c);
-  if (uses_sm90(c, device)) p.multiprocessors = device.multiprocessors;
+  const bool may_use_sm90 = device.runs_sm90() && c.target_arch == 0;
+  if (has_key_mask(c, may_use_sm90)) {
+    p.has_key_mask = true;
+    p.mask_kind = TRTCONVERT_MASK_NONE;
+    p.key_mask = static_cast<const uint8_t*>(c.mask);
+    p.key_mask_strides[0] = c.mask_strides[0];
+    p.key_mask_strides[1] = c.mask_strides[3];
+    p.given_lengths = c.key_lengths;
+    p.index_heads = 1;
+    p.source_keys = c.num_keys;
+  }
+  if (may_use_sm90 && p.mask_kind == TRTCONVERT_MASK_NONE) p.multiprocessors = device.multiprocessors;
   return p;
 }
 
@@ -309,13 +327,14 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   ValueMaps values = {};
   // Keys beyond a key length may hold anything, even NaN: the pre-pass clears them, the copy engine would not. The copy engine does
   // not gather either.
-  p.direct_values =
-      uses_sm90(*params, device) && !params->key_lengths && !params->source_keys && describe_values(p, values);
-  p.fp8_values = uses_sm90(*params, device) && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);
+  const bool on_sm90 = p.multiprocessors > 0;
+  p.direct_values = on_sm90 && !p.key_lengths && !p.source_keys && describe_values(p, values);
+  p.fp8_values = on_sm90 && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);
+  if (p.has_key_mask && report.launched(launch_key_lists(p, stream), "key mask")) return report.status;
   if (p.block_mask_heads && report.launched(launch_block_lists(p, stream), "block mask")) return report.status;
   if (report.launched(launch_prepass(p, stream), "pre-pass")) return report.status;
 #ifdef TRTCONVERT_SM90
-  if (uses_sm90(*params, device)) return report.launched(launch_attention_sm90(p, values, stream), "attention (sm_90a)");
+  if (on_sm90) return report.launched(launch_attention_sm90(p, values, stream), "attention (sm_90a)");
 #endif
   return report.launched(launch_attention_mma(p, stream), "attention (mma.sync)");
 }

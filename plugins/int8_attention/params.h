@@ -152,8 +152,16 @@ struct Params {
   int block_rows;  // ceil(Nq / kBlock)
 
   // Rows of k and v to attend to, or null: k and v have num_keys rows. With an index they have source_keys rows.
-  const int32_t* key_index;  // [B, Hkv, Nk]
+  const int32_t* key_index;  // [B, Hkv or 1, Nk]
+  int index_heads;           // Hkv or 1
   int source_keys;
+
+  // Key masks are boolean masks that are the same for all heads and queries. Hidden keys are left out: with a key mask, key_index and
+  // key_lengths are visible_keys and visible_counts, and mask_kind is TRTCONVERT_MASK_NONE.
+  bool has_key_mask;
+  const uint8_t* key_mask;       // [B, Nk] through strides
+  int64_t key_mask_strides[2];
+  const int32_t* given_lengths;  // the caller's key_lengths
 
   float* lse;  // [B, H, Nq] or null. The pre-pass stores the part that smoothing takes from each row's logits, the kernel adds the rest
 
@@ -168,6 +176,10 @@ struct Params {
   // Workspace, written before the pre-pass, for norms across heads only: 1 / sqrt(mean(x^2) + norm_epsilon) of each token.
   float* q_norm_factors;  // [B, Nq]
   float* k_norm_factors;  // [B, Nk]
+
+  // Workspace, written before the pre-pass, for key masks only.
+  int32_t* visible_keys;    // [B, Nk]: the keys that the mask shows, ascending
+  int32_t* visible_counts;  // [B]: how many
 
   // Workspace, written before the pre-pass, for block masks only.
   int32_t* block_tiles;   // [B, block_mask_heads, block_rows][key_tiles]: of each row its key tiles, ascending

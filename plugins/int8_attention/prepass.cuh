@@ -78,43 +78,64 @@ __device__ __forceinline__ int row_of(int pass) {
   return first_row<Lanes, kPermuted>() + row_offset<Lanes, kPermuted>(pass);
 }
 
+// Where the key index names the rows of the tile, from the thread's `first` row on.
+__device__ __forceinline__ const int32_t* index_of(const Params& p, const Tile& at, int first) {
+  const int head = p.index_heads > 1 ? at.head : 0;
+  return p.key_index + (int64_t(at.batch) * p.index_heads + head) * p.num_keys + int64_t(at.tile) * kTokens + first;
+}
+
+__device__ __forceinline__ int source_key(const Params& p, const int32_t* index) {
+  return min(max(__ldg(index), 0), p.source_keys - 1);
+}
+
 // Loads all existing rows of the tile, 16 bytes per thread and pass; zeros elsewhere. The rows are in one part. Gathered rows are
-// those that p.key_index names in a tensor of p.source_keys rows.
+// those that p.key_index names in tensors of p.source_keys rows, in either part.
 template <typename T, int Lanes, bool kPermuted, bool kGathered>
 __device__ __forceinline__ void load(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                      const void* Tensors::*tensor, TrtConvertStrides Tensors::*strides_of, int tokens) {
-  const int part = part_of(p, at.tile * kTokens);
-  const Tensors& tensors = p.parts[part];
-  const TrtConvertStrides& strides = tensors.*strides_of;
   const int lane = threadIdx.x % Lanes, first = first_row<Lanes, kPermuted>();
-  const T* const source = static_cast<const T*>(tensors.*tensor) + at.batch * strides.batch + at.head * strides.head +
-                          (kGathered ? 0 : (int64_t(at.tile) * kTokens - first_token(p, part) + first) * strides.token) + lane * 8;
   const int rows = lane * 8 < p.head_dim ? tokens - at.tile * kTokens - first : 0;
-  int64_t from[kGathered ? Map<Lanes>::kPasses : 1];
+  // The place of a token of its part.
+  const auto source = [&](int part, int64_t token) {
+    const Tensors& tensors = p.parts[part];
+    const TrtConvertStrides& strides = tensors.*strides_of;
+    return static_cast<const T*>(tensors.*tensor) + at.batch * strides.batch + at.head * strides.head + token * strides.token +
+           lane * 8;
+  };
   if constexpr (kGathered) {
-    const int32_t* const index =
-        p.key_index + (int64_t(at.batch) * p.kv_heads + at.head) * tokens + int64_t(at.tile) * kTokens + first;
+    const int32_t* const index = index_of(p, at, first);
+    int keys[Map<Lanes>::kPasses];
 #pragma unroll
     for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
       const int row = row_offset<Lanes, kPermuted>(i);
-      from[i] = row < rows ? min(max(__ldg(index + row), 0), p.source_keys - 1) : 0;
+      keys[i] = row < rows ? source_key(p, index + row) : 0;
     }
-  }
 #pragma unroll
-  for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
-    const int row = row_offset<Lanes, kPermuted>(i);
-    data[i] = make_uint4(0, 0, 0, 0);
-    if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(source + (kGathered ? from[i] : row) * strides.token));
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+      const int part = part_of(p, keys[i]);
+      data[i] = make_uint4(0, 0, 0, 0);
+      if (row_offset<Lanes, kPermuted>(i) < rows)
+        data[i] = __ldg(reinterpret_cast<const uint4*>(source(part, keys[i] - first_token(p, part))));
+    }
+  } else {
+    const int part = part_of(p, at.tile * kTokens);
+    const T* const start = source(part, int64_t(at.tile) * kTokens - first_token(p, part) + first);
+    const int64_t stride = (p.parts[part].*strides_of).token;
+#pragma unroll
+    for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
+      const int row = row_offset<Lanes, kPermuted>(i);
+      data[i] = make_uint4(0, 0, 0, 0);
+      if (row < rows) data[i] = __ldg(reinterpret_cast<const uint4*>(start + row * stride));
+    }
   }
 }
 
-// Layers before attention. A rotation combines with either norm; a rotation alone uses the first instance. Gathered: no layers, and
-// the rows of K and V are those of an index.
-enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads, kNormOfParts, kGathered };
+// Layers before attention. A rotation combines with either norm; a rotation alone uses the first instance.
+enum class Layers { kNone, kNormOfHeads, kNormAcrossHeads, kNormOfParts };
 
 // RMS norm and rotation of the tile's rows, in place. Across heads, norm has a row per head, and factors cover all tokens. With two
-// parts, norm has a row for the tokens before norm_split and one for the others.
-template <typename T, int Lanes, Layers kLayers, bool kRotary>
+// parts, norm has a row for the tokens before norm_split and one for the others. Gathered keys keep the tokens' norms and angles.
+template <typename T, int Lanes, Layers kLayers, bool kRotary, bool kGathered>
 __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                                      const float* norm, const float* factors, int tokens) {
   constexpr bool kAcrossHeads = kLayers == Layers::kNormAcrossHeads, kOfParts = kLayers == Layers::kNormOfParts;
@@ -122,23 +143,29 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
   // Missing rows and channels are zeros and stay zeros under any factor: they load what other rows load, so that no load depends on
   // a condition.
   const int channel = lane * 8 < p.head_dim ? lane * 8 : 0;
-  const auto existing = [&](int i) { return min(row_of<Lanes, false>(i), last); };
+  const int start = kGathered ? 0 : at.tile * kTokens;  // tokens count from here
+  const auto existing = [&](int i) {
+    const int row = min(row_of<Lanes, false>(i), last);
+    return kGathered ? source_key(p, index_of(p, at, row)) : row;
+  };
   float weight[8], given[kAcrossHeads ? Map<Lanes>::kPasses : 1];
   if constexpr (kAcrossHeads) {
     norm += at.head * p.head_dim;
-    factors += int64_t(at.batch) * tokens + int64_t(at.tile) * kTokens;
+    factors += int64_t(at.batch) * tokens + start;
 #pragma unroll
     for (int i = 0; i < Map<Lanes>::kPasses; ++i) given[i] = __ldg(factors + existing(i));
   }
-  // The tile's row where the second part begins, or a row outside of the tile. A thread's rows ascend: its first row selects the
-  // weights, and only in a tile with both parts it switches to the other weights, once.
-  const int second_part = kOfParts ? p.norm_split - at.tile * kTokens : 0;
-  const auto is_second = [&](int i) { return row_of<Lanes, false>(i) >= second_part; };
+  // Where the second part begins, perhaps outside of the tile. A thread's tokens ascend: the first one selects the weights, and only
+  // in a tile with both parts the thread switches to the other weights, once.
+  const int second_part = kOfParts ? p.norm_split - start : 0;
+  const auto is_second = [&](int i) { return (kGathered ? existing(i) : row_of<Lanes, false>(i)) >= second_part; };
   if (kOfParts || norm) load_channels(weight, norm, (kOfParts && is_second(0) ? p.head_dim : 0) + channel, true);
-  const float* const rotary = p.rotary + int64_t(at.tile) * kTokens * p.head_dim + channel;
+  const float* const rotary = p.rotary + int64_t(start) * p.head_dim + channel;
   const float dim = p.head_dim, inverse_dim = refined_reciprocal(dim);
   float turns[2][8];  // cosine and sine of four pairs, of a row and of the next: they come from L2, mostly
-  const auto load_turn = [&](int i) { load_channels(turns[i % 2], rotary, existing(i) * p.head_dim, true); };
+  const auto load_turn = [&](int i) {
+    load_channels(turns[i % 2], rotary, kGathered ? int64_t(existing(i)) * p.head_dim : existing(i) * p.head_dim, true);
+  };
   if constexpr (kRotary) load_turn(0);
 #pragma unroll
   for (int i = 0; i < Map<Lanes>::kPasses; ++i) {
@@ -172,13 +199,13 @@ __device__ __forceinline__ void normalise_and_rotate(uint4 (&data)[Map<Lanes>::k
   }
 }
 
-template <typename T, int Lanes, Layers kLayers>
+template <typename T, int Lanes, Layers kLayers, bool kGathered>
 __device__ __forceinline__ void compute_layers(uint4 (&data)[Map<Lanes>::kPasses], const Params& p, const Tile& at,
                                                const float* norm, const float* factors, int tokens) {
   if (p.rotary) {
-    normalise_and_rotate<T, Lanes, kLayers, true>(data, p, at, norm, factors, tokens);
+    normalise_and_rotate<T, Lanes, kLayers, true, kGathered>(data, p, at, norm, factors, tokens);
   } else {
-    normalise_and_rotate<T, Lanes, kLayers, false>(data, p, at, norm, factors, tokens);
+    normalise_and_rotate<T, Lanes, kLayers, false, kGathered>(data, p, at, norm, factors, tokens);
   }
 }
 
@@ -494,10 +521,14 @@ __device__ __forceinline__ void prepare_values(const Params& p, Tile& at, Shared
   quantise_values<T, Lanes, false>(p, at, data, valid, shared);
 }
 
-template <typename T, int Lanes, Layers kLayers>
+// kGathered: the rows of K and V are those of an index.
+template <typename T, int Lanes, Layers kLayers, bool kGathered>
 __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm)
     prepass_kernel(const __grid_constant__ Params p) {
-  constexpr bool kGathered = kLayers == Layers::kGathered, kComputed = !kGathered && kLayers != Layers::kNone;
+  constexpr bool kComputed = kLayers != Layers::kNone;
+#ifdef __CUDA_ARCH__
+  if constexpr (kGathered && kComputed && __CUDA_ARCH__ != 900) return;  // never launched, see has_key_mask()
+#endif
   __shared__ Shared<Lanes> shared;
 #if __CUDA_ARCH__ >= 900  // programmatic dependent launch begins with Hopper
   cudaTriggerProgrammaticLaunchCompletion();
@@ -532,11 +563,11 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
   if (is_query) {
     load<T, Lanes, false, false>(data, p, at, &Tensors::q, &Tensors::q_strides, p.num_queries);
     if constexpr (kComputed)
-      compute_layers<T, Lanes, kLayers>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
+      compute_layers<T, Lanes, kLayers, false>(data, p, at, p.q_norm, p.q_norm_factors, p.num_queries);
   } else {
     load<T, Lanes, false, kGathered>(data, p, at, &Tensors::k, &Tensors::k_strides, p.num_keys);
     if constexpr (kComputed)
-      compute_layers<T, Lanes, kLayers>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
+      compute_layers<T, Lanes, kLayers, kGathered>(data, p, at, p.k_norm, p.k_norm_factors, p.num_keys);
   }
   at.element = element_of(p, at.batch);
   if (blockIdx.x == 0 && blockIdx.y == 0) {
@@ -562,21 +593,27 @@ __global__ void __launch_bounds__(Map<Lanes>::kThreads, Map<Lanes>::kBlocksPerSm
 
 // ---- Launch ----
 
-template <typename T, int Lanes, Layers kLayers>
-cudaError_t launch_layers(const Params& p, cudaStream_t stream) {
+template <typename T, int Lanes, Layers kLayers, bool kGathered>
+cudaError_t launch_kernel(const Params& p, cudaStream_t stream) {
   const int64_t query_work = int64_t(ceil_div(p.num_queries, kTokens)) * p.heads, key_work = int64_t(p.key_tiles) * p.kv_heads;
   // Idle thread blocks for V cost their launches: no more than run at once up to 64 channels.
   const int at_once = kMostBlocksPerSm * p.multiprocessors;
   const int64_t blocks = query_work + key_work + (p.direct_values ? std::min(key_work, int64_t(at_once)) : key_work);
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const dim3 grid(static_cast<unsigned>(blocks), p.batch);
-  prepass_kernel<T, Lanes, kLayers><<<grid, Map<Lanes>::kThreads, 0, stream>>>(p);
+  prepass_kernel<T, Lanes, kLayers, kGathered><<<grid, Map<Lanes>::kThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <typename T, int Lanes, Layers kLayers>
+cudaError_t launch_layers(const Params& p, cudaStream_t stream) {
+  if (p.source_keys == 0) return launch_kernel<T, Lanes, kLayers, false>(p, stream);
+  if constexpr (kLayers == Layers::kNone || Lanes <= 16) return launch_kernel<T, Lanes, kLayers, true>(p, stream);
+  return cudaErrorInvalidConfiguration;
 }
 
 template <typename T, int Lanes>
 cudaError_t launch_type(const Params& p, cudaStream_t stream) {
-  if (p.source_keys > 0) return launch_layers<T, Lanes, Layers::kGathered>(p, stream);
   if (p.norm_split > 0) return launch_layers<T, Lanes, Layers::kNormOfParts>(p, stream);
   if (p.norm_across_heads) return launch_layers<T, Lanes, Layers::kNormAcrossHeads>(p, stream);
   return p.rotary || p.q_norm ? launch_layers<T, Lanes, Layers::kNormOfHeads>(p, stream)

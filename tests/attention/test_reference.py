@@ -340,12 +340,34 @@ def test_gathered_keys_are_the_keys(mode, layout):
     q, k, v = tensors(keys=300)
     tables, lengths = tables_from_data(q, k, v, mode), torch.tensor([180, 100])
     index = torch.randint(300, (2, 2, 180), generator=torch.Generator().manual_seed(0)).int()
-    options = {"key_lengths": lengths, "scaling": "dynamic", "mask": torch.arange(180) % 7 != 0, "layout": layout}
+    options = {
+        "key_lengths": lengths,
+        "scaling": "dynamic",
+        "mask": (torch.arange(180) % 7 != 0).expand(33, -1),
+        "layout": layout,
+    }
     few = gather_keys(k, v, index)
     whole, few = ([x if layout == "BHND" else x.transpose(1, 2) for x in (q, *kv)] for kv in ((k, v), few))
     torch.testing.assert_close(
         attention(*whole, ZERO, tables, key_index=index, **options), attention(*few, ZERO, tables, **options)
     )
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_mask_of_keys_leaves_keys_out(mode):
+    q, k, v = tensors(keys=300)
+    tables = tables_from_data(q, k, v, mode)
+    visible = torch.rand(2, 1, 1, 300, generator=torch.Generator().manual_seed(0)) > 0.4
+    lengths = torch.tensor([300, 200])
+    rows = [visible[b, 0, 0, : lengths[b]].nonzero()[:, 0] for b in range(2)]
+    for b in range(2):
+        k[b, :, ~visible[b, 0, 0]] = torch.nan
+    options = {"scaling": "dynamic", "return_lse": True}
+    out, lse = attention(q, k, v, ZERO, tables, mask=visible, key_lengths=lengths, **options)
+    for b in range(2):
+        alone = (q[b : b + 1], k[b : b + 1, :, rows[b]], v[b : b + 1, :, rows[b]])
+        expected, expected_lse = attention(*alone, ZERO[b : b + 1], tables, **options)
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), (expected, expected_lse))
 
 
 @pytest.mark.parametrize("smooth_k", [True, False])

@@ -95,7 +95,8 @@ def computed_as(qkv, tables: reference.AttentionTables, *, mask: Tensor | None =
     """The tables whose modes the kernels compute: PRECISION for FP8 where there is no kernel for that."""
     tokens = qkv[1].shape[2 if layout == "BHND" else 1]
     has_fp8 = torch.cuda.get_device_capability() == (9, 0) and options.get("target_arch", 0) == 0
-    if has_fp8 and mask is None and tokens > 128 and qkv[0].shape[-1] <= 128:
+    maskless = mask is None or reference.is_key_mask(mask, qkv[0].shape[2 if layout == "BHND" else 1])
+    if has_fp8 and maskless and tokens > 128 and qkv[0].shape[-1] <= 128:
         return tables
     return tables.with_modes(torch.where(tables.modes == Mode.FP8, int(Mode.PRECISION), tables.modes))
 

@@ -25,6 +25,7 @@ from gpu_attention import (
     draw,
     error,
     exact,
+    poison,
 )
 
 from trtconvert.attention import kernel, reference
@@ -147,6 +148,36 @@ def test_masks(mode: Mode, dtype: torch.dtype) -> None:
     visible = torch.rand(1, 4, 150, 333, device="cuda") > 0.3
     mask = visible if dtype == torch.bool else torch.where(visible, torch.randn_like(visible, dtype=dtype), -torch.inf)
     check(qkv, reference.tables_from_data(*qkv, mode), mask=mask)
+
+
+@pytest.mark.parametrize("target_arch", [0, 80])
+@pytest.mark.parametrize(("keys", "lengths"), [(77, None), (300, [300, 200, 300, 90]), (2500, None)])
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_key_masks_leave_keys_out(mode: Mode, dim: int, keys: int, lengths: list[int] | None, target_arch: int) -> None:
+    """Bit for bit what the visible keys give as an index, whatever hidden keys hold."""
+    q, k, v = draw("k-bias", 4, 4, 2, 150, keys, dim)
+    tables = reference.tables_from_data(q, k, v, mode)
+    timestep = torch.full((4,), 500.0, device="cuda")
+    visible = torch.rand(4, 1, 1, keys, device="cuda") > 0.4
+    visible[1], visible[2] = False, True
+    visible[3, ..., keys // 3 :] = False
+    hidden = ~visible[:, 0, 0]
+    k.transpose(1, 2)[hidden] = v.transpose(1, 2)[hidden] = torch.nan
+    of_batch = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    options = {"scaling": "dynamic", "target_arch": target_arch, "return_lse": True}
+    poison()
+    out, lse = kernel._run_cuda(q, k, v, timestep, tables, mask=visible, key_lengths=of_batch, **options)
+    index, counts = reference.visible_keys(visible, of_batch, k)
+    expected = kernel._run_cuda(q, k, v, timestep, tables, key_index=index, key_lengths=counts, **options)
+    torch.testing.assert_close((out, lse), expected, rtol=0, atol=0)
+    assert (out[1] == 0).all() and torch.isfinite(out).all()
+    tables = computed_as((q, k, v), tables, mask=visible, target_arch=target_arch)
+    exact = reference.attention(
+        q.double(), k.double(), v.double(), timestep, tables, mask=visible, key_lengths=of_batch, scaling="dynamic",
+        compute_dtype=torch.float64,
+    )  # fmt: skip
+    assert error(out, exact) <= SAME_ARITHMETIC[mode]
 
 
 def test_each_batch_element_takes_its_own_mode() -> None:

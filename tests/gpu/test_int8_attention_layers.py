@@ -188,6 +188,24 @@ def test_tokens_in_two_tensors(mode: Mode, dim: int, split: int, layout: str, ta
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+def test_key_masks_behind_layers_are_masks(mode: Mode) -> None:
+    """Bit for bit what the mask gives with a row for each head and query."""
+    qkv = draw("k-bias", 2, 4, 4, 500, 500, 64)
+    tables, timestep = reference.tables_from_data(*qkv, mode), torch.zeros(2, device="cuda")
+    of_keys = torch.rand(2, 1, 1, 500, device="cuda") > 0.3
+    of_all = of_keys.expand(2, 4, 500, 500).contiguous()
+    for case in (
+        {"rotary": angles(500, 64)},
+        {"token_split": 128},
+        {"norm": (*torch.ones(2, 64, device="cuda"), EPSILON)},
+    ):
+        got, expected = (
+            kernel._run_cuda(*qkv, timestep, tables, mask=mask, scaling="dynamic", **case) for mask in (of_keys, of_all)
+        )
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_norm_across_heads_of_keys_beyond_the_length() -> None:
     qkv = draw("k-bias", 2, 4, 4, 70, 300, 64)
     key_lengths = torch.tensor([300, 129], dtype=torch.int32, device="cuda")

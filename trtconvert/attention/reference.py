@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, TypedDict, TypeGuard, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -156,7 +156,9 @@ def attention(
         scaling: "calibrated": q_scale and k_scale come from the tables. "dynamic": modes 1, 2 and 4 measure these scales, per
             query token and per tile of keys; mode 3 takes them from the tables.
         smooth_k: subtract `k_offset` from the keys.
-        mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive. A row without a visible key is zero.
+        mask: broadcastable to [B, H, Nq, Nk]; boolean (true attends) or additive. A row without a visible key is zero. A boolean
+            mask of shape [B or 1, 1, 1, Nk] leaves hidden keys out, unless there is an index or a block mask: tiles then hold the
+            visible keys, in their order. Kernels with layers before attention, and ONNX functions, keep tiles of all keys.
         key_lengths: [B] int; keys from this length on are ignored, whatever their memory holds.
         block_mask: [B or 1, H or 1, ⌈Nq/BLOCK⌉, ⌈Nk/BLOCK⌉] bool; queries attend only to keys in blocks that are true. The
             kernels skip the other blocks.
@@ -171,8 +173,8 @@ def attention(
         - in a key: all rows of its heads. A mask does not hide it, as in torch, where NaN - ∞ is NaN.
         - in a value: the channel in all these rows, as in torch; in modes 2 and 3, where channels share weights, whole rows.
           In modes 0 and 1 the kernels give ±Inf for some infinite values.
-        Keys that `key_lengths` or `key_index` exclude do not matter, nor do keys in blocks that `block_mask` skips, for the
-        queries of those blocks. All other rows are unaffected.
+        Keys that `key_lengths`, `key_index` or a mask of keys leave out do not matter, nor do keys in blocks that `block_mask`
+        skips, for the queries of those blocks. All other rows are unaffected.
         With `return_lse` also [B, H, Nq] FP32, the natural logarithm of the sum of exp(scaled logits) over the visible keys: the
         sum that divides the output, so that outputs for disjoint keys can be merged. -inf for a row without a visible key, NaN
         if the whole row of the output is NaN. Smoothing does not change it.
@@ -183,6 +185,9 @@ def attention(
     """
     out_dtype = q.dtype
     q, k, v = (_heads_first(x, layout) for x in (q, k, v))
+    if is_key_mask(mask, q.shape[2]) and key_index is None and block_mask is None:
+        key_index, key_lengths = visible_keys(mask, key_lengths, k)
+        mask = None
     if key_index is not None:
         k, v = gather_keys(k, v, key_index)
     q, k, v = (x.to(compute_dtype) for x in (q, k, v))
@@ -284,6 +289,23 @@ def attention(
     if smooth_k:  # smoothing subtracted this constant from the logits of each row
         lse = lse + torch.where(quantised, (q * k_offset).sum(-1, keepdim=True) * scale, 0.0)
     return out, lse.masked_fill(bad, math.nan)[..., 0].float()
+
+
+def is_key_mask(mask: Tensor | None, queries: int) -> TypeGuard[Tensor]:
+    """Whether a mask is boolean and the same for all heads and for several queries."""
+    return (
+        mask is not None and mask.dtype == torch.bool and queries > 1 and all(size == 1 for size in mask.shape[-3:-1])
+    )
+
+
+def visible_keys(mask: Tensor, key_lengths: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a key mask's visible keys as `key_index` [B, Hkv, Nk] and `key_lengths` [B]. k: [B, Hkv, Nk, D]."""
+    batch, kv_heads, keys = k.shape[:3]
+    visible = mask.to(k.device).expand(batch, 1, 1, keys)[:, 0, 0]
+    if key_lengths is not None:
+        visible = visible & (torch.arange(keys, device=k.device) < key_lengths.to(k.device)[:, None])
+    order = visible.byte().argsort(dim=-1, descending=True, stable=True)
+    return order[:, None].expand(-1, kv_heads, -1), visible.sum(-1)
 
 
 def expand_blocks(block_mask: Tensor, queries: int, keys: int) -> Tensor:

@@ -119,8 +119,9 @@ def denoiser_microseconds(
 ) -> float:
     """Returns the device time of one call of a denoiser's engine in µs: the mean over bins, summed over the opt shapes.
 
-    Floating-point inputs are N(0, 1), others zeros, which are valid indices. Layers that quantise deltas read their caches, as in
-    any step but the first: one set of caches for all calls, since caches may take gigabytes.
+    Floating-point inputs are N(0, 1), others zeros, which are valid indices. Booleans are true: hidden keys may cost no time.
+    Layers that quantise deltas read their caches, as in any step but the first: one set of caches for all calls, since caches may
+    take gigabytes.
 
     Args:
         trt: the bindings' module.
@@ -152,4 +153,4 @@ def _draw(spec: TensorRecord, dims: Dims) -> Tensor:
         return torch.full(shape, math.inf, dtype=dtype, device="cuda")
     if dtype.is_floating_point:
         return torch.randn(shape, device="cuda").to(dtype)
-    return torch.zeros(shape, dtype=dtype, device="cuda")
+    return torch.full(shape, dtype == torch.bool, dtype=dtype, device="cuda")

@@ -80,7 +80,9 @@ typedef struct {
   const int32_t* modes;  /* [T]: 0 fp16, 1 INT8 QK, 2 INT8 with token scales, 3 INT8 with calibrated scales only,
                             4 INT8 QK and FP8 PV */
 
-  /* Masks. */
+  /* Masks. Boolean masks with strides of 0 over heads and queries leave hidden keys out, unless there is a block mask or a key_index:
+   * hidden keys may hold anything, as beyond key_lengths, and cost no time. With layers before attention or tokens in two tensors,
+   * this is so on Hopper up to 128 channels; elsewhere such masks are masks like others. */
   const void* mask;            /* broadcastable to [B, H, Nq, Nk], or null when mask_kind is NONE */
   int64_t mask_strides[4];     /* elements, for B, H, Nq, Nk; 0 broadcasts */
   const int32_t* key_lengths;  /* [B] on the device, or null: keys at and after key_lengths[b] do not exist */

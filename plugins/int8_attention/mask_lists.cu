@@ -1,11 +1,43 @@
-// Lists for the attention kernels from a block mask: the key tiles of each row of blocks, and for the kernel of sm_90a the order in
-// which thread blocks take the rows.
+// Lists for the kernels from masks. From a key mask: the visible keys. From a block mask: the key tiles of each row of blocks, and for
+// the kernel of sm_90a the order in which thread blocks take the rows.
 #include <algorithm>
 
 #include "element.cuh"
 #include "launch.h"
 
 namespace trtconvert::attention {
+namespace keys {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+
+// One thread block for each batch element.
+__global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ Params p) {
+  __shared__ int warp_counts[kWarps];
+  const int batch = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint8_t* const mask = p.key_mask + batch * p.key_mask_strides[0];
+  const int end = p.given_lengths ? min(max(p.given_lengths[batch], 0), p.num_keys) : p.num_keys;
+  int32_t* const visible_keys = p.visible_keys + int64_t(batch) * p.num_keys;
+  int count = 0;
+  for (int first = 0; first < end; first += kThreads) {
+    const int key = first + int(threadIdx.x);
+    const bool visible = key < end && mask[key * p.key_mask_strides[1]] != 0;
+    const unsigned of_warp = __ballot_sync(0xffffffffu, visible);
+    if (lane == 0) warp_counts[warp] = __popc(of_warp);
+    __syncthreads();
+    int place = count + __popc(of_warp & ((1u << lane) - 1));
+    for (int w = 0; w < kWarps; ++w) {
+      place += w < warp ? warp_counts[w] : 0;
+      count += warp_counts[w];
+    }
+    if (visible) visible_keys[place] = key;
+    __syncthreads();  // before the next keys' counts
+  }
+  if (threadIdx.x == 0) p.visible_counts[batch] = count;
+}
+
+}  // namespace keys
+
 namespace blocks {
 
 constexpr int kListThreads = 128;
@@ -87,7 +119,12 @@ __global__ void __launch_bounds__(kOrderThreads) order_kernel(const __grid_const
 
 }  // namespace blocks
 
-// An ordinary launch, like the pre-pass: the previous call may still use the workspace.
+// Ordinary launches, like the pre-pass: the previous call may still use the workspace.
+cudaError_t launch_key_lists(const Params& p, cudaStream_t stream) {
+  keys::list_kernel<<<unsigned(p.batch), keys::kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_block_lists(const Params& p, cudaStream_t stream) {
   const int64_t rows = int64_t(p.batch) * p.block_mask_heads * p.block_rows;
   const int64_t thread_blocks = (rows + blocks::kListWarps - 1) / blocks::kListWarps;
