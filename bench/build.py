@@ -139,7 +139,8 @@ def build_model(
     recipe = {section: dict(fields) for section, fields in RECIPE.items()}
     for section, fields in OF_MODEL.get(name, {}).items():
         recipe[section] |= fields
-    recipe["model"] = {"source": "diffusers", "weights": str(folder), "options": PUBLISHED[name].options}
+    tokens = {"tokens": PUBLISHED[name].embedded} if alone else {}
+    recipe["model"] = {"source": "diffusers", "weights": str(folder), "options": PUBLISHED[name].options | tokens}
     recipe["engine"] = engine
     recipe["plan"] |= plan
     if kinds:

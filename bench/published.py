@@ -54,12 +54,14 @@ class Published:
         pipeline: diffusers' class.
         dtype: of the weights.
         options: of a recipe's model section.
+        embedded: tokens of a prompt's embeddings, as the pipeline makes them by default.
     """
 
     make: Callable[[], dict[str, Any]]
     pipeline: str
     dtype: str
     options: dict[str, Any] = field(default_factory=dict)
+    embedded: int = PROMPT_TOKENS
 
 
 def clip_tokenizer() -> Any:
@@ -174,10 +176,10 @@ SQUARE = {"height": 1024, "width": 1024, "batch": [1, 1, 2]}
 PUBLISHED = {
     "sd15": Published(sd15, "StableDiffusionPipeline", "float16", {"height": 512, "width": 512, "batch": [1, 1, 2]}),
     "sdxl": Published(sdxl, "StableDiffusionXLPipeline", "float16", SQUARE),
-    "pixart": Published(pixart, "PixArtSigmaPipeline", "float16", SQUARE),
-    "sd3": Published(sd3, "StableDiffusion3Pipeline", "float16", SQUARE),
-    "flux": Published(flux, "FluxPipeline", "bfloat16", SQUARE | {"batch": [1, 1, 1]}),
-    "wan": Published(wan, "WanPipeline", "bfloat16", {"height": 480, "width": 832, "frames": 41, "batch": [1, 1, 1]}),
+    "pixart": Published(pixart, "PixArtSigmaPipeline", "float16", SQUARE, 300),
+    "sd3": Published(sd3, "StableDiffusion3Pipeline", "float16", SQUARE, 77 + 256),
+    "flux": Published(flux, "FluxPipeline", "bfloat16", SQUARE | {"batch": [1, 1, 1]}, 512),
+    "wan": Published(wan, "WanPipeline", "bfloat16", {"height": 480, "width": 832, "frames": 41, "batch": [1, 1, 1]}, 512),
 }
 
 
