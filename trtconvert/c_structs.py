@@ -11,6 +11,8 @@ GROUP_NORM_MOST_CHANNELS = 4096
 ATTENTION_VERSION = 6
 INT8_CONV_VERSION = 2
 INT8_LINEAR_VERSION = 2
+MOST_PARTS = 8
+MORE_PARTS = 7
 LINEAR_VERSION = 1
 QUANTISE_VERSION = 1
 QUANTISE_CHANGE_VERSION = 1
@@ -242,6 +244,8 @@ class Int8LinearParams(Structure):
         ("out_row_scale", c_void_p),
         ("target_arch", c_int32),
         ("changes", c_int32),
+        ("parts", c_int32),
+        ("more_y", c_void_p * MORE_PARTS),
     ]
 
 

@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) few_rows_kernel(const __
         y = activated(p.activation, y);
         if (p.residual) y += static_cast<float>(reinterpret_cast<const T*>(p.residual)[int64_t{row} * p.columns + column]);
       }
-      reinterpret_cast<T*>(p.y)[int64_t{row} * p.columns + column] = static_cast<T>(y);
+      const int part = column / p.part_columns;
+      reinterpret_cast<T*>(p.y[part])[int64_t{row} * p.part_columns + column - part * p.part_columns] = static_cast<T>(y);
     }
   }
 }

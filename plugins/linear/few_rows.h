@@ -16,7 +16,8 @@ struct FewRowsParams {
   const float* weight_scale;   // [columns] of each product
   const float* bias;           // likewise, or null
   const uint16_t* residual;    // [rows, columns], or null
-  uint16_t* y;                 // [rows, columns]
+  uint16_t* y[TRTCONVERT_MOST_PARTS];  // [rows, part_columns] each, one behind the other along the columns
+  int part_columns;            // columns, unless y has several parts
   int rows, columns, depth;
   TrtConvertActivation activation;
 };

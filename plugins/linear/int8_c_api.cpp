@@ -26,6 +26,21 @@ TrtConvertStatus check_changes(const TrtConvertInt8LinearParams& c, Report& repo
   return TRTCONVERT_OK;
 }
 
+int parts_of(const TrtConvertInt8LinearParams& c) { return c.parts > 1 ? c.parts : 1; }
+
+// Checks of calls whose result has several parts.
+TrtConvertStatus check_parts(const TrtConvertInt8LinearParams& c, Report& report) {
+  if (c.parts < 0 || c.parts > TRTCONVERT_MOST_PARTS) return report.invalid_int("parts", "0..8", c.parts);
+  if (c.parts < 2) return TRTCONVERT_OK;
+  if (c.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_WEIGHT_ONLY))
+    return report.invalid_int("mode_set", "2 (weight_only) with several parts", c.mode_set);
+  if (c.rows > kFewRows) return report.invalid_int("rows", "1..16 with several parts", c.rows);
+  if (c.activation) return report.invalid_int("activation", "0 (none) with several parts", c.activation);
+  if (c.out_channels % (8 * c.parts))
+    return report.invalid_int("out_channels", "8..65536 in steps of 8 times the parts", c.out_channels);
+  return TRTCONVERT_OK;
+}
+
 TrtConvertStatus check(const TrtConvertInt8LinearParams* c, Report& report) {
   if (!c) return report.fail(TRTCONVERT_INVALID_ARGUMENT, "params: expected a pointer, got null");
   if (report.check_caller(*c, TRTCONVERT_INT8_LINEAR_VERSION, "int8_linear.h")) return report.status;
@@ -39,7 +54,7 @@ TrtConvertStatus check(const TrtConvertInt8LinearParams* c, Report& report) {
     return report.invalid_int("activation", "0 (none), 1 (GEGLU), 2 (GELU) or 3 (GELU by tanh)", c->activation);
   if (check_mode_set(c->mode_set, report)) return report.status;
   if (c->target_arch != 0 && c->target_arch != 80) return report.invalid_int("target_arch", "0 or 80", c->target_arch);
-  if (report.check_flag("changes", c->changes)) return report.status;
+  if (report.check_flag("changes", c->changes) || check_parts(*c, report)) return report.status;
   if (c->changes) return check_changes(*c, report);
   if (!c->out_table.mode_set) return TRTCONVERT_OK;
   if (c->out_table.mode_set != TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC))
@@ -56,6 +71,10 @@ TrtConvertStatus check_tensors(const TrtConvertInt8LinearParams& c, Report& repo
   if (report.check_tensors({{"x", c.x}, {"row_scale", c.row_scale, !scaled}, {"weight", c.weight}, {"weight_scale", c.weight_scale},
                             {"bias", c.bias, true}, {"residual", c.residual, !c.changes}, {"y", c.y, quantises}}))
     return report.status;
+  for (int part = 1; part < parts_of(c); ++part)
+    if (report.check_pointer("more_y", c.more_y[part - 1], 16)) return report.status;
+  if (c.residual && parts_of(c) > 1)
+    return report.fail(TRTCONVERT_INVALID_ARGUMENT, "residual: expected null with several parts, got %p", c.residual);
   if (c.residual && (c.activation || quantises))
     return report.fail(TRTCONVERT_INVALID_ARGUMENT, "residual: expected null with an activation or quantised rows, got %p", c.residual);
   if (!quantises) return TRTCONVERT_OK;
@@ -110,7 +129,9 @@ cudaError_t run_few_rows(const TrtConvertInt8LinearParams& c, const Device& devi
   p.weight_scale = c.weight_scale;
   p.bias = c.bias;
   p.residual = static_cast<const uint16_t*>(c.residual);
-  p.y = static_cast<uint16_t*>(c.y);
+  p.y[0] = static_cast<uint16_t*>(c.y);
+  for (int part = 1; part < parts_of(c); ++part) p.y[part] = static_cast<uint16_t*>(c.more_y[part - 1]);
+  p.part_columns = c.out_channels / parts_of(c);
   p.rows = static_cast<int>(c.rows);
   p.columns = c.out_channels;
   p.depth = c.in_channels;

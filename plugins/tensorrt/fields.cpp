@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "trtconvert/activation.h"
+#include "trtconvert/int8_linear.h"
 #include "trtconvert/layer_modes.h"
 
 namespace trtconvert::plugin {
@@ -103,6 +104,15 @@ bool read_mode_set(PluginField const& field, int32_t& value) noexcept {
   if (read > 0 && !(read & ~int64_t{TRTCONVERT_ALL_MODES})) return true;
   log(Severity::kERROR, "attribute '%s': expected a sum of 2 (weights only), 4 (dynamic) and 8 (static), got %lld", field.name,
       static_cast<long long>(read));
+  return false;
+}
+
+bool read_parts(PluginField const& field, int32_t& value) noexcept {
+  int64_t read = 0;
+  if (!read_integer(field, read)) return false;
+  value = static_cast<int32_t>(read);
+  if (read >= 1 && read <= TRTCONVERT_MOST_PARTS) return true;
+  log(Severity::kERROR, "attribute '%s': expected 1..%d, got %lld", field.name, TRTCONVERT_MOST_PARTS, static_cast<long long>(read));
   return false;
 }
 

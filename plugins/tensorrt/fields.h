@@ -29,6 +29,8 @@ bool read_timestep_max(nvinfer1::PluginField const& field, float& value) noexcep
 bool read_mode_set(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 // TrtConvertActivation.
 bool read_activation(nvinfer1::PluginField const& field, int32_t& value) noexcept;
+// A number of parts of a layer's result.
+bool read_parts(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 // A position in a list, from 0.
 bool read_place(nvinfer1::PluginField const& field, int32_t& value) noexcept;
 // The serialization version of an engine, one of those that a plugin reads.

@@ -13,7 +13,7 @@ from int8_rows import DATA_TYPES, DYNAMIC, STATIC, WEIGHT_ONLY, Rows, Table, add
 from torch import Tensor
 from torch.nn import functional as F
 
-from trtconvert.c_structs import INT8_LINEAR_VERSION, Int8LinearParams, ModeTable
+from trtconvert.c_structs import INT8_LINEAR_VERSION, MORE_PARTS, Int8LinearParams, ModeTable
 from trtconvert.library import load_library
 
 pytestmark = pytest.mark.gpu
@@ -279,6 +279,25 @@ def test_16bit_rows(rows, channels, biased, dtype, arch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("channels", "parts"), [((16, 16), 2), ((80, 264), 3), ((1536, 9216), 6), ((3072, 24576), 8)], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+def test_parts_of_few_rows(rows, channels, parts, dtype):
+    """Bit by bit the columns of the whole result, each part with nothing behind it."""
+    x, weight, scale, bias = draw_16bit(rows, channels, dtype)
+    whole = blank(rows, weight, dtype)
+    assert run(params_16bit(x, weight, scale, bias, whole)) == (0, "")
+    width = channels[1] // parts
+    made = [torch.full((rows + 1, width), torch.nan, dtype=dtype, device="cuda") for _ in range(parts)]
+    more = (ctypes.c_void_p * MORE_PARTS)(*(part.data_ptr() for part in made[1:]))
+    assert run(params_16bit(x, weight, scale, bias, made[0], parts=parts, more_y=more)) == (0, "")
+    for index, part in enumerate(made):
+        assert torch.equal(part[:rows], whole[:rows, index * width : (index + 1) * width])
+        assert part[rows:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [(80, 200), (640, 2560)], ids=str)
 @pytest.mark.parametrize("rows", [2, 13, 130, 2048])
 def test_geglu_of_16bit_rows(rows, channels, dtype, arch):
@@ -416,6 +435,9 @@ def test_steps_of_deltas_in_a_graph(rows, arch):
         ({"mode_set": 0}, "mode_set: expected a sum of"),
         ({"target_arch": 90}, "target_arch: expected 0 or 80, got 90"),
         ({"changes": 2}, "changes: expected 0 or 1, got 2"),
+        ({"parts": 9}, "parts: expected 0..8, got 9"),
+        ({"parts": 2}, "mode_set: expected 2 (weight_only) with several parts, got 4"),
+        ({"parts": 2, "mode_set": 2, "rows": 17}, "rows: expected 1..16 with several parts, got 17"),
         ({"changes": 1}, "mode_set: expected 8 (static) where rows are changes, got 4"),
         (CHANGES | {"mode_set": 12}, "mode_set: expected 8 (static) where rows are changes, got 12"),
         (CHANGES | {"activation": GELU}, "activation: expected 0 (none) where rows are changes, got 2"),

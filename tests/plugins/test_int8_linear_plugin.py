@@ -32,7 +32,7 @@ NAMES = ("x", "row_scale", "weight", "weight_scale", "bias", "residual")
 KINDS = (INT32, FLOAT, INT32, FLOAT, FLOAT, HALF)
 DEFAULTS = {
     "activation": 0, "bias": 0, "residual": 0, "bfloat16": 0, "quantised": 0, "out_factor": 0, "out_offset": 0, "timestep": 0,
-    "timestep_max": 1000.0, "changes": 0,
+    "timestep_max": 1000.0, "changes": 0, "parts": 1,
 }  # fmt: skip
 WRAPS = 1 << 32
 """Is 0 in 32 bits."""
@@ -60,12 +60,12 @@ def of(*x: int, width: int = 8, layers: int = 1) -> tuple[Sequence[int], ...]:
 def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
     driver.messages()
     given = DEFAULTS | {"mode_set": 12, "bias": 1, "residual": 1, "bfloat16": 1, "timestep_max": 500.0}
-    copies = copies_read_back(driver, driver.create(**given), {"serialization_version": 2} | given)
+    copies = copies_read_back(driver, driver.create(**given), {"serialization_version": 3} | given)
     for copy in copies:
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES, kind=BF16)), 6) == 0, driver.messages()
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 6) == 1
         assert "input 'residual': expected linear format and BF16; got format 0 and type 1" in driver.messages()
-    assert driver.serialised(driver.create(mode_set=4)) == {"serialization_version": 2, "mode_set": 4} | DEFAULTS
+    assert driver.serialised(driver.create(mode_set=4)) == {"serialization_version": 3, "mode_set": 4} | DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,19 @@ def test_attributes_are_serialised_and_read_back(driver: Driver) -> None:
         (0, {"mode_set": 4, "activation": -1}, "GELU by tanh), got -1"),
         (0, {"mode_set": 4, "bias": 2}, "attribute 'bias': expected 0 or 1, got 2"),
         (0, {"mode_set": 4, "changes": 2}, "attribute 'changes': expected 0 or 1, got 2"),
-        (0, {"mode_set": 4, "axis": 1}, "timestep_max and changes, got 'axis'; remove it"),
-        (1, {"mode_set": 4}, "expected the 12 fields that this plugin serialises, got 1"),
+        (0, {"mode_set": 2, "parts": 0}, "attribute 'parts': expected 1..8, got 0"),
+        (0, {"mode_set": 2, "parts": 9}, "attribute 'parts': expected 1..8, got 9"),
+        (0, {"mode_set": 4, "axis": 1}, "changes and parts, got 'axis'; remove it"),
+        (1, {"mode_set": 4}, "expected the 13 fields that this plugin serialises, got 1"),
         (
             1,
             DEFAULTS | {"mode_set": 4, "serialization_version": 0},
-            "serialization version 0, this plugin reads 1 to 2",
+            "serialization version 0, this plugin reads 1 to 3",
         ),
         (
             1,
-            DEFAULTS | {"mode_set": 4, "serialization_version": 3},
-            "serialization version 3, this plugin reads 1 to 2",
+            DEFAULTS | {"mode_set": 4, "serialization_version": 4},
+            "serialization version 4, this plugin reads 1 to 3",
         ),
         (
             1,
@@ -105,10 +107,14 @@ def test_bad_attributes_are_refused_with_a_reason(driver: Driver, phase: int, at
 
 
 def test_engines_of_an_earlier_version_are_read(driver: Driver) -> None:
-    """Version 1 had no layers of deltas."""
-    given = {name: value for name, value in DEFAULTS.items() if name != "changes"} | {"mode_set": 12, "bias": 1}
-    made = driver.create(1, serialization_version=1, **given)
-    assert driver.serialised(made) == {"serialization_version": 2, "changes": 0} | given
+    """Version 1 had no layers of deltas, version 2 no results of several parts."""
+    given = {name: value for name, value in DEFAULTS.items() if name not in ("changes", "parts")} | {
+        "mode_set": 12,
+        "bias": 1,
+    }
+    for version, more in ((1, {}), (2, {"changes": 0})):
+        made = driver.create(1, serialization_version=version, **given | more)
+        assert driver.serialised(made) == {"serialization_version": 3, "changes": 0, "parts": 1} | given
 
 
 def test_types_and_formats(driver: Driver, plugins: list[ctypes.c_void_p]) -> None:
@@ -287,7 +293,7 @@ def test_quantised_rows_for_the_next_layer(driver: Driver) -> None:
     driver.messages()
     given = {"mode_set": 12, "activation": GELU, "quantised": 1, "out_factor": 1, "out_offset": 1, "timestep": 1}
     made = driver.create(**given)
-    copies_read_back(driver, made, {"serialization_version": 2} | DEFAULTS | given)
+    copies_read_back(driver, made, {"serialization_version": 3} | DEFAULTS | given)
     assert driver.lib.driver_shape_change(made, array(quantising()), 8) == 0, driver.messages()
     types = (ctypes.c_int32 * 2)()
     assert driver.lib.driver_output_type(made, (ctypes.c_int32 * 8)(INT32), 8, types) == 0
@@ -336,7 +342,7 @@ CHANGES = {"mode_set": STATIC, "bias": 1, "residual": 1, "changes": 1}
 
 def test_deltas_are_added_to_what_the_layer_gave(driver: Driver) -> None:
     driver.messages()
-    for copy in copies_read_back(driver, driver.create(**CHANGES), {"serialization_version": 2} | DEFAULTS | CHANGES):
+    for copy in copies_read_back(driver, driver.create(**CHANGES), {"serialization_version": 3} | DEFAULTS | CHANGES):
         assert driver.lib.driver_shape_change(copy, array(tensors(*SHAPES)), 6) == 0, driver.messages()
 
 

@@ -90,6 +90,7 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
         fuse_refittable_layers,
         refittable_layers,
     )
+    from trtconvert.export.lowering.joined_few_rows import join_few_row_layers
     from trtconvert.export.lowering.layers import expand_layers, quantise_products
     from trtconvert.export.lowering.modulations import split_modulations
     from trtconvert.export.lowering.native import lower_to_native
@@ -133,6 +134,7 @@ def _lower(model: ir.Model, native: Collection[str], options: EngineSection, pro
         fuse_refittable_layers(model, opt_sizes(profiles))
     if in_int8 and not options.refittable and options.layers != "exact" and not against_plugins(options):
         fuse_few_row_layers(model, opt_sizes(profiles))
+        join_few_row_layers(model, [{name: most for name, (*_, most) in dims.items()} for dims in profiles])
         fuse_mixed_layers(model)
     if options.layers == "plugin" and not against_plugins(options):
         fuse_deltas(model)

@@ -88,6 +88,7 @@ bool Int8LinearPlugin::fill(PluginTensorDesc const* inputs, int32_t num_inputs, 
   params.activation = attributes().activation;
   params.mode_set = attributes().mode_set;
   params.changes = attributes().changes;
+  params.parts = attributes().parts;
   return true;
 }
 
@@ -100,6 +101,7 @@ void Int8LinearPlugin::place(void const* const* inputs, int32_t num_inputs, void
   params.bias = input_of<float>(inputs, num_inputs, kBias);
   params.residual = input_of(inputs, num_inputs, kResidual);
   params.y = output_of(outputs, kY);
+  for (int32_t part = 1; part < attributes().parts; ++part) params.more_y[part - 1] = output_of(outputs, kMoreY + part - 1);
   params.out_factor = input_of<float>(inputs, num_inputs, kOutFactor);
   params.out_offset = input_of<float>(inputs, num_inputs, kOutOffset);
   params.out_table.timestep = input_of<float>(inputs, num_inputs, kTimestep);
@@ -120,7 +122,10 @@ int32_t Int8LinearPlugin::getOutputShapes(DimsExprs const* inputs, int32_t nbInp
   DimsExprs y = x;
   y.d[x.nbDims - 1] = weight.d[rank - 2];
   if (!attributes().quantised) {
-    outputs[0] = y;
+    if (attributes().parts > 1)
+      y.d[x.nbDims - 1] = exprBuilder.operation(nvinfer1::DimensionOperation::kFLOOR_DIV, *y.d[x.nbDims - 1],
+                                                *exprBuilder.constant(attributes().parts));
+    std::fill_n(outputs, nbOutputs, y);
     return kOk;
   }
   return quantised_shapes(y, TRTCONVERT_MODE_BIT(TRTCONVERT_STATIC), exprBuilder, outputs[0], outputs[1]) ? kOk : kFailed;

@@ -19,8 +19,9 @@ struct Int8LinearAttributes {
   float timestep_max = 1000.0f;
 
   int32_t changes = 0;  // 1: of rows and the residual, see int8_linear.h
+  int32_t parts = 1;    // of y, see int8_linear.h
 
-  static constexpr int32_t kSerializationVersion = 2, kOldestVersion = 1;
+  static constexpr int32_t kSerializationVersion = 3, kOldestVersion = 1;
   static constexpr auto list() {
     return std::tuple(attribute("mode_set", &Int8LinearAttributes::mode_set, read_mode_set, true),
                       attribute("activation", &Int8LinearAttributes::activation, read_activation),
@@ -32,7 +33,8 @@ struct Int8LinearAttributes {
                       attribute("out_offset", &Int8LinearAttributes::out_offset, read_flag),
                       attribute("timestep", &Int8LinearAttributes::timestep, read_flag),
                       attribute("timestep_max", &Int8LinearAttributes::timestep_max, read_timestep_max),
-                      attribute("changes", &Int8LinearAttributes::changes, read_flag, false, 2));
+                      attribute("changes", &Int8LinearAttributes::changes, read_flag, false, 2),
+                      attribute("parts", &Int8LinearAttributes::parts, read_parts, false, 3));
   }
 };
 
@@ -65,12 +67,15 @@ class Int8LinearPlugin final : public LayerPlugin<Int8LinearPlugin, Int8LinearAt
     kY,            // [..., N] FP16 or BF16; with quantised
     kPayload,      // [..., N / 4] INT32
     kOutRowScale,  // and [..., 1] FP32 instead
+    kMoreY,        // further parts of y, each [..., N / parts]
   };
 
   static constexpr char const* kInputNames[] = {"x",        "row_scale",  "weight",     "weight_scale", "bias",
                                                 "residual", "out_factor", "out_offset", "timestep",     "y_scale"};
   static constexpr int32_t kFewestInputs = kInputs;
-  static constexpr char const* kOutputNames[] = {"y", "payload", "row_scale"};
+  static constexpr char const* kOutputNames[] = {"y",       "payload", "row_scale", "second part",  "third part",
+                                                 "fourth part", "fifth part",   "sixth part", "seventh part", "eighth part"};
+  static_assert(std::size(kOutputNames) == kMoreY + TRTCONVERT_MORE_PARTS);
   static constexpr char kShapesFrom[] = "x, weight and the tables";
   static constexpr uint32_t kParamsVersion = TRTCONVERT_INT8_LINEAR_VERSION;
   static constexpr auto kCheck = trtconvert_int8_linear_check;
@@ -78,10 +83,12 @@ class Int8LinearPlugin final : public LayerPlugin<Int8LinearPlugin, Int8LinearAt
 
   bool has_16bit_rows() const noexcept { return attributes().mode_set == TRTCONVERT_MODE_BIT(TRTCONVERT_WEIGHT_ONLY); }
   bool has_input(int32_t input) const noexcept;
-  bool has_output(int32_t output) const noexcept { return (output == kY) != (attributes().quantised != 0); }
+  bool has_output(int32_t output) const noexcept {
+    return output >= kMoreY ? output - kMoreY < attributes().parts - 1 : (output == kY) != (attributes().quantised != 0);
+  }
   Element input_element(int32_t input) const noexcept;
   static Element output_element(int32_t output) noexcept {
-    return output == kY ? Element::k16Bit : output == kPayload ? Element::kInt32 : Element::kFloat;
+    return output == kY || output >= kMoreY ? Element::k16Bit : output == kPayload ? Element::kInt32 : Element::kFloat;
   }
   nvinfer1::DataType type_16bit(nvinfer1::DataType) const noexcept {
     return attributes().bfloat16 ? nvinfer1::DataType::kBF16 : nvinfer1::DataType::kHALF;

@@ -29,6 +29,7 @@ from trtconvert.export.lowering.int8_layers import (
     fuse_int8_layers,
     fuse_mixed_layers,
 )
+from trtconvert.export.lowering.joined_few_rows import join_few_row_layers
 from trtconvert.export.lowering.layers import expand_layers
 from trtconvert.export.lowering.modulations import split_modulations
 from trtconvert.export.lowering.native import lower_to_native
@@ -203,7 +204,7 @@ class Int8Linear(OpRun):
 
     def _run(
         self, x, *inputs, mode_set, activation, bias, quantised=0, out_factor=0, out_offset=0, timestep=0, timestep_max=0.0,
-        **_,
+        parts=1, **_,
     ):  # fmt: skip
         given = list(inputs)
         row_scale = None if mode_set == 1 << LayerMode.WEIGHT_ONLY else given.pop(0)
@@ -220,7 +221,7 @@ class Int8Linear(OpRun):
             y = value * F.gelu(torch.from_numpy(gate)).numpy()
         y = y.astype(np.float16)
         if not quantised:
-            return (y,)
+            return tuple(np.split(y, parts, -1))
         factor, offset = given.pop(0) if out_factor else 1.0, given.pop(0) if out_offset else 0.0
         t, scales = given.pop(0) if timestep else np.zeros(1), given.pop(0)
         of_samples = scales[np.clip(np.floor(t * len(scales) / timestep_max), 0, len(scales) - 1).astype(int)]
@@ -358,6 +359,7 @@ def test_modulations_of_few_samples_read_int8_weights(samples, taken):
             if value.op_type == "Gemm" and output.shape is not None and output.shape[-1] == CHANNELS:
                 output.shape = ir.Shape(["B", CHANNELS])
     assert fuse_few_row_layers(graph, [{"B": samples}]) == taken
+    assert join_few_row_layers(graph, [{"B": samples}]) == taken
     timestep = torch.tensor([100.0, 900.0])
     expected = intercepted(
         model, layers=lambda c: linear(c.x, c.timestep, plain, timestep_max=MAX) if c.name == "modulate" else c.exact()
@@ -365,4 +367,42 @@ def test_modulations_of_few_samples_read_int8_weights(samples, taken):
     assert relative_error(run(graph, inputs, timestep), expected) < tolerances.LAYERS_OF_A_BLOCK
     nodes = [node for node in graph.graph if node.op_type == INT8_LINEAR]
     assert all(node.attributes["mode_set"].as_int() == 1 << LayerMode.WEIGHT_ONLY for node in nodes)
-    assert len(nodes) == taken and all(len(node.inputs) == 4 for node in nodes)
+    assert [len(node.outputs) for node in nodes] == [taken] * bool(taken)
+    assert all(len(node.inputs) == 4 for node in nodes)
+
+
+def test_layers_of_few_rows_are_joined_by_their_rows_and_sizes():
+    """Nine layers of one tensor become two nodes; a layer of another size or of other rows stays, as do layers of many rows."""
+    sizes = {"B": 2}
+    x, other = (
+        ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape(["B", 64])) for name in "xz"
+    )
+
+    def layer(index, rows, outputs):
+        arrays = {"weight": np.full((outputs, 16), index, np.int32), "scale": np.full(outputs, 1 / index, np.float32)}
+        names = {what: f"{index} {what}" for what in arrays}
+        constants = [
+            ir.Value(name=names[what], const_value=ir.Tensor(array, name=names[what])) for what, array in arrays.items()
+        ]
+        for value in constants:
+            value.shape, value.type = value.const_value.shape, ir.TensorType(value.const_value.dtype)
+        attributes = {"mode_set": 2, "activation": 0, "bias": 0, "residual": 0, "bfloat16": 0}
+        node = ir.node(INT8_LINEAR, [rows, *constants], attributes, domain=DOMAIN)
+        node.outputs[0].name, node.outputs[0].shape = f"y{index}", ir.Shape(["B", outputs])
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
+        return node, constants
+
+    made = [layer(index, x, 32) for index in range(1, 10)] + [layer(10, x, 48), layer(11, other, 32)]
+    nodes = [node for node, _ in made]
+    constants = [value for _, values in made for value in values]
+    graph = ir.Graph([x, other], [node.outputs[0] for node in nodes], nodes=nodes, initializers=constants)
+    model = ir.Model(graph, ir_version=10)
+    assert join_few_row_layers(model, [{"B": 17}]) == 0
+    assert join_few_row_layers(model, [sizes]) == 8
+    assert [len(node.outputs) for node in graph] == [8, 1, 1, 1]
+    joined = graph[0]
+    assert joined.attributes["parts"].as_int() == 8
+    weight, scale = (value.const_value.numpy() for value in joined.inputs[1:])
+    assert weight.shape == (256, 16) and (weight[::32, 0] == range(1, 9)).all()
+    assert scale[-1] == np.float32(1 / 8)
+    assert [value.producer() for value in graph.outputs[:8]] == [joined] * 8

@@ -40,7 +40,8 @@ _OWN = (RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, "Linear", "GroupNorm")
 """Plugins that compute rows."""
 
 _GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
-_MOST_FEW_ROWS = 16  # limit of the kernel for few rows
+MOST_FEW_ROWS = 16
+"""Limit of the kernel for few rows."""
 _NORMED, _SUM = 1, 0  # outputs of ResidualNorm
 
 
@@ -194,7 +195,7 @@ def _of_few_rows(node: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Layer
         return None
     for sizes in profiles:
         known = found.result.shape.evaluate(sizes)
-        if not known.is_static() or math.prod(known.numpy()[:-1]) > _MOST_FEW_ROWS:
+        if not known.is_static() or math.prod(known.numpy()[:-1]) > MOST_FEW_ROWS:
             return None
     return found
 

@@ -31,6 +31,9 @@ extern "C" {
 /* Raised whenever the struct below changes meaning. Fields are only ever appended. */
 #define TRTCONVERT_INT8_LINEAR_VERSION 2
 
+#define TRTCONVERT_MOST_PARTS 8
+#define TRTCONVERT_MORE_PARTS 7 /* beside the first */
+
 typedef struct {
   uint32_t struct_size; /* sizeof(TrtConvertInt8LinearParams) of the caller */
   uint32_t version;     /* TRTCONVERT_INT8_LINEAR_VERSION of the caller */
@@ -66,6 +69,11 @@ typedef struct {
   /* 1: rows are deltas since the previous step, and the residual is the previous y: the residual is added where the scale is positive,
    * and the bias alone where the sign bit of the scale resets the sample. With mode_set 8 (static), without an activation or quantised rows. */
   int32_t changes;
+
+  /* Several parts, such as the shifts, scales and gates of a modulation: y has the first N / parts columns, more_y the others. Of 1 to 16
+   * rows with mode_set 2 (WEIGHT_ONLY), without an activation or a residual; N / parts in steps of 8. 0 is 1. */
+  int32_t parts;                           /* 0..TRTCONVERT_MOST_PARTS */
+  void* more_y[TRTCONVERT_MORE_PARTS]; /* [M, N / parts] each, as y; null beyond the parts */
 } TrtConvertInt8LinearParams;
 
 /* All functions: `message` (may be null) receives a terminated text of at most message_size bytes; empty on success. */
