@@ -29,7 +29,7 @@ from trtconvert.export.nodes.attention_body import INPUTS
 HIDING = -1000.0
 """The largest number of an additive mask that hides a key: exp(-1000) is 0 in FP32, beside logits of any trained model."""
 
-_MOST_ELEMENTS = 1 << 28
+_MOST_ELEMENTS = 1 << 27
 """Limit of the elements of a mask, for the memory of the proof."""
 
 _POINTWISE: dict[str, Callable[..., Any]] = {
@@ -258,6 +258,8 @@ def _followed(mask: ir.Value, root: ir.Value, sizes: list[int], symbols: dict[st
         try:
             return follow(mask)
         except ValueError:  # a Reshape to sizes that only fit other sizes of the symbols
+            return None
+        except RecursionError:  # a mask that is computed from the model's activations
             return None
 
 
