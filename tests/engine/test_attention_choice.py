@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -214,3 +215,23 @@ def test_a_site_where_the_plugin_cannot_be_timed_stays_native():
     choice = choose(sites, lambda *_: CaseTimes(5.0, {Mode.BALANCED: float("inf")}))
     (site,) = choice.native
     assert (site.native_us, site.plugin_us, choice.plugin) == (5.0, None, [])
+
+
+def test_the_plugin_and_native_attention_are_timed_with_their_own_masks(monkeypatch):
+    """The plugin gets a key mask where the model repeats an additive mask over heads."""
+    given, key_mask = ((2, 4, 1, 77), ir.DataType.FLOAT16), (2, 1, 1, 77)
+    seen = []
+
+    class Runner:
+        def __init__(self, trt, mask):
+            self.mask = mask
+
+        def microseconds(self, feeds):
+            seen.extend((self.mask, tuple(feed["mask"].shape), feed["mask"].dtype) for feed in feeds[:1])
+            return 1.0
+
+    monkeypatch.setattr(attention_timer, "EngineRunner", Runner)
+    timer = attention_timer.AttentionTimer(None, lambda model: tuple(model.graph.inputs[-1].shape), pytest.fail)
+    with OnCpu():
+        timer(replace(case(100, 77), mask=given, key_mask=key_mask), [Mode.BALANCED])
+    assert seen == [(key_mask, key_mask, torch.bool), (given[0], given[0], torch.float16)]

@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from trtconvert.attention.modes import Mode
 from trtconvert.bundle import Dims, NativeSite, opt_sizes
+from trtconvert.export.lowering.key_masks import KeyMask, key_masks
 from trtconvert.export.nodes.attention import attention_nodes, block_mask_of, key_index_of, mask_of
 from trtconvert.export.nodes.attention_body import INPUTS, MASK, OP
 from trtconvert.export.nodes.common import DOMAIN, OPSET, SITE_METADATA, VERSION
@@ -33,6 +34,7 @@ class AttentionCase:
         q, k: shapes of queries and of keys and values, in `layout`.
         dtype: of queries, keys and values.
         mask: shape and type of the mask, if there is one.
+        key_mask: shape of the boolean mask that the plugin gets in its place (`key_masks`), if there is one.
     """
 
     q: tuple[int, ...]
@@ -42,6 +44,7 @@ class AttentionCase:
     scaling: str
     smooth_k: bool
     mask: tuple[tuple[int, ...], ir.DataType] | None = None
+    key_mask: tuple[int, ...] | None = None
 
     @property
     def _tokens_axis(self) -> int:
@@ -68,6 +71,10 @@ class AttentionCase:
         q, k = ((b, h, n, d) for b, n, h, d in (self.q, self.k))
         return replace(self, q=q, k=k, layout="BHND")
 
+    def with_key_mask(self) -> AttentionCase:
+        """Returns the case with the mask that the plugin gets."""
+        return self if self.key_mask is None else replace(self, mask=(self.key_mask, ir.DataType.BOOL), key_mask=None)
+
 
 @dataclass(frozen=True)
 class CaseTimes:
@@ -91,10 +98,10 @@ def site_plans(model: ir.Model, profiles: Sequence[Dims]) -> dict[str, SitePlan]
 
     Sites of unknown sizes, with a block mask or with an index are left out: they cannot be timed alone.
     """
-    sizes = opt_sizes(profiles)
+    sizes, masks = opt_sizes(profiles), key_masks(model)
     found = {}
     for site, node in attention_nodes(model).items():
-        cases = [_case(node, opt) for opt in sizes]
+        cases = [_case(node, masks.get(site), opt) for opt in sizes]
         if all(cases):
             found[site] = SitePlan(tuple(case for case in cases if case), bin_modes(node))
     return found
@@ -107,7 +114,7 @@ def bin_modes(node: ir.Node) -> tuple[Mode, ...]:
     return tuple(Mode(int(mode)) for mode in modes.const_value.numpy())
 
 
-def _case(node: ir.Node, sizes: Mapping[str, int]) -> AttentionCase | None:
+def _case(node: ir.Node, key_mask: KeyMask | None, sizes: Mapping[str, int]) -> AttentionCase | None:
     q, k = (_fixed(value, sizes) for value in node.inputs[:2])
     mask = mask_of(node)
     fixed_mask = _fixed(mask, sizes)
@@ -124,10 +131,11 @@ def _case(node: ir.Node, sizes: Mapping[str, int]) -> AttentionCase | None:
         text["scaling"],
         bool(node.attributes["smooth_k"].as_int()),
         None if fixed_mask is None else (fixed_mask, _dtype(mask)),
+        _fixed(key_mask, sizes),
     )
 
 
-def _fixed(value: ir.Value | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+def _fixed(value: ir.Value | KeyMask | None, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     """Evaluates the shape of a value; None if it stays symbolic."""
     if value is None or value.shape is None:
         return None

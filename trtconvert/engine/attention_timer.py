@@ -62,6 +62,8 @@ class AttentionTimer:
     def _plugin(
         self, case: AttentionCase, modes: Collection[Mode], feeds: list[dict[str, Tensor]]
     ) -> dict[Mode, float]:
+        case = case.with_key_mask()
+        feeds = [feed | _mask(case) for feed in feeds]
         model = one_node_model(case)
         lower_to_plugin(model)
         runner = EngineRunner(self._trt, self._build(model))
@@ -85,13 +87,15 @@ class AttentionTimer:
 
 
 def _inputs(case: AttentionCase) -> dict[str, Tensor]:
-    def draw(shape: Sequence[int], dtype: ir.DataType) -> Tensor:
-        if dtype == ir.DataType.BOOL:  # all keys are visible: hidden keys may cost no time
-            return torch.ones(*shape, dtype=torch.bool, device="cuda")
-        return torch.randn(*shape, device="cuda").to(to_torch_dtype(dtype))
+    feeds = {name: _drawn(shape, case.dtype) for name, shape in zip("qkv", (case.q, case.k, case.k), strict=True)}
+    return feeds | {"timestep": torch.zeros(case.q[0], device="cuda")} | _mask(case)
 
-    feeds = {name: draw(shape, case.dtype) for name, shape in zip("qkv", (case.q, case.k, case.k), strict=True)}
-    feeds["timestep"] = torch.zeros(case.q[0], device="cuda")
-    if case.mask is not None:
-        feeds[MASK] = draw(*case.mask)
-    return feeds
+
+def _mask(case: AttentionCase) -> dict[str, Tensor]:
+    return {} if case.mask is None else {MASK: _drawn(*case.mask)}
+
+
+def _drawn(shape: Sequence[int], dtype: ir.DataType) -> Tensor:
+    if dtype == ir.DataType.BOOL:  # all keys are visible: hidden keys may cost no time
+        return torch.ones(*shape, dtype=torch.bool, device="cuda")
+    return torch.randn(*shape, device="cuda").to(to_torch_dtype(dtype))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from trtconvert.export.lowering.int8_layers import fuse_int8_layers
+from trtconvert.export.lowering.key_masks import use_key_masks
 from trtconvert.export.lowering.layout import fold_transposes
 from trtconvert.export.lowering.linear_layers import fuse_linear_layers
 from trtconvert.export.lowering.norms import fuse_norms
@@ -31,8 +32,10 @@ def lower_to_plugin(
     The plugin takes over rotary embeddings (`fuse_rotary`), norms of q and k (`fuse_norms`), and the splitting of one product
     into q, k and v (`pack_projections`) or into the keys and values of many nodes (`share_projections`). Such nodes have no other
     lowering. Residual connections with their layer norms become plugins too (`fuse_residual_norms`), and so do linear layers
-    between them (`fuse_linear_layers`). Kernels take one 16-bit type for q, k, v and additive masks: FP32 nodes are cast to FP16
-    and back, and masks to the type of q.
+    between them (`fuse_linear_layers`). Masks that hide keys from all heads and queries become boolean and small
+    (`use_key_masks`); bundles and the other lowerings keep the model's masks, which TensorRT and ONNX Runtime add in one
+    operation. Kernels take one 16-bit type for q, k, v and additive masks: FP32 nodes are cast to FP16 and back, and masks to
+    the type of q.
 
     Args:
         refittable: keep norms and projections, so that their weights keep their names.
@@ -46,6 +49,7 @@ def lower_to_plugin(
         UserError: the model has no `Int8Attention` node.
     """
     nodes = require_attention_nodes(model)
+    use_key_masks(model)
     fuse_rotary(model)  # first: norms are behind rotations, and projections behind norms
     fold_transposes(model)  # of q and k that were rotated heads first
     if not refittable:
