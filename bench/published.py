@@ -179,7 +179,9 @@ PUBLISHED = {
     "pixart": Published(pixart, "PixArtSigmaPipeline", "float16", SQUARE, 300),
     "sd3": Published(sd3, "StableDiffusion3Pipeline", "float16", SQUARE, 77 + 256),
     "flux": Published(flux, "FluxPipeline", "bfloat16", SQUARE | {"batch": [1, 1, 1]}, 512),
-    "wan": Published(wan, "WanPipeline", "bfloat16", {"height": 480, "width": 832, "frames": 41, "batch": [1, 1, 1]}, 512),
+    "wan": Published(
+        wan, "WanPipeline", "bfloat16", {"height": 480, "width": 832, "frames": 41, "batch": [1, 1, 1]}, 512
+    ),
 }
 
 
