@@ -52,9 +52,9 @@ constexpr int kMostBlocksPerSm = 4;
 // Mapping of threads to rows: Lanes threads per row with 8 channels each; lanes beyond head_dim hold zeros.
 template <int Lanes>
 struct Map {
-  // A trade-off between registers for loads in flight and warps that hide them: four rows a thread, sixteen for the longest kind.
-  static constexpr int kThreads = Lanes == 16 ? 512 : 256;
-  static constexpr int kBlocksPerSm = Lanes == 8 ? kMostBlocksPerSm : 2;
+  // A trade-off between registers for loads in flight and warps that hide them: four rows a thread, eight for the longest kind.
+  static constexpr int kThreads = Lanes == 8 ? 256 : 512;
+  static constexpr int kBlocksPerSm = Lanes == 8 ? kMostBlocksPerSm : Lanes == 16 ? 2 : 1;
   static constexpr int kRowsPerPass = kThreads / Lanes;
   static constexpr int kPasses = kTokens / kRowsPerPass;
   static_assert(kPasses % 4 == 0);  // V packs four keys of one thread into a word
