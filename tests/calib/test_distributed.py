@@ -98,7 +98,7 @@ def wait_for(condition, process):
         time.sleep(0.005)
 
 
-@pytest.mark.first_case
+@pytest.mark.soak
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
     # Batches take long enough to be killed in between; a recipe of its own has its own result.
