@@ -188,19 +188,14 @@ def stop_in(process: subprocess.Popen[str], cache: Path, stage: str, number: sig
     process.send_signal(number)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stages",
-    [{"export": 1.0}, pytest.param({"calibrate": 0.5, "export": 1.0, "verify": 0.02}, marks=pytest.mark.soak)],
-    ids=["one", "several"],
-)
-def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succeeds(tiny_build, tmp_path, stages):
+@pytest.mark.soak
+def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succeeds(tiny_build, tmp_path):
     cache, output = tmp_path / "cache", shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     before = contents(output)
     recipe = tiny_recipe(tmp_path, output={"grid": 1})
     arguments = ("build", recipe, "-o", output, "--cache", cache)
     delays = random.Random(0)
-    for stage, longest in stages.items():
+    for stage, longest in (("calibrate", 0.5), ("export", 1.0), ("verify", 0.02)):
         process = start(*arguments)
         stop_in(process, cache, stage, signal.SIGKILL, delays.uniform(0, longest))
         assert finish(process).exit_code == -signal.SIGKILL

@@ -24,6 +24,7 @@ def small_build(folder, place, components):
     return Build(recipe, "weights", place, Cache(folder / "cache"), Reporter(Console(quiet=True)))
 
 
+@pytest.mark.soak  # tests/gpu has builds that do so
 def test_another_process_exports_components_into_the_cache(tmp_path):
     save(tmp_path / "pipeline", "stable_diffusion")
     build = small_build(tmp_path, Place("cpu", "float32", ""), {"text_encoder": {}})

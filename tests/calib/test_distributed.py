@@ -56,7 +56,7 @@ def ranks(size, *arguments, separate_disks=None):
     return started
 
 
-@pytest.mark.first_case
+@pytest.mark.soak  # test_shared_builds.py compares a build of two processes with that of one
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks_make_what_one_makes(alone, tmp_path, size):
     recipe, expected = alone
@@ -79,7 +79,7 @@ def test_ranks_on_disks_of_their_own_make_what_one_makes(alone, tmp_path):
     assert output.read_bytes() == expected
 
 
-@pytest.mark.soak  # test_shared_builds.py starts builds by torchrun
+@pytest.mark.soak
 def test_torchrun_starts_it(alone, tmp_path):
     recipe, expected = alone
     output = tmp_path / "c.safetensors"
@@ -98,7 +98,7 @@ def wait_for(condition, process):
         time.sleep(0.005)
 
 
-@pytest.mark.first_case
+@pytest.mark.soak
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_killed_rank_loses_no_finished_batch(tmp_path, size):
     # Batches take long enough to be killed in between; a recipe of its own has its own result.

@@ -137,7 +137,7 @@ def auto_recipe(folder, attention="auto", modiff="auto", plan=None, **layers):
     return recipe
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_build_takes_the_layers_that_the_plan_chose(tmp_path):
     point = "fp16 everywhere, layers static by deltas"
     bundle = tmp_path / "bundle"

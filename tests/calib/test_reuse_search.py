@@ -105,6 +105,7 @@ def test_the_fewest_steps_that_keep_the_budget(model, search):
     assert computed == chosen.schedule.count and db > 33
 
 
+@pytest.mark.soak
 def test_trajectories_of_a_plan_are_those_of_its_arithmetic(model, measured):
     """The search takes them beside those of full precision, and keeps the schedule whose worst sample is nearest."""
 

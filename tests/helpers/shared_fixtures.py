@@ -10,6 +10,7 @@ import torch
 from browser import Page, chromium
 from support import WEIGHTS, Built, run, tiny_recipe
 from tiny_layers import WITH_CONV
+from torch._export.utils import _collect_all_valid_cia_ops
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from trtconvert.files import locked
@@ -18,8 +19,10 @@ from trtconvert.models.digits import digits_model
 
 @pytest.fixture(scope="session", autouse=True)
 def one_registry():
-    """Exports of a process share the exporter's table of operators: torch would compile 500 functions anew for each export."""
+    """Exports of a process share the exporter's table of operators, and torch's list of operators that it can decompose: torch
+    would compile 500 functions and search all operators anew for each export, which is most of the time of a small one."""
     made = functools.cache(ONNXRegistry.from_torchlib)
+    decomposable = functools.cache(lambda registered: _collect_all_valid_cia_ops())
 
     def copied(cls, **options):
         registry = cls()
@@ -27,8 +30,13 @@ def one_registry():
         registry.functions = {target: list(decompositions) for target, decompositions in functions.items()}
         return registry
 
+    def listed():
+        return decomposable(len(torch._C._dispatch_get_all_op_names()))  # a test may register operators
+
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(ONNXRegistry, "from_torchlib", classmethod(copied))
+        for module in (torch.export.decomp_utils, torch.export.exported_program):
+            patches.setattr(module, _collect_all_valid_cia_ops.__name__, listed)
         yield
 
 

@@ -39,15 +39,9 @@ from trtconvert.runtime.diffusers import DiffusersDenoiser
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 
 
+# The others take half a minute to a minute each.
 QUICK = ("flux",)
-
-
-# Each takes half a minute to a minute, and has a network like those of Stable Diffusion, Flux and Wan.
-SOAKED = ("animatediff", "cogvideox", "ltx", "pixart", "stable_diffusion", "stable_diffusion_3", "stable_diffusion_xl")
-NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.soak if name in SOAKED else pytest.mark.slow)
-    for name in PIPELINES
-]
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in PIPELINES]
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,7 @@ def test_commands_tell_of_guidance_and_draw(fused_build, tmp_path):
     assert outcome.exit_code == 0, outcome.output
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:the pipeline uses predictions")
 def test_a_bundle_of_a_pipeline_is_dropped_in(tmp_path, monkeypatch):
     """PixArt on ONNX Runtime: the drop-in draws the same as the bundle with both halves."""

@@ -59,6 +59,8 @@ def test_builds_follow_the_files_and_scales(tmp_path, monkeypatch):
 
     # The model that a bundle is compared with has the LoRAs too. They are looked for in the current folder.
     loaded = runtime.load(tmp_path / "bundle")
+    with pytest.raises(BackendUnavailable, match=r"(?s)LoRAs.*cannot be changed.*other loras in the recipe"):
+        loaded["denoiser"].set_loras([(tmp_path / "a.safetensors", 1.0)])
     monkeypatch.chdir(tmp_path / "cache")
     assert full_precision(loaded, None) is None
     with pytest.raises(UserError, match=r"(?s)LoRA of the model.*no b\.safetensors.*in the folder of the LoRA"):
@@ -180,7 +182,7 @@ def test_t5_is_the_second_text_encoder_of_flux_and_the_third_of_stable_diffusion
     assert both.components == ["text_encoder_2", "text_encoder_3 or text_encoder_2"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_pipeline_is_built_with_its_loras(tmp_path):
     """In half precision the LoRA is merged before weights are rounded. ONNX Runtime cannot change LoRAs later."""
     pipe = tiny_pipelines.stable_diffusion()

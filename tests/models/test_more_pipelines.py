@@ -102,6 +102,7 @@ def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
     assert errors and max(errors) <= INT8_CALL
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in CONVERTIBLE]
 )

@@ -90,7 +90,7 @@ def test_prompts_are_padded_to_any_length_in_the_range(tmp_path, name):
     assert model.dims["tokens"] == (4 + more, TOKENS + more, 12 + more)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_bundle_draws_prompts_of_any_length_in_the_range(tmp_path):
     tiny_pipelines.with_text("flux").save_pretrained(tmp_path / "pipeline")
     given = options("flux", batch=1, tokens=[4, TOKENS, 12])

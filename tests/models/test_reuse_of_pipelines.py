@@ -53,7 +53,7 @@ def test_half_of_a_pipelines_steps_are_computed(tmp_path, name, calls):
     assert made == pytest.approx([t for t in kept for _ in range(calls)], rel=1e-3)
 
 
-@pytest.mark.first_case
+@pytest.mark.soak
 @pytest.mark.parametrize("denoiser", ["transformer", "transformer_2"])
 def test_each_of_two_denoisers_leaves_out_steps_of_its_own(tmp_path, denoiser):
     """Half of the noise levels belong to the other denoiser, whose steps are neither left out nor used for extrapolation."""

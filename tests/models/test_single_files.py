@@ -370,7 +370,7 @@ def test_a_recipe_names_a_file_and_its_configurations(sd, tmp_path):
             models.load(section.model_copy(update={"options": options}))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_bundle_of_one_file_draws_by_itself(sd, tmp_path):
     """One FP16 file has the text encoder, the denoiser and the VAE; the folder of configurations has the tokenizer."""
     weights = {name: x.half() if x.is_floating_point() else x for name, x in sd[1].items()}

@@ -76,6 +76,7 @@ def test_a_step_is_what_the_equations_say(case):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.soak  # tests/gpu/test_modiff_on_gpu.py has the same cases
 def test_the_kernels_in_the_interpreter():
     ended = subprocess.run(
         [sys.executable, str(HELPERS / "modiff_kernels.py")],
