@@ -93,6 +93,38 @@ def test_calls_without_effect_on_the_prediction_are_left():
     }
 
 
+class Readers(nn.Module):
+    """Layers that read results of attention: moved, split, joined with others, added to others, scaled in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+        self.linear = nn.ModuleDict(
+            {name: nn.Linear(64, 64) for name in ("moved", "split", "added", "scaled", "other")}
+        )
+        self.linear["joined"] = nn.Linear(128, 64)
+
+    def forward(self, x, timestep):
+        found = self.attention(x)
+        read = {
+            "moved": found,
+            "split": found[:, 2:],
+            "added": x + found,
+            "joined": torch.cat([found, x], -1),
+            "other": x,
+        }
+        results = [self.linear[name](value).mean(1) for name, value in read.items()]
+        return sum(results) * timestep.view(-1, 1) + self.linear["scaled"](found.mul_(2)).mean(1)
+
+
+def test_layers_know_that_they_read_what_attention_computed():
+    model, flow = Readers(), DataFlow()
+    finder = LayerFinder(model, flow=flow)
+    find_sites(model, INPUTS, "timestep", layer_hooks(finder), flow)
+    behind = {layer.name.removeprefix("linear."): layer.behind_attention for layer in finder.layers()}
+    assert behind == {"moved": True, "split": True, "joined": True, "added": False, "scaled": False, "other": False}
+
+
 def test_names_do_not_drift_over_forwards():
     model = Model(Attention(calls=2))
     names = []

@@ -268,7 +268,10 @@ class KernelCost:
         infinite for a mode that was not measured. Convolutions include the group norm before them; convolutions without an INT8
         kernel, and those that engines leave in 16 bits (see `convs.left`), take the 16-bit time in all modes. Linear layers
         beside plugins take the 16-bit time less what their INT8 product saves in an engine, where a norm or GEGLU quantises the
-        rows. Layers of few rows take the time of reading their weights."""
+        rows. Other linear layers take the measured time, without the kernel that quantises rows where TensorRT fuses it into the
+        operator that computes the rows: behind anything but attention, for many rows. Layers of few rows take the time of reading
+        their weights.
+        """
         if layer.weight_only:
             bytes_each = 1 if mode == LayerMode.WEIGHT_ONLY else 2
             read = bytes_each * layer.in_channels * layer.out_channels
@@ -285,7 +288,13 @@ class KernelCost:
         points = sorted((work, t) for work, kind, t in rows if kind == mode)
         if not points:
             return math.inf
-        return _interpolated(flops(layer, batch), points)
+        seconds = _interpolated(flops(layer, batch), points)
+        by_rows = layer.kind == "linear" and mode in INT8_PRODUCTS and batch * layer.rows >= beside_plugins.FEWEST_ROWS
+        if by_rows and not layer.behind_attention:
+            exact = self.layer_seconds(layer, batch, LayerMode.EXACT)
+            apart = 1e-6 * beside_plugins.rows_apart_us(batch * layer.rows, layer.in_channels)
+            return max(seconds - apart, min(seconds, exact / _MOST_GAIN))
+        return seconds
 
     def is_beside_plugins(self, layer: Layer) -> bool:
         """Returns whether our plugins compute a linear layer in INT8 on the measured GPU, as in a U-Net on Hopper."""

@@ -105,6 +105,7 @@ class Layer:
             norm.
         gated: whether GEGLU computes its input. geglu: whether its output is the input of GEGLU.
         behind_gelu: whether its input is the GELU of another layer's output.
+        behind_attention: whether its input holds results of attention, which no other operator computes with.
         beside_plugins: whether it is a linear layer of a model with convolutions behind group norms. Our plugins compute such a
             model's norms, and its linear layers beside them.
     """
@@ -126,6 +127,7 @@ class Layer:
     gated: bool = False
     geglu: bool = False
     behind_gelu: bool = False
+    behind_attention: bool = False
     beside_plugins: bool = False
 
 
@@ -318,6 +320,7 @@ class LayerFinder:
                 normed=call.x in (self._normed_rows if call.kind == "linear" else self._normed),
                 gated=call.x in self._gated,
                 behind_gelu=call.x in self._gelus,
+                behind_attention=self._flow is not None and self._flow.is_of_attention(call.x),
             )
             self._written[output.untyped_storage().data_ptr()] = call.name
         return output
