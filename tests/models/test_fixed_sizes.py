@@ -70,11 +70,14 @@ def test_models_of_any_size_pass_and_those_that_read_values_are_left_to_the_expo
         refuse_fixed_sizes(model, model.dims)
 
 
-def test_a_build_tells_it_before_the_calibration(tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", ["build", "calibrate"])
+def test_commands_tell_it_before_the_calibration(tmp_path, monkeypatch, command):
     monkeypatch.setattr(tiny_models, "baked", lambda: model_of(BAKED["a view"][0]), raising=False)
     recipe = tiny_recipe(tmp_path, model={"source": "tiny_models:baked"}, attention={"modes": "precision"})
+    monkeypatch.setattr("trtconvert.calib.command.calibrate", None)  # first: this imports the other module's function
     monkeypatch.setattr("trtconvert.calib.calibrate.calibrate", None)
-    refusal(run("build", recipe, "-o", tmp_path / "o", "--no-cache"), "does not take the sizes", "at batch 1")
+    apart = ["--no-cache"] if command == "build" else ["--cache", tmp_path / "cache"]
+    refusal(run(command, recipe, "-o", tmp_path / "o", *apart), "does not take the sizes", "at batch 1")
 
 
 def _one_size(form: str) -> DiffusionModel:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from trtconvert import models
+from trtconvert.bundle import covering
 from trtconvert.cache import Cache
 from trtconvert.calib.calibrate import calibrate, observations_folder, parts_to_convert, refuse_without_blocks
 from trtconvert.calib.calibration import Calibration
@@ -17,6 +18,7 @@ from trtconvert.calib.distributed import Ranks
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
 from trtconvert.files import one_at_a_time, whole_file
+from trtconvert.models.fixed_sizes import refuse_fixed_sizes
 from trtconvert.models.guidance import fused_form
 from trtconvert.models.identity import identity
 from trtconvert.models.placed import placed
@@ -56,15 +58,20 @@ def calibrate_recipe(
             model = models.load(with_dtype(recipe.model), recipe.loras, as_stored=place.on_gpu)
             if recipe.engine.guidance == "fused":
                 fused_form(model)  # refuses models without a fused form
+            dims = [
+                dict(model.dims) | {name: (size.min, size.opt, size.max) for name, size in ranges.items()}
+                for ranges in recipe.engine.ranges()
+            ]
+            if model.diffusers is None:  # pipelines were observed at several sizes
+                refuse_fixed_sizes(model, covering(dims))
             model = placed(model, place, report.notice)
             parts = parts_to_convert(model, recipe.attention, recipe.layers)
             if recipe.sparse_shares:
-                for ranges in recipe.engine.ranges():
-                    asked = {name: (size.min, size.opt, size.max) for name, size in ranges.items()}
-                    refuse_without_blocks(model, parts.sites, dict(model.dims) | asked, section.bins)
+                for sizes in dims:
+                    refuse_without_blocks(model, parts.sites, sizes, section.bins)
             made = calibrate(
                 model, section, weights, parts.sites, work, bar, ranks, skip_bad=skip_bad, layers=parts.layers,
-                of_layers=recipe.layers, shares=recipe.sparse_shares,
+                of_layers=recipe.layers, shares=recipe.sparse_shares, dtype=recipe.model.dtype,
             )  # fmt: skip
             if partial is not None:
                 made.save(partial)
