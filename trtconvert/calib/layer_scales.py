@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -179,13 +180,15 @@ def choose_scales(
     seen = _Points(rows)
     halves = seen.halves()
 
-    def errors(choice: _Choice) -> list[float]:
-        """Errors on each half of the points with the choice fitted to the other half."""
-        return [choice.fitted(mine, weight).error_on(other, mine) for mine, other in (halves, halves[::-1])]
+    def errors(choices: Sequence[_Choice]) -> list[list[float]]:
+        """Errors of each choice on each half of the points, fitted to the other half. Waits for a GPU once."""
+        of_halves = [_fitted(choices, mine, weight).errors_on(other, mine) for mine, other in (halves, halves[::-1])]
+        return torch.stack(of_halves, 1).tolist()
 
     def best_of(choices: Iterable[_Choice], plain: _Choice, gain: float) -> _Choice:
         """Returns the best of the choices that pay in both halves, else `plain`."""
-        found = {choice: errors(choice) for choice in (plain, *choices)}
+        tried = (plain, *choices)
+        found = dict(zip(tried, errors(tried), strict=True))
         pays = [
             choice
             for choice, here in found.items()
@@ -194,8 +197,8 @@ def choose_scales(
         return min(pays, key=lambda choice: sum(found[choice]), default=plain)
 
     def scale_by_bin(points: _Points, moved: _Moved) -> Tensor:
-        here = nearest_bins(points.bins, bins)
-        return torch.stack([_scale_of(points.of_bin(index), moved, statistic, percentile / 100) for index in here])
+        scales = {index: _scale_of(here, moved, statistic, percentile / 100) for index, here in points.by_bin().items()}
+        return torch.stack([scales[index] for index in nearest_bins(list(scales), bins)])
 
     best = _Choice()
     if offsets and layers[0].kind == "linear":
@@ -203,13 +206,13 @@ def choose_scales(
     if equalise:
         gain = GELU_FACTOR_GAIN if any(layer.behind_gelu for layer in layers) else FACTOR_GAIN
         best = best_of((replace(best, exponent=exponent) for exponent in EXPONENTS), best, gain)
-    chosen = best.fitted(seen, weight)
+    chosen = _fitted([best], seen, weight)
     scale = scale_by_bin(seen, chosen)
     of_deltas = None
     if deltas is not None:
         of_deltas = scale_by_bin(_Points(deltas), replace(chosen, offset=torch.zeros_like(chosen.offset)))
         of_deltas = short_scale(of_deltas.clamp_min(float(scale.max()) * LEAST_DELTA)).cpu()
-    return LayerScales(chosen.factor.cpu(), chosen.offset.cpu(), short_scale(scale).cpu(), of_deltas)
+    return LayerScales(chosen.factor[0].cpu(), chosen.offset[0].cpu(), short_scale(scale).cpu(), of_deltas)
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
@@ -237,8 +240,15 @@ class _Points:
         self._rows = rows
         self.x = rows.sample.flatten(0, 1)
 
-    def of_bin(self, index: int) -> _Points:
-        return _Points(self._rows.select(self._rows.bin == index))
+    def by_bin(self) -> dict[int, _Points]:
+        """Returns the points of each observed bin, by ascending bin."""
+        ordered = self._rows.select(self._rows.bin.argsort(stable=True))
+        bins, counts = (found.tolist() for found in ordered.bin.unique_consecutive(return_counts=True))
+        ends = list(accumulate(counts))
+        return {
+            index: _Points(ordered.select(slice(end - count, end)))
+            for index, count, end in zip(bins, counts, ends, strict=True)
+        }
 
     def halves(self) -> tuple[_Points, _Points]:
         """Splits the calls into every other call and the rest: channels that are large by chance in a few calls are so in one
@@ -246,10 +256,6 @@ class _Points:
         if len(self._rows.bin) < 2:
             return self, self
         return _Points(self._rows.select(slice(0, None, 2))), _Points(self._rows.select(slice(1, None, 2)))
-
-    @property
-    def bins(self) -> list[int]:
-        return self._rows.bin.unique().tolist()
 
     def middle(self) -> Tensor:
         """[K] the middle of the range of all channels."""
@@ -281,58 +287,78 @@ class _Choice:
     offset: Callable[[_Points], Tensor] | None = None
     exponent: float | None = None
 
-    def fitted(self, seen: _Points, weight: Tensor) -> _Moved:
-        of_weight = weight.abs().amax(0)
-        offset = torch.zeros_like(of_weight) if self.offset is None else self.offset(seen)
-        factor = torch.ones_like(of_weight)
-        if self.exponent is not None:
-            factor = _factor(seen.amax(offset), of_weight, self.exponent)
-        scaled = weight / factor
-        stored, scale = quantise_weight(scaled)
-        difference = (stored.float() * scale[:, None] - scaled).double().square().sum(0)
-        return _Moved(offset, factor, scaled.double().square().sum(0), difference)
+
+def _fitted(choices: Sequence[_Choice], seen: _Points, weight: Tensor) -> _Moved:
+    of_weight = weight.abs().amax(0)
+    offsets = [torch.zeros_like(of_weight) if choice.offset is None else choice.offset(seen) for choice in choices]
+    factors = [
+        torch.ones_like(of_weight)
+        if choice.exponent is None
+        else _factor(seen.amax(offset), of_weight, choice.exponent)
+        for choice, offset in zip(choices, offsets, strict=True)
+    ]
+    factor = torch.stack(factors)
+    scaled = weight / factor[:, None]
+    stored, scale = quantise_weight(scaled.flatten(0, 1))
+    difference = (stored.float() * scale[:, None]).view_as(scaled) - scaled
+    return _Moved(torch.stack(offsets), factor, scaled.double().square().sum(1), difference.double().square().sum(1))
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """An offset and factors; [K] squared norms of the weights of each channel of x̂, and of their change by quantisation."""
+    """Offsets and factors of C choices; squared norms of the weights of each channel of x̂, and of their change by quantisation.
+    All are [C, K]."""
 
     offset: Tensor
     factor: Tensor
     squares: Tensor
     differences: Tensor
 
-    def error_on(self, held: _Points, fitted: _Points) -> float:
-        """Returns the error on `held` with the scale that is best for `fitted`."""
+    def errors_on(self, held: _Points, fitted: _Points) -> Tensor:
+        """Returns the errors [C] on `held` with the scales that are best for `fitted`."""
         # The weights' error multiplies x, not x̂: see `layer_tables`.
-        of_weight = ((held.x * self.factor).double().square().mean(0) * self.differences).sum()
-        return float(self.errors_at(held, [self.best_limit(fitted)])[0]) + float(of_weight)
+        squares = torch.stack([(held.x * factor).double().square().mean(0) for factor in self.factor])
+        return self.errors_at(held, self.best_limits(fitted)[:, None])[:, 0] + (squares * self.differences).sum(1)
 
-    def best_limit(self, seen: _Points) -> float:
-        """Returns the limit of least error."""
-        top = float((seen.amax_of_calls(self.offset) * self.factor).amax().clamp_min(1e-12))
-        limits = [clip * top for clip in CLIPS]
-        return limits[int(self.errors_at(seen, limits).argmin())]
+    def best_limits(self, seen: _Points) -> Tensor:
+        """Returns the limits [C] of least error, in FP64."""
+        largest = [
+            (seen.amax_of_calls(offset) * factor).amax()
+            for offset, factor in zip(self.offset, self.factor, strict=True)
+        ]
+        top = torch.stack(largest).clamp_min(1e-12).double()
+        limits = top[:, None] * torch.tensor(CLIPS, dtype=torch.float64, device=top.device)
+        return limits.gather(1, self.errors_at(seen, limits).argmin(1, keepdim=True))[:, 0]
 
-    def errors_at(self, seen: _Points, limits: Sequence[float]) -> Tensor:
-        """[limits] FP64 errors of activations with x̂ clipped at each limit. Evaluated together, as each result synchronises."""
-        x = (seen.x - self.offset) * self.factor
-        extremes = seen.amax_of_calls(self.offset) * self.factor
-        at_once = max(1, MOST_NUMBERS // max(1, x.numel(), extremes.numel()))
-        found = []
-        for some in torch.tensor(limits, dtype=torch.float64, device=x.device).split(at_once):
-            limit = some.to(x.dtype).view(-1, 1, 1)
-            # In units of a step, so that no square leaves the range of FP32.
-            steps = x / (limit / LEVELS)
-            error = (steps - steps.round().clamp_(-LEVELS, LEVELS)).square_().mean(1).double()
-            beyond = ((extremes / limit).sub_(1).clamp_min_(0).square_() * seen.share_of_extremes).mean(1).double()
-            squared = error * (some / LEVELS).square()[:, None] + beyond * some.square()[:, None]
-            found.append((squared * self.squares).sum(1))
-        return torch.cat(found)
+    def errors_at(self, seen: _Points, limits: Tensor) -> Tensor:
+        """Returns the errors [C, L] in FP64 of activations with x̂ clipped at each of the limits [C, L]."""
+        found = [
+            _clipping_errors(seen, offset, factor, of_choice, squares)
+            for offset, factor, of_choice, squares in zip(self.offset, self.factor, limits, self.squares, strict=True)
+        ]
+        return torch.stack(found)
+
+
+def _clipping_errors(seen: _Points, offset: Tensor, factor: Tensor, limits: Tensor, squares: Tensor) -> Tensor:
+    """Returns the errors [L] of one choice. Limits are evaluated together, as many as memory allows."""
+    x = (seen.x - offset) * factor
+    extremes = seen.amax_of_calls(offset) * factor
+    at_once = max(1, MOST_NUMBERS // max(1, x.numel(), extremes.numel()))
+    found = []
+    for some in limits.split(at_once):
+        limit = some.to(x.dtype).view(-1, 1, 1)
+        # In units of a step, so that no square leaves the range of FP32.
+        steps = x / (limit / LEVELS)
+        error = (steps - steps.round().clamp_(-LEVELS, LEVELS)).square_().mean(1).double()
+        beyond = ((extremes / limit).sub_(1).clamp_min_(0).square_() * seen.share_of_extremes).mean(1).double()
+        squared = error * (some / LEVELS).square()[:, None] + beyond * some.square()[:, None]
+        found.append((squared * squares).sum(1))
+    return torch.cat(found)
 
 
 def _scale_of(seen: _Points, moved: _Moved, statistic: str, quantile: float) -> Tensor:
+    """Returns the scale of the only choice."""
     if statistic == "maxima":
-        maxima = (seen.amax_of_calls(moved.offset) * moved.factor).amax(1)
+        maxima = (seen.amax_of_calls(moved.offset[0]) * moved.factor[0]).amax(1)
         return torch.quantile(maxima, quantile) / LEVELS
-    return torch.tensor(moved.best_limit(seen) / LEVELS, device=seen.x.device)
+    return (moved.best_limits(seen)[0] / LEVELS).float()
