@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
-from trtconvert.weights.finite import finite, require_finite
+from trtconvert.weights.finite import count_not_finite, finite, require_finite
 from trtconvert.wrapped import WrappedDenoiser
 
 
@@ -47,7 +47,7 @@ class FiniteCalls(WrappedDenoiser):
                 raise UserError(
                     f"the denoiser of {model.name} is called with numbers that are not finite",
                     expected=f"finite numbers in '{name}'",
-                    got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf, {self._place(given)}",
+                    got=f"{count_not_finite(x)}, {self._place(given)}",
                     remedy="correct the sampler or the source of this input",
                 )
         output = self._denoiser(*inputs, **named)
@@ -56,7 +56,7 @@ class FiniteCalls(WrappedDenoiser):
             raise UserError(
                 f"{model.name} predicts numbers that are not finite",
                 expected="finite numbers from finite inputs",
-                got=f"{int((~output.isfinite()).sum())} of {output.numel()} are NaN or Inf, {self._place(given)}",
+                got=f"{count_not_finite(output)}, {self._place(given)}",
                 remedy="check the weights; or give model.dtype a type that holds the model's range, such as float32",
             )
         return output

@@ -62,9 +62,10 @@ class AttentionTimer:
     def _plugin(
         self, case: AttentionCase, modes: Collection[Mode], feeds: list[dict[str, Tensor]]
     ) -> dict[Mode, float]:
-        case = case.with_key_mask()
-        feeds = [feed | _mask(case) for feed in feeds]
-        model = one_node_model(case)
+        own = case.with_key_mask()
+        if own is not case:
+            feeds = [feed | _mask(own) for feed in feeds]
+        model = one_node_model(own)
         lower_to_plugin(model)
         runner = EngineRunner(self._trt, self._build(model))
         times = {}

@@ -18,7 +18,7 @@ from trtconvert.diffusion_model import ModelComponent
 from trtconvert.documents import require_plain_types, safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.models.recorded_calls import relative_error
-from trtconvert.weights.finite import is_finite
+from trtconvert.weights.finite import count_not_finite, is_finite
 
 MOST_KEPT = 2**22
 """Values kept of an output: the whole output of a video VAE has hundreds of megabytes."""
@@ -59,7 +59,7 @@ class ComponentExample:
                 raise UserError(
                     f"{source.name} cannot be converted: its output '{name}' is not finite in FP32",
                     expected="finite numbers from the inputs that the pipeline passes",
-                    got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
+                    got=count_not_finite(x),
                     remedy=f"get the weights of {source.name} again; or leave {source.name} out of the recipe's section "
                     "components (name the others in place of `all`), and pass the model itself to the bundle's pipeline",
                 )

@@ -28,6 +28,11 @@ def finite(x: Tensor) -> Tensor:
     return torch.isfinite(torch.stack(turned.aminmax())).all()
 
 
+def count_not_finite(x: Tensor) -> str:
+    """Describes how many numbers of a tensor are not finite, for messages."""
+    return f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf"
+
+
 def require_finite(problem: str, x: Tensor, remedy: str) -> None:
     """
     Args:
@@ -39,6 +44,6 @@ def require_finite(problem: str, x: Tensor, remedy: str) -> None:
         raise UserError(
             problem,
             expected="finite numbers",
-            got=f"{int((~x.isfinite()).sum())} of {x.numel()} are NaN or Inf",
+            got=count_not_finite(x),
             remedy=remedy,
         )

@@ -43,6 +43,15 @@ def lazy_initializer(
     return add_initializer(graph, ir.LazyTensor(computed, dtype, ir.Shape(shape), name=name))
 
 
+def concatenated(graph: ir.Graph, name: str, tensors: Sequence[ir.TensorProtocol], axis: int) -> ir.Value:
+    """Returns tensors one behind the other along an axis, as the initializer of a name, see `lazy_initializer`."""
+    shape = [int(size) for size in tensors[0].shape]  # type: ignore[arg-type]
+    shape[axis] = sum(int(tensor.shape[axis]) for tensor in tensors)  # type: ignore[arg-type]
+    return lazy_initializer(
+        graph, name, tensors[0].dtype, shape, lambda: np.concatenate([*map(numbers_of, tensors)], axis)
+    )
+
+
 def packed(graph: ir.Graph, name: str, shape: Sequence[int], integers: Callable[[], np.ndarray]) -> ir.Value:
     """Returns INT8 numbers as the initializer of a name, INT32 of a shape: four neighbours in each."""
     return lazy_initializer(

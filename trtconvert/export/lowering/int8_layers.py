@@ -40,8 +40,7 @@ _OWN = (RESIDUAL_NORM, INT8_LINEAR, INT8_RESIDUAL_NORM, "Linear", "GroupNorm")
 """Plugins that compute rows."""
 
 _GEGLU = 1  # TRTCONVERT_GEGLU of int8_linear.h
-MOST_FEW_ROWS = 16
-"""Limit of the kernel for few rows."""
+_MOST_FEW_ROWS = 16  # limit of the kernel for few rows
 _NORMED, _SUM = 1, 0  # outputs of ResidualNorm
 
 
@@ -193,11 +192,13 @@ def _of_few_rows(node: ir.Node, profiles: Sequence[Mapping[str, int]]) -> _Layer
     found = _product(node)
     if found is None or found.weight.activation.is_int8 or found.x.dtype not in HALF or found.result.shape is None:
         return None
-    for sizes in profiles:
-        known = found.result.shape.evaluate(sizes)
-        if not known.is_static() or math.prod(known.numpy()[:-1]) > MOST_FEW_ROWS:
-            return None
-    return found
+    return found if has_few_rows(found.result.shape, profiles) else None
+
+
+def has_few_rows(shape: ir.Shape, profiles: Sequence[Mapping[str, int]]) -> bool:
+    """Whether the kernel for few rows computes a result [..., N], at the sizes of the dynamic dimensions in each profile."""
+    sizes = [shape.evaluate(profile) for profile in profiles]
+    return all(known.is_static() and math.prod(known.numpy()[:-1]) <= _MOST_FEW_ROWS for known in sizes)
 
 
 def _layer(node: ir.Node) -> _Layer | None:

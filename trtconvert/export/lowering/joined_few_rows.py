@@ -6,19 +6,16 @@ A kernel for a layer of few rows takes longer to start than to read the weights:
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from trtconvert.c_structs import MOST_PARTS
 from trtconvert.export.building import cleaned, graph_of
-from trtconvert.export.lowering.initializers import lazy_initializer
-from trtconvert.export.lowering.int8_layers import INT8_LINEAR, MOST_FEW_ROWS
+from trtconvert.export.lowering.initializers import concatenated
+from trtconvert.export.lowering.int8_layers import INT8_LINEAR, has_few_rows
 from trtconvert.export.nodes.common import DOMAIN
-from trtconvert.export.storage import numbers_of
 from trtconvert.linear.modes import LayerMode
 
 
@@ -56,8 +53,7 @@ def _is_of_few_rows(node: ir.Node, profiles: Sequence[Mapping[str, int]]) -> boo
     alone = not any(attributes[name].as_int() for name in ("activation", "residual"))
     if attributes["mode_set"].as_int() != 1 << LayerMode.WEIGHT_ONLY or not alone or len(node.outputs) > 1:
         return False
-    sizes = [node.outputs[0].shape.evaluate(profile) for profile in profiles]
-    return all(known.is_static() and math.prod(known.numpy()[:-1]) <= MOST_FEW_ROWS for known in sizes)
+    return has_few_rows(node.outputs[0].shape, profiles)
 
 
 def _join(nodes: Sequence[ir.Node]) -> None:
@@ -76,7 +72,4 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value:
     """Returns constants one behind the other, in one initializer."""
     tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
     assert len(tensors) == len(values)
-    rows = sum(int(tensor.shape[0]) for tensor in tensors)  # type: ignore[arg-type]
-    shape = (rows, *tensors[0].shape.numpy()[1:])
-    name = f"{tensors[0].name}, and {len(tensors) - 1} more to {tensors[-1].name}"
-    return lazy_initializer(graph, name, tensors[0].dtype, shape, lambda: np.concatenate([*map(numbers_of, tensors)]))
+    return concatenated(graph, f"{tensors[0].name}, and {len(tensors) - 1} more to {tensors[-1].name}", tensors, axis=0)

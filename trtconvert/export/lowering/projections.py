@@ -6,14 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from trtconvert.export.building import NewNodes, graph_of
-from trtconvert.export.lowering.initializers import add_initializer
+from trtconvert.export.lowering.initializers import add_initializer, concatenated
 from trtconvert.export.lowering.int8_weights import Int8Weight, all_of_one_activation
 from trtconvert.export.matching import is_same_shape, only_reader, producer_of
-from trtconvert.export.storage import numbers_of
 
 
 @dataclass(frozen=True)
@@ -116,12 +114,6 @@ def _same_tokens(x: ir.Value, heads: ir.Value) -> bool:
 def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
     """Concatenates weights along the last axis as an initializer that is computed when it is written."""
     tensors = [weight.const_value for weight in weights if weight.const_value is not None]
-    first = tensors[0]
-    shape = ir.Shape([*first.shape[:-1], sum(int(tensor.shape[-1]) for tensor in tensors)])  # type: ignore[arg-type]
-
-    def together() -> ir.Tensor:
-        return ir.Tensor(np.concatenate([numbers_of(tensor) for tensor in tensors], axis=-1), dtype=first.dtype)
-
     # Names are short: TensorRT allows 4096 bytes. A module called twice has its weights joined twice.
     name = base = f"{weights[0].name} and {len(weights) - 1} more"
     count = 1
@@ -130,4 +122,4 @@ def _beside(graph: ir.Graph, weights: Sequence[ir.Value]) -> ir.Value:
         name = f"{base}, {count}"
     if (in_int8 := all_of_one_activation(tensors)) is not None:
         return add_initializer(graph, Int8Weight.beside(name, in_int8))
-    return add_initializer(graph, ir.LazyTensor(together, first.dtype, shape, name=name))
+    return concatenated(graph, name, tensors, axis=-1)
