@@ -163,9 +163,9 @@ TrtConvertStatus check_layers_before(const TrtConvertAttentionParams& c, Report&
   return TRTCONVERT_OK;
 }
 
-// Behind layers, or in two tensors, the pre-pass gathers keys on Hopper alone, whose kernel takes no other masks, and up to 128 channels.
-// Block masks count all keys. The size of a workspace is asked for without pointers, so that a call with layers may find more than it needs. One query may
-// have any stride.
+// Behind layers, or in two tensors, the pre-pass gathers keys on Hopper alone, whose kernel takes no other masks, and up to 128
+// channels. Block masks count all keys. The size of a workspace is asked for without pointers, so that a call with layers may find
+// more than it needs. One query may have any stride.
 bool has_key_mask(const TrtConvertAttentionParams& c, bool may_use_sm90) {
   const bool is_mask_of_keys = c.mask_kind == TRTCONVERT_MASK_BOOL && c.num_queries > 1 && c.mask_strides[2] == 0 &&
                                (c.num_heads == 1 || c.mask_strides[1] == 0) && !c.block_mask_heads && !c.source_keys;
@@ -233,7 +233,6 @@ Params make_params(const TrtConvertAttentionParams& c, const Device& device) {
     p.key_mask = static_cast<const uint8_t*>(c.mask);
     p.key_mask_strides[0] = c.mask_strides[0];
     p.key_mask_strides[1] = c.mask_strides[3];
-    p.given_lengths = c.key_lengths;
     p.index_heads = 1;
     p.source_keys = c.num_keys;
   }
@@ -330,7 +329,11 @@ TrtConvertStatus trtconvert_attention_run(const TrtConvertAttentionParams* param
   const bool on_sm90 = p.multiprocessors > 0;
   p.direct_values = on_sm90 && !p.key_lengths && !p.source_keys && describe_values(p, values);
   p.fp8_values = on_sm90 && p.num_keys > kKeyTile && has_fp8_values(p.dims.pv);
-  if (p.has_key_mask && report.launched(launch_key_lists(p, stream), "key mask")) return report.status;
+  if (p.has_key_mask) {
+    if (report.launched(launch_key_lists(p, stream), "key mask")) return report.status;
+    p.key_index = p.visible_keys;
+    p.key_lengths = p.visible_counts;
+  }
   if (p.block_mask_heads && report.launched(launch_block_lists(p, stream), "block mask")) return report.status;
   if (report.launched(launch_prepass(p, stream), "pre-pass")) return report.status;
 #ifdef TRTCONVERT_SM90

@@ -30,7 +30,7 @@ cudaError_t with_dims(const PaddedDims& dims, Launch launch) {
   }
 }
 
-// Writes visible_keys and visible_counts from the key mask. All architectures.
+// Writes visible_keys and visible_counts from the key mask and key_lengths. All architectures.
 cudaError_t launch_key_lists(const Params& params, cudaStream_t stream);
 
 // Writes the parts of the workspace about the block mask. All architectures.

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
   __shared__ int warp_counts[kWarps];
   const int batch = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint8_t* const mask = p.key_mask + batch * p.key_mask_strides[0];
-  const int end = p.given_lengths ? min(max(p.given_lengths[batch], 0), p.num_keys) : p.num_keys;
+  const int end = num_keys_of(p, batch);
   int32_t* const visible_keys = p.visible_keys + int64_t(batch) * p.num_keys;
   int count = 0;
   for (int first = 0; first < end; first += kThreads) {

@@ -156,12 +156,11 @@ struct Params {
   int index_heads;           // Hkv or 1
   int source_keys;
 
-  // Key masks are boolean masks that are the same for all heads and queries. Hidden keys are left out: with a key mask, key_index and
-  // key_lengths are visible_keys and visible_counts, and mask_kind is TRTCONVERT_MASK_NONE.
+  // Key masks are boolean masks that are the same for all heads and queries. Hidden keys are left out: behind the kernel that lists the
+  // visible keys, key_index and key_lengths are visible_keys and visible_counts. mask_kind is TRTCONVERT_MASK_NONE.
   bool has_key_mask;
-  const uint8_t* key_mask;       // [B, Nk] through strides
+  const uint8_t* key_mask;  // [B, Nk] through strides
   int64_t key_mask_strides[2];
-  const int32_t* given_lengths;  // the caller's key_lengths
 
   float* lse;  // [B, H, Nq] or null. The pre-pass stores the part that smoothing takes from each row's logits, the kernel adds the rest
 

@@ -27,8 +27,8 @@ inline size_t lay_out_workspace(Params& p, void* base) {
     p.k_norm_factors = reinterpret_cast<float*>(take(size_t(p.batch) * p.num_keys * sizeof(float)));
   }
   if (p.has_key_mask) {
-    p.key_index = p.visible_keys = reinterpret_cast<int32_t*>(take(size_t(p.batch) * p.num_keys * sizeof(int32_t)));
-    p.key_lengths = p.visible_counts = reinterpret_cast<int32_t*>(take(size_t(p.batch) * sizeof(int32_t)));
+    p.visible_keys = reinterpret_cast<int32_t*>(take(size_t(p.batch) * p.num_keys * sizeof(int32_t)));
+    p.visible_counts = reinterpret_cast<int32_t*>(take(size_t(p.batch) * sizeof(int32_t)));
   }
   if (p.block_mask_heads > 0) {
     const size_t block_rows = size_t(p.batch) * p.block_mask_heads * p.block_rows;
