@@ -115,6 +115,8 @@ STEPS = ["stride_y", "stride_x", "pad_y", "pad_x"]
 """Of a convolution."""
 LAYER = ["mode_set", "activation", "bias", "residual", "bfloat16"]
 """Attributes of plugins that read quantised rows."""
+PRODUCTS = ["quantised", "out_factor", "out_offset", "timestep", "timestep_max", "changes", "parts"]
+"""Further attributes of a linear layer."""
 
 
 def test_the_library_registers_its_creators(probed: tuple[str, dict, str]) -> None:
@@ -150,7 +152,7 @@ def test_plugins_are_created_and_answer(probed: tuple[str, dict, str]) -> None:
         "ChannelsLastAdd": [[], 1],
         "QuantiseRows": [[*ROWS, "starts_early"], 2],
         "QuantiseChangedRows": [["factor", "activation", "place"], 3],
-        "Int8Linear": [[*LAYER, "quantised", "out_factor", "out_offset", "timestep", "timestep_max", "changes"], 1],
+        "Int8Linear": [[*LAYER, *PRODUCTS], 1],
         "Int8ResidualNorm": [[*ROWS, "epsilon", "normed", "starts_early"], 3],
         "Int8GroupNorm": [["epsilon", "groups", "silu", "timestep_max", "shift", "factor", "timestep"], 2],
         "Int8Conv": [[*STEPS, "bias", "residual", "timestep", "bfloat16", "timestep_max"], 1],
