@@ -3,12 +3,13 @@
     python bench/layer_scales.py [--samples N] [--steps N] [--bins N]
 
 The script measures the digits model with all its layers in INT8 and attention in full precision. The first table has images:
-PSNR of the same seeds against full precision. The second table has layers alone, on rows of full-precision runs at timesteps
-outside of the calibration: the mean and the largest of the layers' errors ‖y − y_exact‖ / ‖y_exact‖. The second table compares
-the default equalisation with remedies that papers propose for outliers: a rotation of the input channels (a normalised Hadamard
-matrix, as QuaRot) in place of the equalisation, and a 16-bit branch of low rank beside the INT8 product (the largest singular
-values of the equalised weight, as SVDQuant). All weights are INT8 per output channel. docs/design/layers.md has the cost of each
-remedy. Prints Markdown tables with the date and the machine; nothing is asserted.
+PSNR of the same seeds against full precision, with compensated weights (`trtconvert.linear.compensation`) and with weights
+rounded to the nearest. The second table has layers alone, on rows of full-precision runs at timesteps outside of the
+calibration: the mean and the largest of the layers' errors ‖y − y_exact‖ / ‖y_exact‖. The second table compares the default
+equalisation with remedies that papers propose for outliers: a rotation of the input channels (a normalised Hadamard matrix, as
+QuaRot) in place of the equalisation, and a 16-bit branch of low rank beside the INT8 product (the largest singular values of the
+equalised weight, as SVDQuant). All weights are INT8 per output channel. docs/design/layers.md has the cost of each remedy.
+Prints Markdown tables with the date and the machine; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -135,6 +136,16 @@ def main() -> None:
         "one per bin, not equalised": lambda: tables_of(model, layers, plain, LayerMode.STATIC, options.bins),
         "one per token": lambda: tables_of(model, layers, scales[options.bins], LayerMode.DYNAMIC, options.bins),
         "INT8 weights alone": lambda: tables_of(model, layers, scales[1], LayerMode.WEIGHT_ONLY, 1),
+    }
+    nearest = {
+        bins: {name: of.rounded_to_nearest() for name, of in of_bins.items()} for bins, of_bins in scales.items()
+    }
+    cases |= {
+        "one scale, weights to the nearest": lambda: tables_of(model, layers, nearest[1], LayerMode.STATIC, 1),
+        "one per token, weights to the nearest": lambda: tables_of(
+            model, layers, nearest[options.bins], LayerMode.DYNAMIC, options.bins
+        ),
+        "INT8 weights alone, to the nearest": lambda: tables_of(model, layers, nearest[1], LayerMode.WEIGHT_ONLY, 1),
     }
     full = images(model, None, options.samples, options.steps)
     print(

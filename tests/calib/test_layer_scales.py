@@ -281,12 +281,37 @@ def test_tied_layers_have_one_weight_and_layers_without_a_bias_zeros():
         ({"x_factor": torch.zeros(64)}, "numbers that are not positive in x_factor"),
         ({"x_scale": torch.tensor([1.0, math.inf])}, "in x_scale"),
         ({"x_offset": torch.full((64,), math.nan)}, "in x_offset"),
+        ({"directions": torch.ones(4, 64).half()}, "one of directions and remainder"),
+        (
+            {"directions": torch.ones(4, 64), "remainder": torch.ones(64)},
+            "directions of [4, 64] torch.float32, where FP16 [4, 64] is needed",
+        ),
+        ({"directions": torch.ones(64).half(), "remainder": torch.ones(64)}, "FP16 [32, 64] is needed"),
+        ({"directions": torch.ones(33, 64).half(), "remainder": torch.ones(64)}, "FP16 [32, 64] is needed"),
+        ({"directions": torch.ones(4, 64).half(), "remainder": torch.zeros(64)}, "in remainder"),
     ],
 )
 def test_scales_that_cannot_be_used_say_why(change, flaw):
     scales = {"x_factor": torch.ones(64), "x_offset": -torch.ones(64), "x_scale": torch.ones(2)} | change
     found = LayerScales(**scales).flaw(64, 2)
     assert flaw in found and bool(found) == bool(change)
+
+
+def test_weights_are_rounded_by_the_directions_of_observed_inputs():
+    layer, model = layer_and_model()
+    mean = random(64, seed=9)
+    scales = chosen(layer, model, rows_of(*calls(lambda x: x * 0.3 + mean)))
+    assert scales.directions is not None and not scales.flaw(64, 1)
+    nearest, modes = scales.rounded_to_nearest(), {layer.name: torch.tensor([LayerMode.WEIGHT_ONLY])}
+    assert "directions" not in nearest.tensors() and "remainder" not in nearest.tensors()
+    x = random(2, 128, 64, seed=99) * 0.3 + mean
+
+    def found(scales):
+        tables = layer_tables(model, [layer], {layer.input_group: scales}, modes)[layer.name]
+        with torch.no_grad():
+            return error(linear(x, None, tables), F.linear(x, model.layer.weight, model.layer.bias))
+
+    assert found(scales) < 0.6 * found(nearest)
 
 
 def test_rows_move_between_devices_whole():

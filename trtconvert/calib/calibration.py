@@ -84,6 +84,11 @@ class Calibration:
         """
         return {site: self.blocks[site].mask(row) for site, row in shares.items()}
 
+    def rounded_to_nearest(self) -> Calibration:
+        """Returns the calibration without second moments of layers' inputs, as replaceable weights need: an engine that gets its
+        own weights again then computes the same."""
+        return replace(self, layers={name: of.rounded_to_nearest() for name, of in self.layers.items()})
+
     def save(self, path: Path) -> None:
         """Writes one safetensors file with the provenance as JSON in its metadata."""
         of_inputs = {name: {INPUT_AMAX: amax} for name, amax in self.inputs.items()}

@@ -60,12 +60,15 @@ class ComponentLayers:
 
 
 @torch.no_grad()
-def component_layers(source: ModelComponent, section: LayersSection, limit: float) -> ComponentLayers:
+def component_layers(
+    source: ModelComponent, section: LayersSection, limit: float, *, replaceable: bool = False
+) -> ComponentLayers:
     """Chooses the INT8 layers of a component.
 
     Args:
         section: how layers are chosen and scales are made, as for the denoiser.
         limit: relative L2 error of each of the component's outputs.
+        replaceable: engines may get other weights, see `Calibration.rounded_to_nearest`.
     Raises:
         UserError: no layer can be INT8, or NaN or Inf at the input of a layer.
         GateError: no layer is within the limit.
@@ -98,6 +101,8 @@ def component_layers(source: ModelComponent, section: LayersSection, limit: floa
         )
         for name, layers in by_input_group(chosen).items()
     }
+    if replaceable:
+        scales = {name: of.rounded_to_nearest() for name, of in scales.items()}
     stated = stated_layers(section.model_copy(update={"modes": "static"}), chosen, 1)
     tables = layer_tables(source.module, chosen, scales, {name: decision.modes for name, decision in stated.items()})
     decibels = _decibels(source, tables)

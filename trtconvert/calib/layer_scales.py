@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trtconvert.attention.ranges import nearest_bins
 from trtconvert.calib.layer_observer import LayerRows
+from trtconvert.linear.compensation import DIRECTIONS, Moments, compensated_weight, moments_of
 from trtconvert.linear.reference import (
     LEVELS,
     LayerTables,
@@ -52,6 +53,9 @@ ratio of the two scales. Inputs that stay the same, such as a prompt's tokens, h
 MOST_NUMBERS = 2**25
 """Numbers per chunk when several limits are evaluated together: 128 MiB in FP32."""
 
+_OF_ANY_SIGN = "x_offset", "directions"
+"""Tensors of `LayerScales` that may hold negative numbers."""
+
 WEIGHT_ROWS = 512
 """Number of output channels that estimate the error of weights during the choice of factors."""
 
@@ -63,12 +67,27 @@ class LayerScales:
     Attributes:
         x_factor, x_offset, x_scale: as in `LayerTables`.
         change_scale: [T] scale of the deltas of x̂ from step to step, like x_scale; None if deltas were not observed.
+        directions, remainder: `Moments` of x; None in older calibrations and with too few observed rows: weights are rounded
+            to the nearest.
     """
 
     x_factor: Tensor
     x_offset: Tensor
     x_scale: Tensor
     change_scale: Tensor | None = None
+    directions: Tensor | None = None
+    remainder: Tensor | None = None
+
+    @property
+    def moments(self) -> Moments | None:
+        """Second moments of x."""
+        if self.directions is None or self.remainder is None:
+            return None
+        return Moments(self.directions, self.remainder)
+
+    def rounded_to_nearest(self) -> LayerScales:
+        """Returns the scales without second moments."""
+        return replace(self, directions=None, remainder=None)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that are present, by name."""
@@ -76,12 +95,17 @@ class LayerScales:
 
     def flaw(self, channels: int, bins: int) -> str:
         """Returns why the scales cannot be used for an input with this many channels; empty if they can."""
+        if (self.directions is None) != (self.remainder is None):
+            return "one of directions and remainder without the other"
         shapes = {"x_factor": (channels,), "x_offset": (channels,), "x_scale": (bins,), "change_scale": (bins,)}
+        if self.directions is not None:
+            count = min(max(len(self.directions) if self.directions.dim() else 0, 1), DIRECTIONS)
+            shapes |= {"directions": (count, channels), "remainder": (channels,)}
         for name, tensor in self.tensors().items():
-            shape = shapes[name]
-            if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-                return f"{name} of {list(tensor.shape)} {tensor.dtype}, where FP32 {list(shape)} is needed"
-            if not tensor.isfinite().all() or (name != "x_offset" and (tensor <= 0).any()):
+            dtype, kind = (torch.float16, "FP16") if name == "directions" else (torch.float32, "FP32")
+            if tensor.shape != shapes[name] or tensor.dtype != dtype:
+                return f"{name} of {list(tensor.shape)} {tensor.dtype}, where {kind} {list(shapes[name])} is needed"
+            if not tensor.isfinite().all() or (name not in _OF_ANY_SIGN and (tensor <= 0).any()):
                 return f"NaN, Inf, or numbers that are not positive in {name}"
         if self.change_scale is not None and (self.change_scale < LEAST_DELTA * self.x_scale.max()).any():
             return f"numbers in change_scale below {LEAST_DELTA:g} of the largest x_scale"
@@ -126,7 +150,8 @@ def layer_tables(
         if key in stored:
             weight, scale = (x.to(here) for x in stored[key])
         else:
-            weight, scale = layer_weight(own.to(here).float(), factor)
+            wide, moments = own.to(here).float(), of_input.moments
+            weight, scale = compensated_weight(wide, factor, moments) if moments else layer_weight(wide, factor)
         bias = None if layer.bias is None else layer.bias.of(tensors).to(here).float()
         bias = layer_bias(bias, weight, scale, factor, offset)
         if key not in stored:
@@ -178,11 +203,14 @@ def choose_scales(
     equalise = equalise and not any(is_quantised(layer.weight.of(tensors)) for layer in layers)
     weight = _joined([layer.weight.of(tensors) for layer in layers]).to(rows.low.device)
     seen = _Points(rows)
-    halves = seen.halves()
+    halves, moments = seen.halves(), moments_of(seen.x)
+    met = torch.ones_like(weight[0]) if moments is None else moments.remainder_share
 
     def errors(choices: Sequence[_Choice]) -> list[list[float]]:
         """Errors of each choice on each half of the points, fitted to the other half. Waits for a GPU once."""
-        of_halves = [_fitted(choices, mine, weight).errors_on(other, mine) for mine, other in (halves, halves[::-1])]
+        of_halves = [
+            _fitted(choices, mine, weight).errors_on(other, mine, met) for mine, other in (halves, halves[::-1])
+        ]
         return torch.stack(of_halves, 1).tolist()
 
     def best_of(choices: Iterable[_Choice], plain: _Choice, gain: float) -> _Choice:
@@ -212,7 +240,9 @@ def choose_scales(
     if deltas is not None:
         of_deltas = scale_by_bin(_Points(deltas), replace(chosen, offset=torch.zeros_like(chosen.offset)))
         of_deltas = short_scale(of_deltas.clamp_min(float(scale.max()) * LEAST_DELTA)).cpu()
-    return LayerScales(chosen.factor[0].cpu(), chosen.offset[0].cpu(), short_scale(scale).cpu(), of_deltas)
+    directions, remainder = (None, None) if moments is None else (moments.directions.cpu(), moments.remainder.cpu())
+    in_bins = short_scale(scale).cpu()
+    return LayerScales(chosen.factor[0].cpu(), chosen.offset[0].cpu(), in_bins, of_deltas, directions, remainder)
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
@@ -314,10 +344,14 @@ class _Moved:
     squares: Tensor
     differences: Tensor
 
-    def errors_on(self, held: _Points, fitted: _Points) -> Tensor:
-        """Returns the errors [C] on `held` with the scales that are best for `fitted`."""
+    def errors_on(self, held: _Points, fitted: _Points, met: Tensor) -> Tensor:
+        """Returns the errors [C] on `held` with the scales that are best for `fitted`.
+
+        Args:
+            met: [K] share of each channel's second moment that errors of weights meet.
+        """
         # The weights' error multiplies x, not x̂: see `layer_tables`.
-        squares = torch.stack([(held.x * factor).double().square().mean(0) for factor in self.factor])
+        squares = torch.stack([(held.x * factor).double().square().mean(0) * met for factor in self.factor])
         return self.errors_at(held, self.best_limits(fitted)[:, None])[:, 0] + (squares * self.differences).sum(1)
 
     def best_limits(self, seen: _Points) -> Tensor:

@@ -35,6 +35,8 @@ def calibrate_stage(build: Build, meanwhile: Callable[[], None] = lambda: None) 
     """
     recipe, weights = build.recipe, build.weights
     reads = calibration_reads(recipe, weights) | build.place.reads()
+    if recipe.engine.refittable:
+        reads["refittable"] = True
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import (
@@ -85,6 +87,8 @@ def calibrate_stage(build: Build, meanwhile: Callable[[], None] = lambda: None) 
                 with build.crew.sharing(_calibration, parts, work):
                     made = _calibration(build, bar, parts, work)
                 shutil.rmtree(work)
+        if recipe.engine.refittable:
+            made = made.rounded_to_nearest()
         made.save(folder / CALIBRATION)
         for file, found in ((SITES, (*parts.sites, *parts.left_sites)), (LAYERS, (*parts.layers, *parts.left_layers))):
             (folder / file).write_text(json.dumps([asdict(part) for part in found], indent=1))

@@ -77,7 +77,8 @@ def component_stage(build: Build, name: str) -> Stage:
                 remedy=f"set components.{name}.dtype to float32 in the recipe",
             )
         onnx_file = folder / f"{name}.onnx"
-        found = component_layers(source, recipe.layers, limit) if in_int8 else None
+        replaceable = recipe.engine.refittable
+        found = component_layers(source, recipe.layers, limit, replaceable=replaceable) if in_int8 else None
         exported = trace_component(source, getattr(torch, dtype), found.converted if found else None)
         storage.save(exported, onnx_file)
         check_onnx(onnx_file, dtype)
