@@ -27,3 +27,12 @@ def test_a_model_may_read_numbers_from_its_buffers(faked):
         found = model(mode.from_tensor(x))
     assert found.shape == model(x).shape
     assert model.weight.sum() > 0  # the weights are the model's own again
+
+
+def test_compiled_functions_of_a_model_compute_shapes_too():
+    """Compiled code reads memory, which fake tensors lack."""
+    compiled = torch.compile(
+        lambda x: torch.cat([x, x]), backend=lambda graph, _: pytest.fail("compiled on fake tensors")
+    )
+    with torch.no_grad(), shapes_alone() as mode:
+        assert compiled(mode.from_tensor(torch.rand(4, 4))).shape == (8, 4)

@@ -26,6 +26,7 @@ def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
 
     with (
         without_tracebacks(),
+        torch.compiler.set_stance("force_eager"),  # compiled functions would read the memory that fake tensors lack
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         nullcontext() if module is None else _weights_replaced(module, faked),
     ):
