@@ -152,7 +152,7 @@ _CONVOLUTIONS = frozenset(
 )
 _REWRITTEN = _CONVOLUTIONS | {
     *(scaled_dot_product_attention, _DATA, Tensor.copy_, torch.einsum),
-    *(torch.repeat_interleave, Tensor.repeat_interleave),
+    *(torch.repeat_interleave, Tensor.repeat_interleave, torch.linspace),
 }
 """Functions whose calls `_AsExportersTakeIt` rewrites."""
 
@@ -161,6 +161,7 @@ class _AsExportersTakeIt(TorchFunctionMode):
     """Rewrites calls into forms that the exporter supports, with the same results.
 
     - Attention of three axes gets a fourth one.
+    - `linspace` of a symbolic number of steps becomes `arange`: torch.export makes a constant of the number.
     - `repeat_interleave` loses `output_size`, which torch 2.11 makes a constant.
     - `.data` becomes `detach()`: writes to `.data`, as in CogVideoX, are not traced.
     - `copy_` expands its source explicitly.
@@ -189,11 +190,21 @@ class _AsExportersTakeIt(TorchFunctionMode):
         if func in _CONVOLUTIONS:
             args = [*args[:3], *map(_number, args[3:])]
             named = {name: _number(x) for name, x in named.items()}
+        if func is torch.linspace:
+            given = dict(zip(("start", "end", "steps"), args, strict=False)) | named
+            if isinstance(given["steps"], torch.SymInt):
+                return _linspace(**given)
         if func in (torch.repeat_interleave, Tensor.repeat_interleave):
             repeats = named.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, (int, torch.SymInt)):
                 named.pop("output_size", None)
         return func(*args, **named)
+
+
+def _linspace(start: Any, end: Any, steps: torch.SymInt, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """Computes `torch.linspace` by functions of a symbolic number of steps."""
+    places = torch.arange(steps, dtype=dtype or torch.get_default_dtype(), **options)
+    return start + places * ((end - start) / torch.sym_max(steps - 1, 1))
 
 
 def _number(x: Any) -> Any:
