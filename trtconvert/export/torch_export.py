@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -29,6 +31,7 @@ from trtconvert.export.passes.autocast_regions import inline_regions_without_aut
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.fake_tensors import without_tracebacks
+from trtconvert.interception import module_of
 
 
 def exported_to_onnx(
@@ -96,7 +99,7 @@ def exported_to_onnx(
         raise UserError(
             f"{title} cannot be exported to ONNX",
             expected="a forward that torch.export can trace, with " + (", ".join(symbols) or "nothing") + " dynamic",
-            got=_cause_of(error),
+            got=_cause_of(error, module, prefix),
             remedy=remedy,
         ) from error
     # The exporter silently makes a constant of a size that torch.export suggests to fix.
@@ -230,8 +233,22 @@ def _with_complex_as_pairs(
         return None
 
 
-def _cause_of(error: BaseException) -> str:
-    """Returns the first line of the root cause: the exporter's message names only its step."""
+def _cause_of(error: BaseException, module: nn.Module, prefix: str) -> str:
+    """Returns the first line of the root cause, because the exporter's message names only its step; and its place in the model.
+
+    Args:
+        module: was exported. prefix: of the model before the names of the module's parts.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error)
+    cause, path = first_line(error), module_of(module, error)
+    if not path.startswith(prefix):
+        return cause
+    ours = os.path.dirname(os.path.dirname(__file__))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((os.path.dirname(torch.__file__), ours, "<"))
+    ]
+    line = f", {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{cause} (in {path.removeprefix(prefix)}{line})"
