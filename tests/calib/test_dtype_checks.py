@@ -76,6 +76,24 @@ def test_a_build_says_so_before_the_calibration(tmp_path, monkeypatch, dtype, fi
         refusal(outcome, "exceeds the range of float16", "mlp.0", "bfloat16")
 
 
+class Dropping(nn.Module):
+    """Attention that is written out with a module for dropout, whose output the check reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dropout = nn.Linear(32, 32), nn.Dropout(0.1)
+
+    def forward(self, x, timestep):
+        q = self.embed(x).unflatten(-1, (1, 32)).transpose(1, 2)
+        return (self.dropout((q @ q.mT).softmax(-1)) @ q).transpose(1, 2).flatten(2)
+
+
+def test_the_check_leaves_attention_as_it_is():
+    model = model_of(Dropping(), ("batch", 16, 32))
+    with within_float16(model):
+        assert len(parts_to_convert(model, AttentionSection(), LayersSection()).sites) == 1
+
+
 # Types ----------------------------------------------------------------------------------------------------------------
 
 

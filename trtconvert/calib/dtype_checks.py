@@ -101,10 +101,11 @@ def within_float16(model: DiffusionModel) -> Iterator[None]:
     beyond: dict[str, float] = {}
 
     def note(name: str, x: Any) -> None:
-        if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64) and x.numel():
-            largest = float(x.detach().abs().nan_to_num(posinf=0.0).amax())
-            if largest > LARGEST:
-                beyond[name] = max(largest, beyond.get(name, 0.0))
+        with torch._C.DisableTorchFunction():  # modes that follow the model's calls must not see these
+            if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64) and x.numel():
+                largest = float(x.detach().abs().nan_to_num(posinf=0.0).amax())
+                if largest > LARGEST:
+                    beyond[name] = max(largest, beyond.get(name, 0.0))
 
     handles = [
         module.register_forward_hook(
