@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
 
 import pytest
+import tiny_models
 import torch
 from layered_graphs import int8_model, run
+from support import run as run_command
+from support import tiny_recipe
 from tiny_layers import model_of, random
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trtconvert.calib.dtype_checks import refuse_mixed_types
-from trtconvert.mixed_types import OneType
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.mixed_types import OneType, compute_in_one_type
+from trtconvert.models import NoiseSchedule, ddpm_betas, initial_noise, sample
 from trtconvert.models.recorded_calls import relative_error
 
 WIDTH, HEADS = 64, 2
+SCHEDULE = NoiseSchedule(ddpm_betas(1000, "linear"))
 
 
 class Timed(nn.Module):
@@ -50,6 +59,52 @@ def test_int8_layers_and_attention_get_tensors_of_the_type_of_the_weights():
     got = run(made.graph(torch.float16), **made.example(torch.float16))
     assert got.dtype == torch.float16
     assert relative_error(got, expected) < 0.02
+
+
+class Image(Timed):
+    """Over the rows of an image."""
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        return super().forward(x.flatten(1, 2), timestep)[:, None]
+
+
+def test_a_build_in_16_bits_compares_the_export_with_the_same_arithmetic(tmp_path, monkeypatch):
+    def build() -> DiffusionModel:
+        torch.manual_seed(0)
+        tiny = tiny_models.build()
+        shape = ("batch", 1, 16, 32)
+        denoiser = Image()
+        return replace(
+            tiny,
+            denoiser=denoiser.eval(),
+            inputs=(replace(tiny.inputs[0], shape=shape), tiny.inputs[1]),
+            output=replace(tiny.output, shape=shape),
+            sample=lambda denoiser, seeds, *, steps, solver: sample(
+                denoiser, initial_noise(seeds, (1, 16, 32)), SCHEDULE, prediction="epsilon", solver=solver, steps=steps
+            ),
+        )
+
+    module = ModuleType("an_entry_point_of_types")
+    module.build = build
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    recipe = tiny_recipe(
+        tmp_path,
+        model={"source": f"{module.__name__}:build", "dtype": "float16"},
+        layers={"modes": "dynamic", "min_rows": 1},
+        verify={"min_psnr": -50},
+    )
+    outcome = run_command("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+
+
+def test_a_forward_that_fails_ends_the_conversion():
+    linear = nn.Linear(4, 4).half()
+    compute_in_one_type(linear)
+    assert linear(torch.rand(2, 4)).dtype == torch.float16
+    with pytest.raises(RuntimeError):
+        linear(torch.rand(2, 3))
+    with pytest.raises(RuntimeError, match="dtype"):
+        functional.linear(torch.rand(2, 4), linear.weight)
 
 
 A, B, ROWS, WEIGHT = random(2, 4, 8), random(2, 8, 4, seed=1), random(3, 8, seed=2), random(8, 8, seed=3)

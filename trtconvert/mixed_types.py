@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -81,6 +82,22 @@ class OneType(TorchFunctionMode):
                 {name: _converted(x, wanted) for name, x in named.items()},
             )
         return func(*args, **named)
+
+
+def compute_in_one_type(module: nn.Module) -> None:
+    """Makes each forward of a module compute within `OneType`."""
+    running = threading.local()
+
+    def begin(_module: nn.Module, _inputs: Any) -> None:
+        mode = OneType()
+        running.modes = [*getattr(running, "modes", ()), mode]
+        mode.__enter__()
+
+    def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        running.modes.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -176,6 +176,7 @@ def _verify_export(build: Build, planned: Planned, steps: ComputedSteps, exporte
         from trtconvert.evaluate import gates, verify
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
+        from trtconvert.mixed_types import OneType
         from trtconvert.models.denoiser import intercepted
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
@@ -190,7 +191,8 @@ def _verify_export(build: Build, planned: Planned, steps: ComputedSteps, exporte
         calls = [{spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}]
         if component.caches:  # the caches hold deltas from the second step on
             calls.append(verify.next_step(source, calls[0]))
-        in_torch = in_type(intercepted(source, sites.handler(), layers.handler() if layers.tables else None), dtype)
+        in_int8 = layers.handler() if layers.tables else None
+        in_torch = in_type(intercepted(source, sites.handler(), in_int8, around=lambda _: OneType()), dtype)
         if component.guidance is not None:
             in_torch = GuidedDenoiser(in_torch, source.timestep_input, component.guidance)
         plan = planned.plan
