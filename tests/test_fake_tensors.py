@@ -27,3 +27,38 @@ def test_a_model_may_read_numbers_from_its_buffers(faked):
         found = model(mode.from_tensor(x))
     assert found.shape == model(x).shape
     assert model.weight.sum() > 0  # the weights are the model's own again
+
+
+def test_compiled_functions_of_a_model_compute_shapes_too():
+    """Compiled code reads memory, which fake tensors lack."""
+    compiled = torch.compile(
+        lambda x: torch.cat([x, x]), backend=lambda graph, _: pytest.fail("compiled on fake tensors")
+    )
+    with torch.no_grad(), shapes_alone() as mode:
+        assert compiled(mode.from_tensor(torch.rand(4, 4))).shape == (8, 4)
+
+
+class Keeping(nn.Module):
+    """Keeps tables of positions for its next calls, as modules for rotations and ALiBi do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+        self.register_buffer("table", None, persistent=False)
+        self.by_length, self.all = {}, []
+
+    def forward(self, x):
+        if self.table is None or self.table.shape[0] < x.shape[0]:
+            self.register_buffer("table", torch.arange(x.shape[0]) * self.weight[0], persistent=False)
+            self.last = self.by_length[x.shape[0]] = self.table
+            self.all.append(self.table)
+        return x * self.table[: x.shape[0]]
+
+
+def test_a_model_keeps_no_tensors_without_values():
+    model, x = Keeping(), torch.rand(8)
+    with torch.no_grad(), shapes_alone(model) as mode:
+        model(mode.from_tensor(x))
+        assert model.table is model.last
+    assert model.table is None and not (model.by_length or model.all or hasattr(model, "last"))
+    assert (model(x) - x * torch.arange(8) * model.weight[0]).abs().max() < 1e-6

@@ -44,6 +44,7 @@ LAYERS: tuple[set[str], ...] = (
         "library",
         "locks",
         "manifest_checks",
+        "mixed_types",
         "noise_input",
         "noted",
         "progress",

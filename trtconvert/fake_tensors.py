@@ -18,7 +18,8 @@ def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
 
     Args:
         module: its parameters are fake inside the block. A U-Net takes half the time then, as torch remembers the shapes of an
-            operation's result only if all arguments are fake. Buffers stay: models read numbers from them.
+            operation's result only if all arguments are fake. Buffers stay: models read numbers from them. Tensors that the
+            module keeps for its next call, such as a table of positions, are removed at the end: they would be fake.
     """
 
     def faked(x: Tensor) -> Tensor:
@@ -26,7 +27,9 @@ def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
 
     with (
         without_tracebacks(),
+        torch.compiler.set_stance("force_eager"),  # compiled functions would read the memory that fake tensors lack
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        nullcontext() if module is None else _restored(module),
         nullcontext() if module is None else _weights_replaced(module, faked),
     ):
         yield mode
@@ -63,6 +66,23 @@ def _weights_replaced(module: nn.Module, by: Callable[[Tensor], Tensor]) -> Iter
     finally:
         for tensors, name, x, _ in replaced:
             tensors[name] = x
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Restores the attributes of a module's parts at the end of the block, and the entries of their lists and dictionaries."""
+    containers = [vars(part) for part in module.modules()]
+    containers += [x for attributes in containers for x in attributes.values() if isinstance(x, (dict, list))]
+    before = [(container, container.copy()) for container in containers]
+    try:
+        yield
+    finally:
+        for container, entries in before:
+            if isinstance(container, list):
+                container[:] = entries
+            else:
+                container.clear()
+                container.update(entries)
 
 
 @contextmanager

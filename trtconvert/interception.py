@@ -127,6 +127,10 @@ class Interception(TorchFunctionMode):
             return self._call(func, args, kwargs or {})
         return self._unfused(func, args, kwargs or {}, self._call)
 
+    def module(self) -> str:
+        """Returns the path of the module whose forward is running; "" for the model itself."""
+        return self._caller.module()
+
     def end(self) -> None:
         """Ends the forward: passes each softmax without a converted attention to the hook of `left_softmax`."""
         if self._unfused is not None and (hook := self._hooks.get(left_softmax)) is not None:

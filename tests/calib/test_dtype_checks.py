@@ -76,30 +76,50 @@ def test_a_build_says_so_before_the_calibration(tmp_path, monkeypatch, dtype, fi
         refusal(outcome, "exceeds the range of float16", "mlp.0", "bfloat16")
 
 
+class Dropping(nn.Module):
+    """Attention that is written out with a module for dropout, whose output the check reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dropout = nn.Linear(32, 32), nn.Dropout(0.1)
+
+    def forward(self, x, timestep):
+        q = self.embed(x).unflatten(-1, (1, 32)).transpose(1, 2)
+        return (self.dropout((q @ q.mT).softmax(-1)) @ q).transpose(1, 2).flatten(2)
+
+
+def test_the_check_leaves_attention_as_it_is():
+    model = model_of(Dropping(), ("batch", 16, 32))
+    with within_float16(model):
+        assert len(parts_to_convert(model, AttentionSection(), LayersSection()).sites) == 1
+
+
 # Types ----------------------------------------------------------------------------------------------------------------
 
 
-class Timed(nn.Module):
+class Mixing(nn.Module):
     def __init__(self, cast: bool) -> None:
         super().__init__()
         self.embed, self.cast = nn.ModuleList([nn.Linear(32, 32)]), cast
 
     def forward(self, x, timestep):
-        features = torch.sin(timestep[:, None] * torch.arange(32) / 50)
-        return x + self.embed[0](features.to(x.dtype) if self.cast else features)[:, None]
+        features = torch.sin(timestep[:, None] * torch.arange(32) / 50)[:, None].expand_as(x)
+        return self.embed[0](torch.lerp(x, features.to(x.dtype) if self.cast else features, 0.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_layers_whose_input_stays_in_fp32_are_named(dtype):
-    model = model_of(Timed(False), ("batch", 16, 32))
-    with pytest.raises(UserError, match=r"(?s)does not compute in .*float16.*got: embed\.0: .*remedy: cast the module"):
+def test_operations_on_several_types_are_named(dtype):
+    model = model_of(Mixing(False), ("batch", 16, 32))
+    with pytest.raises(
+        UserError, match=r"(?s)does not compute in .*float16.*got: its forward: .*remedy: convert the tensors"
+    ):
         refuse_mixed_types(model, dtype)
-    refuse_mixed_types(model_of(Timed(True), ("batch", 16, 32)), dtype)
+    refuse_mixed_types(model_of(Mixing(True), ("batch", 16, 32)), dtype)
     assert model.denoiser.embed[0].weight.dtype == torch.float32 and model.denoiser.embed[0].weight.isfinite().all()
 
 
 def test_models_that_need_numbers_are_left_to_the_export():
-    class Deciding(Timed):
+    class Deciding(Mixing):
         def forward(self, x, timestep):
             return x if float(x.sum()) > 0 else super().forward(x, timestep)
 

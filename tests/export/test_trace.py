@@ -270,16 +270,26 @@ def test_each_site_has_its_own_tables_or_stays_as_it_is(denoiser):
             assert error(got, intercepted(model, quantised)(**inputs)) < tolerances.WHOLE_DENOISER
 
 
+class OfValues(nn.Module):
+    def forward(self, x):
+        return x * 2 if float(x.sum()) > 0 else x
+
+
 class LooksAtValues(CountsImages):
+    def __init__(self):
+        super().__init__()
+        self.chooses = OfValues()
+
     def blocks(self, x):
-        return self.attn(x) if float(x.sum()) > 0 else x
+        return self.attn(self.chooses(x))
 
 
-def test_models_that_cannot_be_traced_print_only_the_message(capfd):
+def test_models_that_cannot_be_traced_print_only_the_message_and_the_place(capfd):
     model = replace(tiny_models.build(), denoiser=LooksAtValues().eval().requires_grad_(False))
     x = torch.randn(2, 1, 16, 32)
     tables = tables_from_data(x, x, x, Mode.BALANCED)
-    with pytest.raises(UserError, match=r"(?s)cannot be exported to ONNX.*got: .*data-dependent.*avoid data-dependent"):
+    place = r"\(in chooses, test_trace.py:\d+\)"
+    with pytest.raises(UserError, match=rf"(?s)cannot be exported.*got: .*data-dependent.*{place}.*avoid data"):
         trace(model, {"attn": tables}, SiteOptions(1000.0, "calibrated", True), dims=model.dims)
     assert "def forward" not in "".join(capfd.readouterr())
 

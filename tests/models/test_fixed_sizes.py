@@ -65,6 +65,32 @@ def test_a_loop_over_two_samples_is_told(dims):
         refuse_fixed_sizes(model_of(_in_a_loop), {"batch": dims})
 
 
+class Wide(tiny_models.Tiny):
+    """Adds another table of positions to wide images than to others."""
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        h = x.flatten(2).transpose(1, 2)
+        places = torch.linspace(-1, 1, x.shape[2])[:, None].expand(-1, x.shape[3])
+        places = places.mul(x.shape[3]) if x.shape[3] > x.shape[2] else places
+        return (h + places.flatten()[:, None] + timestep[:, None, None]).transpose(1, 2).reshape(x.shape)
+
+
+def test_a_branch_on_sizes_is_told():
+    """A trace takes one branch, without a word."""
+    tiny, image = tiny_models.build(), ("batch", 1, "height", "width")
+    model = replace(
+        tiny,
+        denoiser=Wide().eval().requires_grad_(False),
+        inputs=(replace(tiny.inputs[0], shape=image), tiny.inputs[1]),
+        output=replace(tiny.output, shape=image),
+    )
+    sizes = (4, 8, 16)
+    with pytest.raises(UserError, match="a branch on sizes") as error:
+        refuse_fixed_sizes(model, {"batch": (1, 2, 4), "height": sizes, "width": sizes})
+    assert "at height 4, width 16: the forward calls mul in its forward, and at" in error.value.got
+    refuse_fixed_sizes(model, {"batch": (1, 2, 4), "height": sizes, "width": (4, 4, 4)})
+
+
 def test_models_of_any_size_pass_and_those_that_read_values_are_left_to_the_export():
     for model in (tiny_models.build(), tiny_models.build("unfused"), model_of(_of_values)):
         refuse_fixed_sizes(model, model.dims)

@@ -1,5 +1,5 @@
-"""Checks before a calibration that a model can compute in a 16-bit type: values within float16's range, and inputs of the type
-of the weights. Errors name the module."""
+"""Checks before a calibration that a model can compute in a 16-bit type: values within float16's range, and no types that torch
+cannot compute with. Errors name the module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from trtconvert.attention.ranges import Rows
 from trtconvert.calib.layer_observer import LayerRows
@@ -21,21 +19,9 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError, first_line
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.interception import module_of
+from trtconvert.mixed_types import OneType
 
 LARGEST = torch.finfo(torch.float16).max
-
-_PRODUCTS = {functional.linear, functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose2d}
-
-
-class _OneType(TorchFunctionMode):
-    """Refuses products of tensors of two types. Kernels refuse them, too, but fake tensors do not always reach the check."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        given = (*args, *(kwargs or {}).values())
-        if func in _PRODUCTS and len(found := {x.dtype for x in given if isinstance(x, Tensor)}) > 1:
-            raise TypeError("tensors of different dtypes, " + " and ".join(sorted(map(str, found))))
-        return func(*args, **(kwargs or {}))
-
 
 _OF_TYPES = re.compile(r"dtype|scalar type|same type", re.IGNORECASE)
 """Matches torch's messages about tensors of different types."""
@@ -44,11 +30,11 @@ _OF_TYPES = re.compile(r"dtype|scalar type|same type", re.IGNORECASE)
 def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
     """Runs a denoiser in another type on fake tensors, which costs neither time nor memory.
 
-    Weights and floating-point inputs have the type, except the timestep, as in an export. Models that cannot run on fake tensors,
-    for example because values decide what is computed, are left to the export.
+    Weights and floating-point inputs have the type, except the timestep, and `OneType` converts tensors, as in an export. Models
+    that cannot run on fake tensors, for example because values decide what is computed, are left to the export.
 
     Raises:
-        UserError: a module reads a tensor of another type than its weights.
+        UserError: a module computes with tensors of several types that neither torch nor `OneType` converts.
     """
     failed = _failure_in(model, dtype)
     if (
@@ -58,10 +44,9 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     raise UserError(
         f"{model.name} does not compute in {name}",
-        expected="every module's input in the type of its weights; the timestep in float32",
+        expected="operations on tensors of one type, or products and norms, whose tensors are converted; the timestep in float32",
         got=failed,
-        remedy="cast the module's input, for example features of the timestep by .to(self.weight.dtype), or set "
-        "model.dtype to float32",
+        remedy="convert the tensors of this operation to one type in the model's forward, or set model.dtype to float32",
     )
 
 
@@ -86,7 +71,7 @@ def _failure_in(model: DiffusionModel, dtype: torch.dtype) -> str | None:
             for name, x in inputs.items()
         }
         try:
-            with _OneType():
+            with OneType():
                 denoiser(**of_type)
         except Exception as error:  # the model may raise anything; the message tells whether types are the reason
             if _OF_TYPES.search(str(error)):
@@ -116,10 +101,11 @@ def within_float16(model: DiffusionModel) -> Iterator[None]:
     beyond: dict[str, float] = {}
 
     def note(name: str, x: Any) -> None:
-        if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64) and x.numel():
-            largest = float(x.detach().abs().nan_to_num(posinf=0.0).amax())
-            if largest > LARGEST:
-                beyond[name] = max(largest, beyond.get(name, 0.0))
+        with torch._C.DisableTorchFunction():  # modes that follow the model's calls must not see these
+            if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64) and x.numel():
+                largest = float(x.detach().abs().nan_to_num(posinf=0.0).amax())
+                if largest > LARGEST:
+                    beyond[name] = max(largest, beyond.get(name, 0.0))
 
     handles = [
         module.register_forward_hook(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -29,6 +31,7 @@ from trtconvert.export.passes.autocast_regions import inline_regions_without_aut
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
 from trtconvert.export.weights import name_weights, weights_apart
 from trtconvert.fake_tensors import without_tracebacks
+from trtconvert.interception import module_of
 
 
 def exported_to_onnx(
@@ -96,7 +99,7 @@ def exported_to_onnx(
         raise UserError(
             f"{title} cannot be exported to ONNX",
             expected="a forward that torch.export can trace, with " + (", ".join(symbols) or "nothing") + " dynamic",
-            got=_cause_of(error),
+            got=_cause_of(error, module, prefix),
             remedy=remedy,
         ) from error
     # The exporter silently makes a constant of a size that torch.export suggests to fix.
@@ -152,7 +155,7 @@ _CONVOLUTIONS = frozenset(
 )
 _REWRITTEN = _CONVOLUTIONS | {
     *(scaled_dot_product_attention, _DATA, Tensor.copy_, torch.einsum),
-    *(torch.repeat_interleave, Tensor.repeat_interleave),
+    *(torch.repeat_interleave, Tensor.repeat_interleave, torch.linspace),
 }
 """Functions whose calls `_AsExportersTakeIt` rewrites."""
 
@@ -161,6 +164,7 @@ class _AsExportersTakeIt(TorchFunctionMode):
     """Rewrites calls into forms that the exporter supports, with the same results.
 
     - Attention of three axes gets a fourth one.
+    - `linspace` of a symbolic number of steps becomes `arange`: torch.export makes a constant of the number.
     - `repeat_interleave` loses `output_size`, which torch 2.11 makes a constant.
     - `.data` becomes `detach()`: writes to `.data`, as in CogVideoX, are not traced.
     - `copy_` expands its source explicitly.
@@ -189,11 +193,21 @@ class _AsExportersTakeIt(TorchFunctionMode):
         if func in _CONVOLUTIONS:
             args = [*args[:3], *map(_number, args[3:])]
             named = {name: _number(x) for name, x in named.items()}
+        if func is torch.linspace:
+            given = dict(zip(("start", "end", "steps"), args, strict=False)) | named
+            if isinstance(given["steps"], torch.SymInt):
+                return _linspace(**given)
         if func in (torch.repeat_interleave, Tensor.repeat_interleave):
             repeats = named.get("repeats", args[1] if len(args) > 1 else None)
             if isinstance(repeats, (int, torch.SymInt)):
                 named.pop("output_size", None)
         return func(*args, **named)
+
+
+def _linspace(start: Any, end: Any, steps: torch.SymInt, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """Computes `torch.linspace` by functions of a symbolic number of steps."""
+    places = torch.arange(steps, dtype=dtype or torch.get_default_dtype(), **options)
+    return start + places * ((end - start) / torch.sym_max(steps - 1, 1))
 
 
 def _number(x: Any) -> Any:
@@ -219,8 +233,22 @@ def _with_complex_as_pairs(
         return None
 
 
-def _cause_of(error: BaseException) -> str:
-    """Returns the first line of the root cause: the exporter's message names only its step."""
+def _cause_of(error: BaseException, module: nn.Module, prefix: str) -> str:
+    """Returns the first line of the root cause, because the exporter's message names only its step; and its place in the model.
+
+    Args:
+        module: was exported. prefix: of the model before the names of the module's parts.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
-    return first_line(error)
+    cause, path = first_line(error), module_of(module, error)
+    if not path.startswith(prefix):
+        return cause
+    ours = os.path.dirname(os.path.dirname(__file__))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((os.path.dirname(torch.__file__), ours, "<"))
+    ]
+    line = f", {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{cause} (in {path.removeprefix(prefix)}{line})"

@@ -29,6 +29,7 @@ from trtconvert.guidance import guided_prediction
 from trtconvert.interception import InterceptedDenoiser, Interception, samples_of
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import ConvertedLayer, LayerCall, layer_hooks, model_tensors
+from trtconvert.mixed_types import OneType
 from trtconvert.noise_input import place_of
 
 OF_COMPONENTS = "model."
@@ -81,7 +82,9 @@ class TracedDenoiser(nn.Module):
         self._names = [spec.name for spec in model.inputs]
         self._timestep_input, self._guidance = model.timestep_input, model.guidance
         own = [name for name in self._names if model.guidance is None or name not in model.guidance.added]
-        self.intercepted = InterceptedDenoiser(denoiser, own, model.timestep_input, hooks, model.noise_input)
+        self.intercepted = InterceptedDenoiser(
+            denoiser, own, model.timestep_input, hooks, model.noise_input, around=lambda _: OneType()
+        )
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self._guidance is not None:

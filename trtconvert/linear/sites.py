@@ -271,6 +271,7 @@ class LayerFinder:
         self._input_groups = WeakIdKeyDictionary()
         self._model, self._moving, self._flow = model, moving, flow
         self._storages = self._found_storages()
+        self._computed = {name: x for name, x in self._model.named_buffers() if _COMPUTED in name}
         self._calls: dict[tuple[Any, ...], str] = {}
         self._normed = WeakIdKeyDictionary()  # results of group norms, and `silu` of them
         self._normed_rows = WeakIdKeyDictionary()  # results of layer norms
@@ -290,14 +291,14 @@ class LayerFinder:
         output = call.exact()
         if self._moving:
             self._storages = self._found_storages()
-        weight = self._reference(call.weight)
+        weight = self._reference(call.weight, call.name, "weight")
         if weight is not None and call.x.dim() > 0:
             if self._flow is not None:
                 self._flow.name((LAYER, call.name), output)
             read = self._input_group(call)
             batch = len(call.timestep)
             places = output.numel() // max(1, output.shape[call.channel_axis])
-            bias = None if call.bias is None else self._reference(call.bias)
+            bias = None if call.bias is None else self._reference(call.bias, call.name, "bias")
             computed = "its bias is computed" if call.bias is not None and bias is None else ""
             if self._reference(call.x) is not None:  # merged weights, or learned tokens
                 computed = "it reads a weight of the model, the same for all samples"
@@ -374,14 +375,22 @@ class LayerFinder:
         versions: dict[int, str] = self._input_groups.setdefault(call.x, {})  # pyright: ignore[reportAssignmentType]
         return versions.setdefault(version, call.name)
 
-    def _reference(self, tensor: Tensor) -> TensorRef | None:
-        """Returns the reference to a tensor or view of the model, else None."""
+    def _reference(self, tensor: Tensor, call: str = "", what: str = "") -> TensorRef | None:
+        """Returns the reference to a tensor or view of the model, else None.
+
+        Args:
+            call, what: a layer's name, and "weight" or "bias": the tensor may be computed from weights, see `computed_name`.
+        """
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         for name, whole in self._storages.get(tensor.untyped_storage().data_ptr(), ()):
             offset = int(tensor.storage_offset()) - int(whole.storage_offset())
             if 0 <= offset < max(1, whole.numel()) and tensor.dtype == whole.dtype:
                 return TensorRef(name, offset, shape, stride)
-        return None
+        name = computed_name(self._model, call, what) if call else ""
+        kept = self._computed.get(name)
+        if kept is None or kept.shape != tensor.shape or not torch.allclose(kept.to(tensor), tensor, 1e-4, 1e-6):
+            return None
+        return TensorRef(name, 0, shape, tuple(kept.stride()))
 
     def layers(self) -> list[Layer]:
         unused = () if self._flow is None else self._flow.unused
@@ -395,6 +404,23 @@ class LayerFinder:
             )
             for name, layer in self.found.items()
         ]
+
+
+_COMPUTED = "computed_for_trtconvert_"
+"""Start of the names of buffers with computed weights."""
+
+
+def computed_name(model: nn.Module, call: str, what: str) -> str:
+    """Returns the name of the buffer that holds a weight or bias which a model computes from other weights in each call.
+
+    Args:
+        call: name of the layer, see `LayerCall`.
+        what: "weight" or "bias".
+    """
+    path, _, number = call.partition("#")
+    if path == "denoiser" and not hasattr(model, path):
+        path = ""
+    return f"{path}.{_COMPUTED}{what}{number}".removeprefix(".")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

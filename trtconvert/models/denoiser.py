@@ -17,6 +17,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler, copied
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser, Interception
 from trtconvert.linear.sites import LayerHandler, layer_hooks
+from trtconvert.mixed_types import OneType
 from trtconvert.models import offloading
 from trtconvert.models.drawings import Stopped, WatchedSampler
 from trtconvert.models.offloading import offload_large_parts
@@ -198,7 +199,9 @@ class DenoiserInType:
             offloading.offload(denoiser, model.onload)
         else:
             denoiser = model.denoiser if same else copy.deepcopy(model.denoiser).to(dtype)
-        self._denoiser = InterceptedDenoiser(denoiser, self._names, model.timestep_input, hooks, model.noise_input)
+        self._denoiser = InterceptedDenoiser(
+            denoiser, self._names, model.timestep_input, hooks, model.noise_input, around=lambda _: OneType()
+        )
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         given = dict(zip(self._names, inputs, strict=False)) | named

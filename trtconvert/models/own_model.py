@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from trtconvert.diffusion_model import DiffusionModel, WholeTimesteps
 from trtconvert.errors import UserError, several
+from trtconvert.models.computed_weights import keep_computed_weights
 from trtconvert.models.own_sampler import OwnSampler
 from trtconvert.wrapped import uncompiled
 
@@ -47,6 +48,7 @@ def prepared(source: str, model: DiffusionModel) -> DiffusionModel:
     types = {x.dtype for x in denoiser.state_dict().values() if x.is_floating_point()}
     if len(types) == 1 and types != {torch.float32}:  # of several types, the forward converts between them
         denoiser.float()
+    keep_computed_weights(replace(model, denoiser=denoiser))
     sampler = model.sample.sampler if isinstance(model.sample, WholeTimesteps) else model.sample
     return replace(model, denoiser=denoiser, sample=OwnSampler(source, sampler, model))
 

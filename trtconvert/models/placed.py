@@ -94,12 +94,15 @@ def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[
 def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtype: str) -> DiffusionModel:
     import torch
 
+    from trtconvert.mixed_types import compute_in_one_type
     from trtconvert.models.denoiser import sampled_from
 
     floating = {spec.name for spec in model.inputs if spec.dtype == "float32" and spec.name not in model.always_float32}
     names = [spec.name for spec in model.inputs]
     denoiser.register_forward_pre_hook(_casting(names, floating, getattr(torch, dtype)), with_kwargs=True)
     denoiser.register_forward_hook(_in_float32)
+    if dtype != "float32":
+        compute_in_one_type(denoiser)
     return sampled_from(replace(model, denoiser=denoiser), device)
 
 

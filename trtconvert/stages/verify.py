@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtconvert.bundle import QualityRecord
 from trtconvert.cache import Stage
 from trtconvert.calib.identity import named_file
+from trtconvert.errors import UserError
 from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import (
@@ -173,6 +176,7 @@ def _verify_export(build: Build, planned: Planned, steps: ComputedSteps, exporte
         from trtconvert.evaluate import gates, verify
         from trtconvert.export.trace import in_type
         from trtconvert.guidance import GuidedDenoiser
+        from trtconvert.mixed_types import OneType
         from trtconvert.models.denoiser import intercepted
         from trtconvert.runtime.session import OnnxRuntimeComponent
 
@@ -187,13 +191,22 @@ def _verify_export(build: Build, planned: Planned, steps: ComputedSteps, exporte
         calls = [{spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}]
         if component.caches:  # the caches hold deltas from the second step on
             calls.append(verify.next_step(source, calls[0]))
-        in_torch = in_type(intercepted(source, sites.handler(), layers.handler() if layers.tables else None), dtype)
+        in_int8 = layers.handler() if layers.tables else None
+        in_torch = in_type(intercepted(source, sites.handler(), in_int8, around=lambda _: OneType()), dtype)
         if component.guidance is not None:
             in_torch = GuidedDenoiser(in_torch, source.timestep_input, component.guidance)
         plan = planned.plan
         limit = gates.error_limit(section, plan.site_modes.values(), plan.layer_modes.values())
         with torch.no_grad():
             error = _export_error(exported.folder / ONNX, denoiser, in_torch, calls, dtype, limit, layers)
+            if source.diffusers is None and not component.caches:  # pipelines were observed at several sizes
+                for sizes in _other_sizes(component.dims, component.inputs[0].shape[0]):
+                    inputs = build.as_exported(source).example(1, sizes)
+                    call = {spec.name: inputs[spec.name].to(getattr(torch, spec.dtype)) for spec in component.inputs}
+                    at_sizes = partial(
+                        _export_error, exported.folder / ONNX, denoiser, in_torch, [call], dtype, limit, layers
+                    )
+                    _require_same_at(sizes, component.dims, source.name, limit, at_sizes)
         bar.step()
         compared = calls[0]
         if component.caches:
@@ -266,6 +279,43 @@ def _export_error(
             )
         error = relative_error(found, reference(wide=True))
     return error
+
+
+def _other_sizes(dims: Mapping[str, Sequence[int]], batch: int | str) -> list[dict[str, int]]:
+    """Returns sizes far from the usual ones, with the smallest batch: the smallest, mixes of them with one usual size, and the
+    largest if they are up to four times as large. Empty if only the batch varies."""
+    varied = {name: of_name for name, of_name in dims.items() if name != batch and of_name[0] < of_name[2]}
+    least = {name: low for name, (low, _, _) in dims.items()}
+    sizes = [least, *(least | {name: opt} for name, (_, opt, _) in varied.items() if len(varied) > 1)]
+    if math.prod(high / opt for _, opt, high in varied.values()) <= 4:
+        sizes.append(least | {name: high for name, (_, _, high) in varied.items()})
+    usual = {name: opt for name, (_, opt, _) in varied.items()}
+    return [others for others in sizes if others != least | usual]
+
+
+def _require_same_at(
+    sizes: Mapping[str, int],
+    dims: Mapping[str, Sequence[int]],
+    title: str,
+    limit: float,
+    error_at: Callable[[], float],
+) -> None:
+    """Raises a UserError if an exported model fails at sizes, or differs from the model by more than a limit: an export makes
+    constants of sizes that a forward uses as Python numbers."""
+    try:
+        error = error_at()
+        got = "" if error <= limit else f"a relative error of {error:.2g}"
+    except UserError as failure:
+        got = failure.got
+    if got:
+        varied = ", ".join(f"{name} {size}" for name, size in sizes.items() if len(set(dims[name])) > 1)
+        raise UserError(
+            f"the export of {title} does not compute the same at all sizes",
+            expected=f"at {varied} a relative error of at most {limit:g} against torch, as at the usual sizes",
+            got=got,
+            remedy="compute positions and tables from x.shape by functions of torch, such as torch.arange, without branches on "
+            "sizes; or give one size of each dimension in engine.shapes",
+        )
 
 
 _THRESHOLDS = {"min_psnr", "max_lpips", "max_prediction_error"}

@@ -1,0 +1,143 @@
+"""Models with 16-bit weights that compute features in FP32, as code that is run with torch.autocast does."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import tiny_models
+import torch
+from layered_graphs import int8_model, run
+from support import run as run_command
+from support import tiny_recipe
+from tiny_layers import model_of, random
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trtconvert.calib.dtype_checks import refuse_mixed_types
+from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.mixed_types import OneType, compute_in_one_type
+from trtconvert.models import NoiseSchedule, ddpm_betas, initial_noise, sample
+from trtconvert.models.recorded_calls import relative_error
+
+WIDTH, HEADS = 64, 2
+SCHEDULE = NoiseSchedule(ddpm_betas(1000, "linear"))
+
+
+class Timed(nn.Module):
+    """Sinusoidal features of the timestep, and rotations of queries and keys, in FP32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.time = nn.Linear(32, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU())
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, N, 32], timestep [B] → [B, N, 32]."""
+        angles = timestep[:, None] * torch.exp(-torch.arange(WIDTH // 2) / 4)
+        h = self.embed(x) + self.time(torch.cat((angles.sin(), angles.cos()), 1))[:, None]
+        q, k, v = self.qkv(self.norm(h.float())).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        turns = torch.einsum("n,d->nd", torch.arange(x.shape[1]).float(), torch.exp(-torch.arange(WIDTH // HEADS) / 8))
+        q, k = (y * turns.cos() for y in (q, k))
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.head(h + self.out(attended))
+
+
+def test_int8_layers_and_attention_get_tensors_of_the_type_of_the_weights():
+    torch.manual_seed(0)
+    model = model_of(Timed(), ("batch", 16, 32))
+    refuse_mixed_types(model, torch.float16)
+    made = int8_model(model, include=["*"], attention=True)
+    assert {"qkv", "out"} <= made.layers.keys() and len(made.attention) == 1
+    inputs = made.example()
+    expected = made.torch(**inputs)
+    got = run(made.graph(torch.float16), **made.example(torch.float16))
+    assert got.dtype == torch.float16
+    assert relative_error(got, expected) < 0.02
+
+
+class Image(Timed):
+    """Over the rows of an image."""
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        return super().forward(x.flatten(1, 2), timestep)[:, None]
+
+
+def test_a_build_in_16_bits_compares_the_export_with_the_same_arithmetic(tmp_path, monkeypatch):
+    def build() -> DiffusionModel:
+        torch.manual_seed(0)
+        tiny = tiny_models.build()
+        shape = ("batch", 1, 16, 32)
+        denoiser = Image()
+        return replace(
+            tiny,
+            denoiser=denoiser.eval(),
+            inputs=(replace(tiny.inputs[0], shape=shape), tiny.inputs[1]),
+            output=replace(tiny.output, shape=shape),
+            sample=lambda denoiser, seeds, *, steps, solver: sample(
+                denoiser, initial_noise(seeds, (1, 16, 32)), SCHEDULE, prediction="epsilon", solver=solver, steps=steps
+            ),
+        )
+
+    module = ModuleType("an_entry_point_of_types")
+    module.build = build
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    recipe = tiny_recipe(
+        tmp_path,
+        model={"source": f"{module.__name__}:build", "dtype": "float16"},
+        layers={"modes": "dynamic", "min_rows": 1},
+        verify={"min_psnr": -50},
+    )
+    outcome = run_command("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    assert outcome.exit_code == 0, outcome.output
+
+
+def test_a_forward_that_fails_ends_the_conversion():
+    linear = nn.Linear(4, 4).half()
+    compute_in_one_type(linear)
+    assert linear(torch.rand(2, 4)).dtype == torch.float16
+    with pytest.raises(RuntimeError):
+        linear(torch.rand(2, 3))
+    with pytest.raises(RuntimeError, match="dtype"):
+        functional.linear(torch.rand(2, 4), linear.weight)
+
+
+A, B, ROWS, WEIGHT = random(2, 4, 8), random(2, 8, 4, seed=1), random(3, 8, seed=2), random(8, 8, seed=3)
+HEADS_OF_ROWS = random(2, 2, 4, 8, seed=4)
+FORMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], torch.dtype]] = {
+    "linear": (functional.linear, (ROWS, WEIGHT, WEIGHT[0]), torch.float16),
+    "conv1d": (functional.conv1d, (A, random(8, 4, 3), WEIGHT[0]), torch.float16),
+    "addmm": (torch.addmm, (WEIGHT[0], ROWS, WEIGHT), torch.float16),
+    "matrix": (torch.matmul, (A, WEIGHT), torch.float16),
+    "attention": (functional.scaled_dot_product_attention, (HEADS_OF_ROWS,) * 3, torch.float16),
+    "bmm": (torch.bmm, (A, B), torch.float32),
+    "matmul": (lambda x, y: x @ y, (A, B), torch.float32),
+    "einsum": (lambda x, y: torch.einsum("bij,bjk->bik", x, y), (A, B), torch.float32),
+    "layer_norm": (lambda x, w: functional.layer_norm(x, (8,), w, w), (A, WEIGHT[0]), torch.float32),
+    "group_norm": (lambda x, w: functional.group_norm(x, 2, weight=w, bias=w), (A, WEIGHT[0, :4]), torch.float32),
+}
+"""Functions with their arguments, the first in FP32 and the others in FP16, and the type of the result."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_functions_take_tensors_of_two_types(name):
+    function, (first, *others), dtype = FORMS[name]
+    with pytest.raises((RuntimeError, ValueError)):
+        function(first, *(x.half() for x in others))
+    with OneType():
+        got = function(first, *(x.half() for x in others))
+    assert got.dtype == dtype
+    assert relative_error(got, function(first, *others)) < 2e-3
+
+
+def test_modules_of_torch_with_attention_take_fp32():
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
+    x = random(2, 4, WIDTH)
+    with torch.no_grad(), OneType():
+        got = copy.deepcopy(attention).half()(x, x, x, need_weights=False)[0]
+        assert relative_error(got, attention(x, x, x, need_weights=False)[0]) < 5e-3

@@ -1,0 +1,123 @@
+"""Products and norms of tensors of several types, in models with 16-bit weights, as `torch.autocast` computes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+_OF_WEIGHTS = frozenset(
+    (
+        functional.linear,
+        functional.conv1d,
+        functional.conv2d,
+        functional.conv3d,
+        functional.conv_transpose1d,
+        functional.conv_transpose2d,
+        functional.conv_transpose3d,
+        functional.multi_head_attention_forward,
+        scaled_dot_product_attention,
+        torch.addmm,
+        Tensor.addmm,
+    )
+)
+"""Functions whose tensors are converted to the 16-bit type among them."""
+
+_PRODUCTS = frozenset(
+    (
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.mm,
+        Tensor.mm,
+        torch.bmm,
+        Tensor.bmm,
+        torch.baddbmm,
+        Tensor.baddbmm,
+        torch.einsum,
+    )
+)
+"""Functions whose tensors are converted to the wider type, as one of them may be a table of positions; products with a matrix are
+converted to its type."""
+
+_NORMS = frozenset(
+    (
+        functional.layer_norm,
+        functional.rms_norm,
+        functional.group_norm,
+        functional.instance_norm,
+        functional.batch_norm,
+    )
+)
+"""Functions whose weights are converted to the type of their input."""
+
+
+class OneType(TorchFunctionMode):
+    """Converts the tensors of products and norms to one type, where a model with 16-bit weights computes some of them in FP32.
+
+    Models compute features of timesteps and of positions in FP32, and run with `torch.autocast`, which converts them. Other
+    functions either convert tensors themselves or refuse them.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        named = kwargs or {}
+        wanted = None
+        if func in _OF_WEIGHTS:
+            wanted = _narrowest(_tensors([*args, *named.values()]))
+        elif func in _PRODUCTS:
+            found = [*_tensors([*args, *named.values()])]
+            matrix = len(found) == 2 and found[1].dim() == 2 and func is not torch.einsum
+            wanted = found[1].dtype if matrix else _widest(found)
+        elif func in _NORMS and (x := args[0] if args else named["input"]).dtype == torch.float32:
+            wanted = x.dtype
+        if wanted is not None:
+            args, named = (
+                [_converted(x, wanted) for x in args],
+                {name: _converted(x, wanted) for name, x in named.items()},
+            )
+        return func(*args, **named)
+
+
+def compute_in_one_type(module: nn.Module) -> None:
+    """Makes each forward of a module compute within `OneType`."""
+    running = threading.local()
+
+    def begin(_module: nn.Module, _inputs: Any) -> None:
+        mode = OneType()
+        running.modes = [*getattr(running, "modes", ()), mode]
+        mode.__enter__()
+
+    def end(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        running.modes.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    """Yields the floating-point tensors among values and their lists."""
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            yield from _tensors(x)
+        elif isinstance(x, Tensor) and x.is_floating_point():
+            yield x
+
+
+def _narrowest(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    return min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize, default=None)
+
+
+def _widest(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    return max((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize, default=None)
+
+
+def _converted(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, (list, tuple)):
+        return type(x)(_converted(entry, dtype) for entry in x)
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype else x
