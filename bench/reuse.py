@@ -1,16 +1,16 @@
 """Quality loss of skipped denoising steps: schedules of `trtconvert.calib.reuse` beside uniform ones and as many plain steps.
 
-    python bench/reuse.py [--model digits|emoji] [--steps N …] [--fewer FACTOR …] [--calibrated N] [--unseen N]
+    python bench/reuse.py [--model digits|emoji|RECIPE] [--steps N …] [--fewer FACTOR …] [--calibrated N] [--unseen N]
                           [--device auto|cpu|cuda] [--int8] [--peers]
 
-Schedules are chosen on some seeds and measured on others: PSNR of all unseen samples, and of the worst of them, against the same
-model with all steps computed. Two columns have, for other numbers of steps, schedules from the measurement at the first
-number: with as many computed steps, and with as many as its modelled error asks for. The first row of a number of steps
-computes all of them from noisy samples that are rounded to BF16: the model itself turns a change as small as this into
-this error. With --int8 the model has the INT8 attention and layers of its recipe's plan, and the last column compares with
-FP32 and all steps. Prints a Markdown table with the date and the machine. With --peers a second table has rivals in full
-precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds, alone and with TaylorSeer). A step
-of cache-dit counts as computed if the last block ran.
+RECIPE is a YAML file, such as `bench/train_unet.py` writes. Schedules are chosen on some seeds and measured on others: PSNR of
+all unseen samples, and of the worst of them, against the same model with all steps computed. Two columns have, for other
+numbers of steps, schedules from the measurement at the first number: with as many computed steps, and with as many as its
+modelled error asks for. The first row of a number of steps computes all of them from noisy samples that are rounded to BF16:
+the model itself turns a change as small as this into this error. With --int8 the model has the INT8 attention and layers of its
+recipe's plan, and the last column compares with FP32 and all steps. Prints a Markdown table with the date and the machine. With
+--peers a second table has rivals in full precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds,
+alone and with TaylorSeer). A step of cache-dit counts as computed if the last block ran.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,26 +32,27 @@ from machine import processor
 from rich.console import Console
 from torch import Tensor
 
+from trtconvert import models
 from trtconvert.attention.schedules import ddpm_betas
 from trtconvert.bars import NoBar
 from trtconvert.cache import Cache
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.reuse import measure_trajectories, search_reuse, with_trajectories_of
 from trtconvert.diffusion_model import Denoiser, DiffusionModel
+from trtconvert.errors import UserError
 from trtconvert.evaluate.metrics import psnr
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import on_device
-from trtconvert.models.digits import digits_model
-from trtconvert.models.emoji import GUIDANCE, emoji_model
+from trtconvert.models.emoji import GUIDANCE
 from trtconvert.models.identity import identity
 from trtconvert.models.int8_denoiser import int8_denoiser
 from trtconvert.models.placed import placed
 from trtconvert.models.placement import choose_place
+from trtconvert.modiff.commands import find_recipe
 from trtconvert.progress import Reporter
-from trtconvert.recipe import load_recipe
+from trtconvert.recipe import Recipe
 from trtconvert.reuse.schedule import Schedule, Scheduler, all_computed, best_schedules
 from trtconvert.runtime.reuse import Reusable, follow
-from trtconvert.shipped import shipped_folder
 from trtconvert.stages.build import Build
 from trtconvert.stages.calibrate import calibrate_stage
 from trtconvert.stages.converted import int8_in_torch
@@ -58,7 +60,7 @@ from trtconvert.stages.plan import plan_stages
 from trtconvert.stages.search import search_stage
 from trtconvert.wrapped import WrappedDenoiser
 
-MODELS = {"digits": (digits_model, "digits-dit"), "emoji": (emoji_model, "emoji-dit")}
+SHIPPED = {"digits": "digits-dit", "emoji": "emoji-dit"}
 THRESHOLDS = (0.08, 0.2, 0.5)
 """Thresholds of cache-dit: the default, and larger ones, which skip more steps."""
 
@@ -144,14 +146,21 @@ class Subject:
     in_float32: Callable[[range, int], Tensor] | None
 
 
+def recipe_of(name: str) -> Recipe:
+    """Returns a shipped recipe by its model's short name, or one by its path.
+
+    Raises:
+        UserError: see `find_recipe`.
+    """
+    return find_recipe(SHIPPED.get(name, name))
+
+
 def subject(name: str, device: str, int8: bool, work: Path) -> Subject:
-    """Returns a shipped model, in INT8 by the first stages of `trtconvert build` with the shipped recipe."""
-    load, file = MODELS[name]
-    weights = shipped_folder() / f"{file}.safetensors"
+    """Returns the model of a recipe, in INT8 by the first stages of `trtconvert build`."""
+    recipe = recipe_of(name)
     if not int8:
-        model = on_device(load(weights), device)
+        model = on_device(models.load(recipe.model), device)
         return Subject(model, graphed(model, model.denoiser), None)
-    recipe = load_recipe(shipped_folder() / f"{file}.yaml")
     section = recipe.compute.model_copy(update={"device": device})
     report = Reporter(Console(stderr=True))
     build = Build(
@@ -171,7 +180,7 @@ def subject(name: str, device: str, int8: bool, work: Path) -> Subject:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="digits")
+    parser.add_argument("--model", default="digits", help=f"{', '.join(SHIPPED)}, or the path of a recipe")
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 28, 20])
     parser.add_argument("--fewer", type=float, nargs="+", default=[2.0, 2.5, 3.1])
     parser.add_argument("--calibrated", type=int, default=32, help="seeds that schedules are chosen on")
@@ -180,8 +189,10 @@ def main() -> None:
     parser.add_argument(
         "--peers", action="store_true", help="measure rivals too; cache-dit needs the package cache-dit"
     )
-    parser.add_argument("--int8", action="store_true", help="sample with the INT8 of the shipped recipe's plan")
+    parser.add_argument("--int8", action="store_true", help="sample with the INT8 of the recipe's plan")
     options = parser.parse_args()
+    if options.peers and options.model not in SHIPPED:
+        parser.error(f"--peers measures {' and '.join(SHIPPED)} only, got {options.model}: leave --peers out")
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as work:
         of = subject(options.model, device, options.int8, Path(work))
@@ -257,11 +268,10 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
 
 def rivals(options: argparse.Namespace, device: str) -> None:
     """Prints the table of rivals."""
-    load, file = MODELS[options.model]
     unseen = range(FIRST_UNSEEN, FIRST_UNSEEN + options.unseen)
 
     def loaded() -> DiffusionModel:
-        return on_device(load(shipped_folder() / f"{file}.safetensors"), device)
+        return on_device(models.load(recipe_of(options.model).model), device)
 
     plain = loaded()
     print("\n| steps | rival in full precision | computed | PSNR |")
@@ -343,4 +353,7 @@ def cache_dit_samples(
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trtconvert.attention.schedules import ddpm_betas
 from trtconvert.bars import NoBar
+from trtconvert.calib import reuse as calib
 from trtconvert.calib.budget import Measure
 from trtconvert.calib.reuse import (
     CORRECTIONS,
@@ -107,7 +108,7 @@ def test_the_fewest_steps_that_keep_the_budget(model, search):
 
 @pytest.mark.soak
 def test_trajectories_of_a_plan_are_those_of_its_arithmetic(model, measured):
-    """The search takes them beside those of full precision, and keeps the schedule whose worst sample is nearest."""
+    """The search takes them beside those of full precision, and keeps the schedule whose samples are nearest."""
 
     def rounded(*inputs, **named):
         return (model.denoiser(*inputs, **named) * 16).round() / 16
@@ -122,6 +123,27 @@ def test_trajectories_of_a_plan_are_those_of_its_arithmetic(model, measured):
         for given in (measured[0], both)
     )
     assert joint.schedule.count == alone.schedule.count and joint.added <= alone.added
+
+
+def test_one_bad_sample_does_not_outweigh_the_others(model, measured, monkeypatch):
+    """The chosen schedule has the least mean squared error, not the best of the worst samples."""
+    schedules = {
+        "mean": Schedule((True, False) * (STEPS // 2), 1.0),
+        "worst": Schedule((True, True, False, False) * (STEPS // 4), 1.0),
+    }
+    errors = {"mean": [0.1, 0.1, 0.1, 0.4], "worst": [0.3] * 4}
+
+    def drawn(model, denoiser, seeds, steps):
+        error = errors[denoiser.reuse.objective] if isinstance(denoiser, Reusable) else [0.0] * 4
+        return torch.tensor(error).view(4, 1, 1, 1)
+
+    monkeypatch.setattr(calib, "best_schedules", lambda found, timesteps, objective: {STEPS // 2: schedules[objective]})
+    monkeypatch.setattr(calib, "_drawn", drawn)
+    found, full, _ = measured
+    budget = [Measure("psnr", psnr, True, 0.0)]
+    chosen = search_reuse(model, model.denoiser, found, full[:4] * 0, SEEDS, STEPS, budget, 0.5, Quiet())[-1]
+    assert chosen.schedule is schedules["mean"]
+    assert chosen.added == pytest.approx(0.0475) and chosen.worst == pytest.approx(0.16)
 
 
 def test_a_stated_share(model, search):

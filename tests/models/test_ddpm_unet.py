@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.errors import UserError
+from trtconvert.models.ddpm import ddpm_model
 from trtconvert.models.ddpm_unet import IMAGE_SHAPE, DDPMUNet, build, load, timestep_embedding
 
 TINY = {"channels": 32, "multipliers": (1, 2), "blocks": 1, "attention": (1,), "dropout": 0.0}
@@ -196,3 +197,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, spoil: Callable[[dict
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(UserError, match="no such file"):
         load(tmp_path / "no.ckpt")
+
+
+def test_images_have_the_size_of_the_recipe_and_the_channels_of_the_weights(tmp_path: Path):
+    grey = build(**TINY, image_channels=1)
+    torch.save(grey.state_dict(), tmp_path / "x.ckpt")
+    model = ddpm_model(tmp_path / "x.ckpt", size=8)
+    assert model.inputs[0].shape == ("batch", 1, 8, 8)
+    assert model.sample(model.denoiser, [0, 1], steps=1, solver="ddim").shape == (2, 1, 8, 8)
+    with pytest.raises(UserError, match="a multiple of 2, because its levels halve images 1 times"):
+        ddpm_model(tmp_path / "x.ckpt", size=7)

@@ -5,7 +5,8 @@ errors of samples better differs by model and number of steps. The share of corr
 the candidate that leaves the least error in samples; extrapolations read the noisy sample if that leaves less error than a line
 through the last two predictions. The growth of errors by noise level is measured by skipping steps in one part of the trajectory
 after the other. For each number of computed steps, the best schedules by several objectives are sampled with the plan's
-arithmetic. The best schedule is the one whose worst sample is nearest to the sample of the same arithmetic with all steps.
+arithmetic. The best schedule is the one with the least mean squared error against samples of the same arithmetic with all steps:
+the worst of few samples says less about the worst of many.
 Bisection finds the fewest computed steps within the budget.
 """
 
@@ -59,7 +60,7 @@ class Found:
         schedule: for the calibrated number of steps.
         figures: of the samples, for the budget.
         worst: mean squared error of the worst sample.
-        added: the same against samples of the same denoiser with all steps computed.
+        added: mean squared error against samples of the same denoiser with all steps computed.
     """
 
     reuse: Reuse | None
@@ -200,8 +201,8 @@ def search_reuse(
         return samples
 
     def found_of(samples: Tensor, reuse: Reuse | None, schedule: Schedule) -> Found:
-        worst, added = (float(squared_error(samples, other).max()) for other in (full, of_all_steps))
-        return Found(reuse, schedule, figures(budget, samples, full), worst, added)
+        worst, added = squared_error(samples, full).max(), squared_error(samples, of_all_steps).mean()
+        return Found(reuse, schedule, figures(budget, samples, full), float(worst), float(added))
 
     def best_of(count: int) -> Found | None:
         """Returns the best schedule with this many computed steps."""
