@@ -3,15 +3,13 @@ cannot compute with. Errors name the module."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import Tensor
 
 from trtconvert.attention.ranges import Rows
 from trtconvert.calib.layer_observer import LayerRows
@@ -20,6 +18,7 @@ from trtconvert.errors import UserError, first_line
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.interception import module_of
 from trtconvert.mixed_types import OneType
+from trtconvert.wide_weights import in_16_bits
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -55,21 +54,7 @@ def _failure_in(model: DiffusionModel, dtype: torch.dtype) -> str | None:
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     inputs = model.example(0, sizes)
     with shapes_alone(), torch.no_grad():
-        weights = [x for x in (*model.denoiser.parameters(), *model.denoiser.buffers()) if x.is_floating_point()]
-
-        def empty(x: Tensor) -> Tensor:
-            there = torch.empty(x.shape, dtype=dtype)
-            return nn.Parameter(there, False) if isinstance(x, nn.Parameter) else there
-
-        without_numbers = {id(x): empty(x) for x in weights}
-        with unset_fake_temporarily():  # other tensors, such as Lumina's tables of rotations, keep their values
-            denoiser = copy.deepcopy(model.denoiser, without_numbers)
-        of_type = {
-            name: torch.empty(
-                x.shape, dtype=dtype if x.is_floating_point() and name != model.timestep_input else x.dtype
-            )
-            for name, x in inputs.items()
-        }
+        denoiser, of_type = in_16_bits(model.denoiser, inputs, model.timestep_input, dtype)
         try:
             with OneType():
                 denoiser(**of_type)
