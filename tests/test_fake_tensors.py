@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
 from trtconvert.fake_tensors import shapes_alone
@@ -45,7 +46,7 @@ class Keeping(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(8))
         self.register_buffer("table", None, persistent=False)
-        self.by_length, self.all = {}, []
+        self.by_length, self.all, self.config = {}, [], FrozenDict(width=8)
 
     def forward(self, x):
         if self.table is None or self.table.shape[0] < x.shape[0]:

@@ -52,6 +52,7 @@ LAYERS: tuple[set[str], ...] = (
         "recipe",
         "shipped",
         "unfused",
+        "wide_weights",
         "wrapped",
     },
 )

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trtconvert.calib.dtype_checks import refuse_mixed_types
-from trtconvert.diffusion_model import DiffusionModel
+from trtconvert.diffusion_model import DiffusionModel, weights_in_float32
 from trtconvert.mixed_types import OneType, compute_in_one_type
 from trtconvert.models import NoiseSchedule, ddpm_betas, initial_noise, sample
+from trtconvert.models.denoiser import DenoiserInType
 from trtconvert.models.recorded_calls import relative_error
 
 WIDTH, HEADS = 64, 2
@@ -59,6 +60,43 @@ def test_int8_layers_and_attention_get_tensors_of_the_type_of_the_weights():
     got = run(made.graph(torch.float16), **made.example(torch.float16))
     assert got.dtype == torch.float16
     assert relative_error(got, expected) < 0.02
+
+
+class Frequencies(Timed):
+    """Timed, with learned frequencies of the timestep and a rotary table over positions that start at a thousand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fourier = nn.Parameter(random(1, WIDTH // 2, seed=1))
+        self.scale = nn.Parameter(torch.ones(32))
+        self.register_buffer("inv_freq", torch.exp(-torch.arange(8) / 3.0))
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, N, 32], timestep [B] → [B, N, 32]."""
+        x = x.float() * self.scale
+        angles = timestep[:, None] @ self.fourier.abs()
+        h = self.embed(x) + self.time(torch.cat((angles.sin(), angles.cos()), 1))[:, None]
+        q, k, v = self.qkv(h).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        turns = (1000 + torch.arange(x.shape[1])).type_as(self.inv_freq)[:, None] * self.inv_freq[None]
+        turned = torch.cat((turns.cos(), turns.sin()), 1).repeat(1, 2)
+        attended = functional.scaled_dot_product_attention(q * turned, k * turned, v).transpose(1, 2).flatten(2)
+        return self.head(h + self.out(attended))
+
+
+def test_frequencies_stay_in_fp32():
+    torch.manual_seed(0)
+    model = model_of(Frequencies(), ("batch", 16, 32))
+    assert weights_in_float32(model) == {"fourier", "inv_freq"}
+    made = int8_model(model, include=["*"], attention=True)
+    inputs = {name: x if name == "x" else 900 + x / 20 for name, x in made.example().items()}
+    typed = {name: x.half() if name == "x" else x for name, x in inputs.items()}
+    assert relative_error(run(made.graph(torch.float16), **typed), made.torch(**inputs)) < 0.02
+    with torch.no_grad():
+        exact = model.denoiser(**inputs)
+        assert relative_error(DenoiserInType(model, torch.float16, {})(**inputs), exact) < 0.005
+        with OneType():
+            rounded = copy.deepcopy(model.denoiser).half()(**typed)
+    assert relative_error(rounded, exact) > 0.03
 
 
 class Image(Timed):
@@ -113,7 +151,8 @@ FORMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], torch.dtype]] 
     "linear": (functional.linear, (ROWS, WEIGHT, WEIGHT[0]), torch.float16),
     "conv1d": (functional.conv1d, (A, random(8, 4, 3), WEIGHT[0]), torch.float16),
     "addmm": (torch.addmm, (WEIGHT[0], ROWS, WEIGHT), torch.float16),
-    "matrix": (torch.matmul, (A, WEIGHT), torch.float16),
+    "matrix": (torch.matmul, (random(2, 4, 16), random(16, 8)), torch.float16),
+    "frequencies": (torch.matmul, (A, WEIGHT), torch.float32),
     "attention": (functional.scaled_dot_product_attention, (HEADS_OF_ROWS,) * 3, torch.float16),
     "bmm": (torch.bmm, (A, B), torch.float32),
     "matmul": (lambda x, y: x @ y, (A, B), torch.float32),

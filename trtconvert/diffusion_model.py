@@ -17,6 +17,7 @@ from trtconvert.attention.sites import Site
 from trtconvert.bundle import DiffusersRecord, GuidanceRecord
 from trtconvert.errors import UserError
 from trtconvert.noise_input import NoiseInput, at_place, place_of
+from trtconvert.wide_weights import wide_weights
 from trtconvert.wrapped import WrappedDenoiser
 
 OF_NOISE = re.compile(r"(\w+_)?(timestep|sigma)s?(_\w+)?")
@@ -386,6 +387,15 @@ def copied_with(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> n
             there = change(name, x.detach())
             changed[id(x)] = nn.Parameter(there, x.requires_grad) if isinstance(x, nn.Parameter) else there
     return copy.deepcopy(module, changed)
+
+
+def weights_in_float32(model: DiffusionModel) -> frozenset[str]:
+    """Returns the names of parameters and buffers that stay in FP32 in a 16-bit engine, see `wide_weights`. None of a pipeline:
+    `_keep_in_fp32_modules` names those of diffusers."""
+    if model.diffusers is not None:
+        return frozenset()
+    sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
+    return wide_weights(model.denoiser, model.example(0, sizes), model.timestep_input)
 
 
 def require_one_size(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -68,11 +69,15 @@ def _weights_replaced(module: nn.Module, by: Callable[[Tensor], Tensor]) -> Iter
             tensors[name] = x
 
 
+_CONTAINERS = (dict, OrderedDict, defaultdict, list)
+"""Types that can be written to, unlike some of their subclasses, such as diffusers' FrozenDict."""
+
+
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
     """Restores the attributes of a module's parts at the end of the block, and the entries of their lists and dictionaries."""
     containers = [vars(part) for part in module.modules()]
-    containers += [x for attributes in containers for x in attributes.values() if isinstance(x, (dict, list))]
+    containers += [x for attributes in containers for x in attributes.values() if type(x) in _CONTAINERS]
     before = [(container, container.copy()) for container in containers]
     try:
         yield

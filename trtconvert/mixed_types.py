@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-_OF_WEIGHTS = frozenset(
+OF_WEIGHTS = frozenset(
     (
         functional.linear,
         functional.conv1d,
@@ -43,8 +43,8 @@ _PRODUCTS = frozenset(
         torch.einsum,
     )
 )
-"""Functions whose tensors are converted to the wider type, as one of them may be a table of positions; products with a matrix are
-converted to its type."""
+"""Functions whose tensors are converted to the wider type, as one of them may be a table of positions; products with a matrix of
+a layer are converted to its type."""
 
 _NORMS = frozenset(
     (
@@ -68,12 +68,11 @@ class OneType(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         named = kwargs or {}
         wanted = None
-        if func in _OF_WEIGHTS:
-            wanted = _narrowest(_tensors([*args, *named.values()]))
+        if func in OF_WEIGHTS:
+            wanted = _narrowest(tensors_in([*args, *named.values()]))
         elif func in _PRODUCTS:
-            found = [*_tensors([*args, *named.values()])]
-            matrix = len(found) == 2 and found[1].dim() == 2 and func is not torch.einsum
-            wanted = found[1].dtype if matrix else _widest(found)
+            found = [*tensors_in([*args, *named.values()])]
+            wanted = found[1].dtype if is_matrix_product(func, found) else _widest(found)
         elif func in _NORMS and (x := args[0] if args else named["input"]).dtype == torch.float32:
             wanted = x.dtype
         if wanted is not None:
@@ -82,6 +81,16 @@ class OneType(TorchFunctionMode):
                 {name: _converted(x, wanted) for name, x in named.items()},
             )
         return func(*args, **named)
+
+
+_FEWEST = 16
+"""Least rows of a matrix for a layer in INT8; one of fewer rows may hold the frequencies of features."""
+
+
+def is_matrix_product(func: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
+    """Returns whether a call multiplies by a matrix of a layer."""
+    matrix = len(tensors) == 2 and tensors[1].dim() == 2 and tensors[1].shape[0] >= _FEWEST
+    return matrix and func in _PRODUCTS and func is not torch.einsum
 
 
 def compute_in_one_type(module: nn.Module) -> None:
@@ -100,12 +109,12 @@ def compute_in_one_type(module: nn.Module) -> None:
     module.register_forward_hook(end, always_call=True)
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Yields the floating-point tensors among values and their lists."""
+def tensors_in(values: Iterable[Any], floating: bool = True) -> Iterable[Tensor]:
+    """Yields the tensors among values and their lists. floating: those of floating point alone."""
     for x in values:
         if isinstance(x, (list, tuple)):
-            yield from _tensors(x)
-        elif isinstance(x, Tensor) and x.is_floating_point():
+            yield from tensors_in(x, floating)
+        elif isinstance(x, Tensor) and (x.is_floating_point() or not floating):
             yield x
 
 

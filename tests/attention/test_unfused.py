@@ -451,7 +451,7 @@ LEFT = {
     with_another_function: "tanh stands between its product of queries and keys and its softmax",
     with_reshaped_scores: "view stands between its product of queries and keys and its softmax",
     with_some_probabilities: "__getitem__ stands between its softmax and the product with values",
-    linear: "no product of queries and keys of one sample comes before its softmax",
+    linear: "no product of queries and keys of one sample comes before its softmax, as in linear attention",
     with_a_soft_mask: "its mask puts -1 in the place of scores, which is no large negative number",
     of_two_products: "its scores are made of two products",
     with_dropout: "it uses dropout",

@@ -118,6 +118,22 @@ def test_operations_on_several_types_are_named(dtype):
     assert model.denoiser.embed[0].weight.dtype == torch.float32 and model.denoiser.embed[0].weight.isfinite().all()
 
 
+def test_models_whose_copies_compute_with_their_weights_are_refused():
+    class Closed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([layer := nn.Linear(32, 32)])
+            self.function = lambda x: layer(x)
+
+        def forward(self, x, timestep):
+            return self.function(x)
+
+    with pytest.raises(
+        UserError, match=r"(?s)cannot be copied.*the original's parts\.0\.weight.*model.dtype to float32"
+    ):
+        refuse_mixed_types(model_of(Closed(), ("batch", 16, 32)), torch.float16)
+
+
 def test_models_that_need_numbers_are_left_to_the_export():
     class Deciding(Mixing):
         def forward(self, x, timestep):

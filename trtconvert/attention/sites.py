@@ -326,6 +326,9 @@ def unmatched_pattern(patterns: Iterable[str], names: Collection[str]) -> str | 
     return next((p for p in patterns if not any(fnmatchcase(name, p) for name in names)), None)
 
 
+_EXCLUDED = "the recipe excludes it"
+
+
 def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> tuple[list[Site], list[Site]]:
     """Splits sites into those to convert and those to leave; the latter carry the reason in `obstacle`.
 
@@ -338,7 +341,8 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
             expected="calls of torch.nn.functional.scaled_dot_product_attention in its forward, or softmax(q·kᵀ)·v by matmul, "
             "bmm, baddbmm or einsum",
             got="none",
-            remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a kernel of another library",
+            remedy="use the model's SDPA attention (diffusers: AttnProcessor2_0), not a kernel of another library; a model "
+            "without attention, such as a U-Net of convolutions, is not converted: export it to TensorRT itself",
         )
     names = [site.name for site in sites]
     if (pattern := unmatched_pattern([*include, *exclude], names)) is not None:
@@ -351,15 +355,19 @@ def select_sites(sites: list[Site], include: list[str], exclude: list[str]) -> t
     chosen, left = [], []
     for site in sites:
         if not is_selected(site.name, include, exclude):
-            left.append(replace(site, obstacle="the recipe excludes it"))
+            left.append(replace(site, obstacle=_EXCLUDED))
         else:
             (left if site.obstacle else chosen).append(site)
     if not chosen:
+        excluded = any(site.obstacle == _EXCLUDED for site in left)
         raise UserError(
             "no attention site can be converted",
             expected="at least one",
             got=_by_reason(left),
-            remedy="change attention.include and attention.exclude in the recipe, or the model",
+            remedy="change attention.include and attention.exclude in the recipe"
+            if excluded
+            else "compute the attention by scaled_dot_product_attention or in a form of docs/written-out.md; a model without "
+            "such attention is not converted",
         )
     return chosen, left
 

@@ -3,15 +3,13 @@ cannot compute with. Errors name the module."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch import Tensor
 
 from trtconvert.attention.ranges import Rows
 from trtconvert.calib.layer_observer import LayerRows
@@ -19,12 +17,31 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.errors import UserError, first_line
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.interception import module_of
-from trtconvert.mixed_types import OneType
+from trtconvert.mixed_types import OneType, tensors_in
+from trtconvert.wide_weights import in_16_bits
 
 LARGEST = torch.finfo(torch.float16).max
 
 _OF_TYPES = re.compile(r"dtype|scalar type|same type", re.IGNORECASE)
 """Matches torch's messages about tensors of different types."""
+
+
+class _NotCopied(Exception):
+    """A copy of a model computes with a weight of the model; the text is the weight's name."""
+
+
+class _OfCopy(OneType):
+    """Raises `_NotCopied` at the first function that reads one of these tensors."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(x): name for name, x in weights.items()}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        for x in tensors_in([*args, *(kwargs or {}).values()]):
+            if id(x) in self._names:
+                raise _NotCopied(self._names[id(x)])
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
@@ -34,7 +51,8 @@ def refuse_mixed_types(model: DiffusionModel, dtype: torch.dtype) -> None:
     that cannot run on fake tensors, for example because values decide what is computed, are left to the export.
 
     Raises:
-        UserError: a module computes with tensors of several types that neither torch nor `OneType` converts.
+        UserError: a module computes with tensors of several types that neither torch nor `OneType` converts, or a copy of the
+            model computes with the weights of the model.
     """
     failed = _failure_in(model, dtype)
     if (
@@ -55,24 +73,18 @@ def _failure_in(model: DiffusionModel, dtype: torch.dtype) -> str | None:
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     inputs = model.example(0, sizes)
     with shapes_alone(), torch.no_grad():
-        weights = [x for x in (*model.denoiser.parameters(), *model.denoiser.buffers()) if x.is_floating_point()]
-
-        def empty(x: Tensor) -> Tensor:
-            there = torch.empty(x.shape, dtype=dtype)
-            return nn.Parameter(there, False) if isinstance(x, nn.Parameter) else there
-
-        without_numbers = {id(x): empty(x) for x in weights}
-        with unset_fake_temporarily():  # other tensors, such as Lumina's tables of rotations, keep their values
-            denoiser = copy.deepcopy(model.denoiser, without_numbers)
-        of_type = {
-            name: torch.empty(
-                x.shape, dtype=dtype if x.is_floating_point() and name != model.timestep_input else x.dtype
-            )
-            for name, x in inputs.items()
-        }
+        denoiser, of_type = in_16_bits(model.denoiser, inputs, model.timestep_input, dtype)
+        weights = dict(model.denoiser.named_parameters())
         try:
-            with OneType():
+            with _OfCopy(weights):
                 denoiser(**of_type)
+        except _NotCopied as error:
+            raise UserError(
+                f"{model.name} cannot be copied, and engines in {str(dtype).removeprefix('torch.')} need a copy of its weights",
+                expected="a forward that finds modules by its own attributes, self.layer",
+                got=f"a copy that computes with the original's {error}, as functions do that are made in __init__",
+                remedy="set model.dtype to float32, or make the function a method of the module",
+            ) from None
         except Exception as error:  # the model may raise anything; the message tells whether types are the reason
             if _OF_TYPES.search(str(error)):
                 return f"{module_of(denoiser, error) or 'its forward'}: {first_line(error)}"

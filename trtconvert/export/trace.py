@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.bundle import NEXT
-from trtconvert.diffusion_model import DiffusionModel, ModelComponent, copied_with, resized
+from trtconvert.diffusion_model import DiffusionModel, ModelComponent, copied_with, resized, weights_in_float32
 from trtconvert.errors import UserError
 from trtconvert.export.delta_caches import caches_of
 from trtconvert.export.lowering.function import lower_to_function
@@ -58,7 +58,8 @@ def trace(
     for name, layer in layers.items():
         _require_usable(f"the layer {name}", layer.tables, _LAYER_MODES, layer.delta_scale)
     caches = caches_of(model, layers, dims, dtype)
-    traced = TracedDenoiser(in_type(model.denoiser, dtype), model, tables, layers, options, caches, masks or {}).eval()
+    denoiser = in_type(model.denoiser, dtype, () if dtype == torch.float32 else weights_in_float32(model))
+    traced = TracedDenoiser(denoiser, model, tables, layers, options, caches, masks or {}).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {
         name: x.to(dtype) if x.is_floating_point() and name not in model.always_float32 else x
@@ -157,14 +158,18 @@ def trace_component(
     return exported
 
 
-def in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Returns the module, or a copy, with its weights in a type. FP32 never copies."""
+def in_type(module: nn.Module, dtype: torch.dtype, wide: Collection[str] = ()) -> nn.Module:
+    """Returns the module, or a copy, with its weights in a type. FP32 never copies.
+
+    Args:
+        wide: names of weights that keep their type.
+    """
     weights = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
     if dtype == torch.float32 or all(x.dtype == dtype for x in weights):
         return module
 
     # Module.to would make complex numbers real.
-    return copied_with(module, lambda _, x: x.to(dtype) if x.is_floating_point() else x.clone())
+    return copied_with(module, lambda name, x: x.to(dtype) if x.is_floating_point() and name not in wide else x.clone())
 
 
 def _trace_size(size: tuple[int, int, int]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.sites import Handler, attention_hooks
-from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler, copied_with
+from trtconvert.diffusion_model import Denoiser, DiffusionModel, Sampler, copied_with, weights_in_float32
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.interception import Hooks, InterceptedDenoiser, Interception
 from trtconvert.linear.sites import LayerHandler, layer_hooks
@@ -192,13 +191,16 @@ class DenoiserInType:
         self._floating = {s.name for s in model.inputs if s.dtype == "float32" and s.name != model.timestep_input}
         self._names = [spec.name for spec in model.inputs]
         same = all(x.dtype == dtype for x in model.denoiser.parameters() if x.is_floating_point())
-        if model.onload is not None:
+        if model.onload is not None or not same:
+            wide = () if dtype == torch.float32 else weights_in_float32(model)
             denoiser = copied_with(
-                model.denoiser, lambda _, x: x.to(dtype if x.is_floating_point() else x.dtype, copy=True)
+                model.denoiser,
+                lambda name, x: x.to(dtype if x.is_floating_point() and name not in wide else x.dtype, copy=True),
             )
-            offloading.offload(denoiser, model.onload)
         else:
-            denoiser = model.denoiser if same else copy.deepcopy(model.denoiser).to(dtype)
+            denoiser = model.denoiser
+        if model.onload is not None:
+            offloading.offload(denoiser, model.onload)
         self._denoiser = InterceptedDenoiser(
             denoiser, self._names, model.timestep_input, hooks, model.noise_input, around=lambda _: OneType()
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,8 @@ def placed(model: DiffusionModel, place: Place, notice: Callable[[str], None] = 
     device = torch.device("cuda", torch.cuda.current_device())
     if place.offload:
         return offloaded(model, device, getattr(torch, place.dtype), notice)
-    return _with_denoiser(model, _copied(model.denoiser, device, getattr(torch, place.dtype)), device, place.dtype)
+    dtype = getattr(torch, place.dtype)
+    return _with_denoiser(model, _copied(model.denoiser, device, dtype, wide=_wide(model, dtype)), device, place.dtype)
 
 
 def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[str], None]) -> DiffusionModel:
@@ -77,7 +78,7 @@ def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[
 
     sizes = (x.numel() * (dtype.itemsize if x.is_floating_point() else x.itemsize) for x in model.denoiser.parameters())
     pinned = device.type == "cuda" and pins(sizes, model.name, notice)
-    denoiser = _copied(model.denoiser, torch.device("cpu"), dtype, pinned)
+    denoiser = _copied(model.denoiser, torch.device("cpu"), dtype, pinned, _wide(model, dtype))
     offload(denoiser, device)
     need = resident_bytes(denoiser) * ROOM
     if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
@@ -106,8 +107,20 @@ def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtyp
     return sampled_from(replace(model, denoiser=denoiser), device)
 
 
-def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) -> nn.Module:
-    """Returns a copy on a device, in a type; a GPU copies from pinned host memory at full speed."""
+def _wide(model: DiffusionModel, dtype: Any) -> Collection[str]:
+    import torch
+
+    from trtconvert.diffusion_model import weights_in_float32
+
+    return () if dtype == torch.float32 else weights_in_float32(model)
+
+
+def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False, wide: Collection[str] = ()) -> nn.Module:
+    """Returns a copy on a device, in a type; a GPU copies from pinned host memory at full speed.
+
+    Args:
+        wide: names of weights in FP32.
+    """
     import torch
 
     from trtconvert.diffusion_model import copied_with
@@ -122,7 +135,7 @@ def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False) ->
     def there(name: str, x: Tensor) -> Tensor:
         there = x.to(device, copy=True)
         if x.is_floating_point():  # on the device, as the CPU would widen numbers and then copy more
-            there = there.to(torch.float32 if kept & {*name.split(".")} else dtype)
+            there = there.to(torch.float32 if name in wide or kept & {*name.split(".")} else dtype)
         return there.pin_memory() if pinned else there
 
     return copied_with(module, there).requires_grad_(False)

@@ -199,7 +199,7 @@ class Unfused:
             self._known[result] = self._probabilities(known, known.axes[dim], tuple(result.shape))
         else:
             softmax = Softmax(self._module(), tuple(result.shape))
-            reason = "no product of queries and keys of one sample comes before its softmax"
+            reason = "no product of queries and keys of one sample comes before its softmax, as in linear attention"
             if isinstance(known, Unlike) and known.softmax is None:
                 reason = known.reason
             self._known[result] = Unlike(reason, softmax.readers, softmax)
