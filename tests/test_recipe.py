@@ -65,6 +65,8 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
         ("calibration:\n  samples: 4\n  sampels: 3\n", 4, "calibration.sampels", "samples"),
         ("engine:\n  shapes:\n    batch: {min: 1, opt: 2, max: 4, maxx: 8}\n", 4, "engine.shapes.batch.maxx", "max"),
         ("engine:\n  profiles:\n  - a: {min: 1, opt: 1, max: 2, mx: 8}\n", 4, "engine.profiles.0.a.mx", "max"),
+        ("verify:\n  on_gpu: {sample: 4}\n", 3, "verify.on_gpu.sample", "samples"),
+        ("components:\n  all: {dtipe: float16}\n", 3, "components.all.dtipe", "dtype"),
     ],
 )
 def test_an_unknown_field_is_refused_with_the_nearest_name(tmp_path, text, line, field, nearest):

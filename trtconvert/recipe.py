@@ -9,7 +9,7 @@ import datetime
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -64,6 +64,17 @@ Seed = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
 Number = Annotated[float, Field(strict=True)]
 """Strict, because `true` read as 1 would open a gate."""
 Share = Annotated[Number, Field(gt=0, lt=1)]
+
+
+def _refuse_misfits(*checks: tuple[bool, tuple[str, str], object, str]) -> None:
+    """Raises pydantic's error for the first field that does not fit other fields.
+
+    Args:
+        checks: whether the field does not fit; its section and name; its value; the expected value.
+    """
+    for wrong, place, got, expected in checks:
+        if wrong:
+            raise PydanticCustomError("misfit", "{expected}", {"expected": expected, "place": place, "got": got})
 
 
 class _Section(BaseModel):
@@ -236,19 +247,15 @@ class LayersSection(_Section):
         if self.modiff is False:
             return self
         modes = {self.modes} if isinstance(self.modes, str) else set(self.modes)
-        problems = (
-            (not {"auto", "static"} & modes, "modes",
+        _refuse_misfits(
+            (not {"auto", "static"} & modes, ("layers", "modes"), self.modes,
              "static or auto with layers.modiff; or layers.modiff: false"),
-            (isinstance(self.modes, list) and modes != {"static"}, "modes",
+            (isinstance(self.modes, list) and modes != {"static"}, ("layers", "modes"), self.modes,
              "static in all timestep bins with layers.modiff"),
-            (self.modiff == "auto" and self.modes != "auto", "modiff",
+            (self.modiff == "auto" and self.modes != "auto", ("layers", "modiff"), self.modiff,
              "true or patterns with stated layers.modes: modiff: auto needs layers.modes: auto"),
-            (self.offsets, "offsets", "false with layers.modiff: deltas have no offsets"),
+            (self.offsets, ("layers", "offsets"), True, "false with layers.modiff: deltas have no offsets"),
         )  # fmt: skip
-        for wrong, field, expected in problems:
-            if wrong:
-                context = {"expected": expected, "place": ("layers", field), "got": getattr(self, field)}
-                raise PydanticCustomError("modiff", "{expected}", context)
         return self
 
 
@@ -656,33 +663,27 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _a_mode_per_bin(self) -> Recipe:
-        bins = self.calibration.bins
-        for name, modes in (("attention", self.attention.modes), ("layers", self.layers.modes)):
-            if isinstance(modes, list) and len(modes) != bins:
-                raise PydanticCustomError(
-                    "modes",
-                    "one entry of {section}.modes per timestep bin: calibration.bins is {bins}, the modes are {count}",
-                    {"section": name, "bins": bins, "count": len(modes), "place": (name, "modes"), "got": modes},
-                )
+        bins, sections = self.calibration.bins, {"attention": self.attention.modes, "layers": self.layers.modes}
+        stated = {name: modes for name, modes in sections.items() if isinstance(modes, list)}
+        _refuse_misfits(
+            *(
+                (len(modes) != bins, (name, "modes"), modes,
+                 f"one entry of {name}.modes per timestep bin: calibration.bins is {bins}, the modes are {len(modes)}")
+                for name, modes in stated.items()
+            )
+        )  # fmt: skip
         return self
 
     @model_validator(mode="after")
     def _shares_are_chosen_or_stated(self) -> Recipe:
         """Checks that block masks are searched with searched modes, and stated with stated modes."""
         sparse, searched = self.attention.sparse, self.attention.modes == "auto"
-        expected = ""
-        if sparse == "auto" and not searched:
-            expected = (
-                "a share such as 0.01, or off, with stated attention.modes: sparse: auto needs attention.modes: auto"
-            )
-        if not isinstance(sparse, str) and searched:
-            expected = f"auto with attention.modes: auto, and plan.sparse_candidates: [{sparse:g}]"
-        if expected:
-            raise PydanticCustomError(
-                "sparse",
-                "{expected}",
-                {"expected": expected, "place": ("attention", "sparse"), "got": sparse},
-            )
+        _refuse_misfits(
+            (sparse == "auto" and not searched, ("attention", "sparse"), sparse,
+             "a share such as 0.01, or off, with stated attention.modes: sparse: auto needs attention.modes: auto"),
+            (not isinstance(sparse, str) and searched, ("attention", "sparse"), sparse,
+             f"auto with attention.modes: auto, and plan.sparse_candidates: [{sparse}]"),
+        )  # fmt: skip
         return self
 
     @property
@@ -704,7 +705,7 @@ class Recipe(_Section):
         if self.layers.modiff is False:
             return self
         calibration, engine = self.calibration, self.engine
-        problems = (
+        _refuse_misfits(
             (calibration.from_ is None and calibration.steps < 2, ("calibration", "steps"), calibration.steps,
              "2 steps or more: layers.modiff is calibrated on deltas from step to step"),
             (self.layers.modiff == "auto" and self.attention.modes != "auto", ("layers", "modiff"), "auto",
@@ -720,11 +721,6 @@ class Recipe(_Section):
             (self.steps.computed != "all", ("steps", "computed"), self.steps.computed,
              "all with layers.modiff: its scales hold for deltas from one step to the next"),
         )  # fmt: skip
-        for wrong, place, got, expected in problems:
-            if wrong:
-                raise PydanticCustomError(
-                    "modiff", "{expected}", {"expected": expected, "place": place, "got": str(got)}
-                )
         return self
 
 
@@ -954,10 +950,13 @@ def _fields_at(keys: tuple) -> Iterator[str]:
     """Yields the names of a section's fields, or of the entries of a mapping with names of the user's."""
     section: Any = Recipe
     for key in keys:
-        field = section.model_fields.get(key)
-        annotation = field.annotation if field else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            section = annotation
-        elif field:  # components, LoRAs, or the ranges of engine.shapes and engine.profiles
-            section = {"components": ComponentSection, "loras": LoraSection}.get(key, Range)
+        if (field := section.model_fields.get(key)) is not None:
+            section = _section_in(field.annotation) or section
     yield from (field.alias or name for name, field in section.model_fields.items())
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Returns the section in a field's type, such as the values of a mapping, or the other type of an optional section."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section_in(part)) is not None), None)
