@@ -16,18 +16,16 @@ from trtconvert.attention import kernel, measured
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import (
-    Attention,
     folds_of,
     fused_attention,
     of_elements,
-    of_unfused,
     own_channels,
     taken,
     too_many,
 )
 from trtconvert.errors import UserError
 from trtconvert.noise_input import NoiseInput, place_of
-from trtconvert.unfused import Unfused, UnfusedAttention
+from trtconvert.unfused import Attention, Unfused, UnfusedAttention
 from trtconvert.wrapped import uncompiled
 
 TIMESTEPS = ("timestep", "timesteps", "t")
@@ -137,7 +135,7 @@ class Site:
     def attend(self, number: int, attention: Attention) -> Tensor:
         """Computes an attention in INT8, or exactly if INT8 is not possible; number: of the module's calls, from 1."""
         shared, timestep = self.denoiser.timestep_modes, self.denoiser.timestep
-        q, k, value, mask, scale, reason, exact = attention
+        q, k, value, mask, scale, reason, exact, *_ = attention
         folds, v = 1, value
         if timestep is None:
             reason = "it was called outside of its denoiser, or without a timestep"
@@ -196,7 +194,7 @@ class _Mode(TorchFunctionMode):
 
     def _attend_unfused(self, x: UnfusedAttention) -> Tensor:
         self.calls += 1
-        return self.site.attend(self.calls, of_unfused(x))
+        return self.site.attend(self.calls, x.attention)
 
 
 def calling_attention(cls: type) -> type:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from trtconvert.data_flow import ATTENTION, UNUSED, DataFlow
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
-from trtconvert.unfused import Softmax, UnfusedAttention, left_softmax, unfused_attention
+from trtconvert.unfused import Attention, Softmax, left_softmax, unfused_attention
 
 HEAD_DIMS = range(32, 257, 8)
 """Head sizes that the kernels take."""
@@ -33,18 +32,6 @@ _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 rounds scores and probabilities less."""
 
 
-class Attention(NamedTuple):
-    """One attention as a model computes it; `mask`, `scale`, `obstacle` and `exact` as in `SiteCall`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    scale: float
-    obstacle: str
-    exact: Callable[[], Tensor]
-
-
 @dataclass(frozen=True)
 class SiteCall:
     """One call at one site.
@@ -53,14 +40,9 @@ class SiteCall:
         name: path of the calling module, with `#2`, `#3`, … for further calls of the same module in one forward.
         q, k, v: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, D]. Heads of sizes that the kernels do not take are padded with
             zeros, which change neither the logits nor the other channels of the output.
-        mask: broadcastable to [B, H, Nq, Nk], boolean or additive, or None.
-        scale: factor of the logits.
+        mask, scale, obstacle, exact, softmax, split: as in `Attention`.
         timestep: [B] FP32, for each batch element the denoiser's timestep of its sample.
-        obstacle: why this call cannot become INT8 attention; empty if it can.
-        exact: computes the call as the model wrote it, with the model's head size.
         folds: number of adjacent batch elements that belong to one sample: its frames, windows or places.
-        softmax: the softmax of attention that the model writes out; None for `scaled_dot_product_attention`.
-        split: true if samples and heads shared an axis in the model.
     """
 
     name: str
@@ -100,15 +82,13 @@ Handler = Callable[[SiteCall], Tensor]
 def attention_hooks(handler: Handler) -> Hooks:
     """Returns hooks that pass calls of attention to a handler and return the handler's output."""
 
-    def attend(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        attention = fused_attention(*args, **named)
-        return own_channels(handler(_site_call(caller, *attention)), attention.value)
+    def attend(caller: Caller, attention: Attention) -> Tensor:
+        return own_channels(handler(_site_call(caller, attention)), attention.value)
 
-    def attend_unfused(caller: Caller, args: tuple[UnfusedAttention], named: dict[str, Any]) -> Tensor:
-        (x,) = args
-        return own_channels(handler(_site_call(caller, *of_unfused(x), x.softmax, x.split)), x.value)
-
-    return {scaled_dot_product_attention: attend, unfused_attention: attend_unfused}
+    return {
+        scaled_dot_product_attention: lambda caller, args, named: attend(caller, fused_attention(*args, **named)),
+        unfused_attention: lambda caller, args, _: attend(caller, args[0].attention),
+    }
 
 
 def filled_up(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,22 +137,8 @@ def fused_attention(
     return Attention(query, key, value, attn_mask, softmax_scale, obstacle, exact)
 
 
-def of_unfused(x: UnfusedAttention) -> Attention:
-    return Attention(x.query, x.key, x.value, x.mask, x.scale, x.obstacle, x.written)
-
-
-def _site_call(
-    caller: Caller,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    obstacle: str,
-    exact: Callable[[], Tensor],
-    softmax: Softmax | None = None,
-    split: bool = False,
-) -> SiteCall:
+def _site_call(caller: Caller, attention: Attention) -> SiteCall:
+    q, k, v, mask, scale, obstacle, exact, softmax, split = attention
     folds = 1
     if not obstacle:
         folds = folds_of(q, k, v, caller.timestep.shape[0])

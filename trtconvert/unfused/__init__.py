@@ -10,7 +10,7 @@ way: then nothing reads the scores, and an exporter drops them. Or the hook retu
 model is needed before it runs. Calls that are not followed are computed as usual.
 """
 
-from trtconvert.unfused.follower import Proceed, Unfused, UnfusedAttention, left_softmax, unfused_attention
+from trtconvert.unfused.follower import Attention, Proceed, Unfused, UnfusedAttention, left_softmax, unfused_attention
 from trtconvert.unfused.steps import Softmax
 
-__all__ = ["Proceed", "Softmax", "Unfused", "UnfusedAttention", "left_softmax", "unfused_attention"]
+__all__ = ["Attention", "Proceed", "Softmax", "Unfused", "UnfusedAttention", "left_softmax", "unfused_attention"]

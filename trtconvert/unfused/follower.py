@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,18 +42,18 @@ _FARTHEST = 3
 """After this number of calls that are not followed a tensor no longer counts as scores or probabilities."""
 
 
-@dataclass(frozen=True)
-class UnfusedAttention:
-    """A product of probabilities and values, with the attention that it belongs to.
+class Attention(NamedTuple):
+    """One attention as a model computes it.
 
     Attributes:
-        query, key, value: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], where Hkv divides H; of one type.
+        query, key, value: [B, H, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv], where Hkv divides H.
         mask: broadcastable to [B, H, Nq, Nk]; boolean, true where scores count, or added to them; or None.
         scale: factor of the scores.
-        softmax: of the attention.
-        written: computes the product as the model wrote it, [B, H, Nq, Dv].
-        scores, values, layout: the tensors as the model multiplies them, and their axes.
-        obstacle: the reason why samples and heads still share an axis, [B·H, Nq, D] and so on; "" if they do not.
+        obstacle: why it cannot become INT8 attention; empty if it can. Attention whose samples and heads still share an axis,
+            [B·H, Nq, D] and so on, cannot.
+        exact: computes it as the model wrote it, [B, H, Nq, Dv].
+        softmax: of attention that the model writes out; None for `scaled_dot_product_attention`.
+        split: true if samples and heads shared an axis in the model.
     """
 
     query: Tensor
@@ -61,23 +61,28 @@ class UnfusedAttention:
     value: Tensor
     mask: Tensor | None
     scale: float
+    obstacle: str
+    exact: Callable[[], Tensor]
+    softmax: Softmax | None = None
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class UnfusedAttention:
+    """An attention that a model writes out: scores, values and layout are the tensors as the model multiplies them, and their
+    axes."""
+
+    attention: Attention
     softmax: Softmax
-    written: Callable[[], Tensor]
     scores: Scores
     values: Tensor
     layout: Layout
-    obstacle: str = ""
-
-    @property
-    def split(self) -> bool:
-        """Whether samples and heads shared an axis."""
-        return self.layout.split
 
 
 def unfused_attention(attention: UnfusedAttention) -> Tensor:
     """Computes the attention as the model wrote it. Hooks of this function may compute it in another way, see
     `trtconvert.interception`."""
-    return attention.written()
+    return attention.attention.exact()
 
 
 def left_softmax(softmax: Softmax) -> None:
@@ -92,7 +97,7 @@ class Unfused:
     """Follows the calls of one forward.
 
     Args:
-        attend: computes an attention; a result of `written` that it returns stays the same to the bit.
+        attend: computes an attention; a result of `Attention.exact` that it returns stays the same to the bit.
         samples: number of samples of the forward.
         module: returns the path of the module that is running.
     """
@@ -264,8 +269,8 @@ class Unfused:
             return made[1]
 
         softmax.handed_over = True
-        attention = UnfusedAttention(q, k, v, mask, scores.scale, softmax, in_order, scores, values, layout, obstacle)
-        output = self._attend(attention)
+        attention = Attention(q, k, v, mask, scores.scale, obstacle, in_order, softmax, layout.split)
+        output = self._attend(UnfusedAttention(attention, softmax, scores, values, layout))
         return made[0] if made and output is made[1] else layout.as_written(output)
 
     def _note_merge(self, args: tuple[Any, ...], result: Tensor, order: Sequence[int] | None) -> None:

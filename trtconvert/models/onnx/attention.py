@@ -53,7 +53,7 @@ class AttentionFinder(TorchFunctionMode):
 
     def _attend(self, attention: UnfusedAttention) -> Tensor:
         self.attentions.append((self._step, attention))
-        return attention.written()
+        return attention.attention.exact()
 
     def each(self, steps: Iterable[Step]) -> Iterator[Step]:
         """Yields the steps of the run, each before it is computed."""
