@@ -64,7 +64,7 @@ def test_an_unchanged_build_loads_no_library_and_gives_the_same_bundle(digits_bu
         ("verify", {"min_psnr": 1.0}, set()),
         ("verify", {"max_lpips": 0.5}, set()),
         ("output", {"grid": 1}, {"verify"}),
-        ("engine", {"shapes": {"batch": [1, 1, 2]}}, {"export", "verify"}),
+        ("engine", {"shapes": {"batch": [1, 1, 2]}}, {"plan", "export", "verify"}),
     ],
     ids=["verify", "gate", "lpips", "output", "engine"],
 )

@@ -447,6 +447,32 @@ def test_each_site_has_its_scaling(tmp_path, digits, scaling, modes, expected):
     assert found == {site.name: expected for site in sites}
 
 
+def test_scales_are_chosen_at_the_batch_of_the_engine(tmp_path):
+    """Between one and eight samples measured scales become slower; the model's own opt batch is 2."""
+    rows = [
+        {"mode": int(mode), "shape": [batch, 1, 16, 16, 32], "seconds": batch * 1e-6}
+        for mode in ALWAYS_MEASURED
+        for batch in (1, 8)
+    ]
+    rows += [
+        {"mode": 2, "shape": [batch, 1, 16, 16, 32], "seconds": batch * 1e-6 * ratio, "scaling": "calibrated"}
+        for batch, ratio in ((1, 0.99), (8, 0.9))
+    ]
+    (tmp_path / "cost.json").write_text(json.dumps({"gpu": "", "date": "", "rows": rows}))
+    found = []
+    for batch in (2, 1):
+        recipe = tiny_recipe(
+            tmp_path,
+            attention={"modes": "balanced", "scaling": "auto"},
+            plan={"kernel_cost": "cost.json"},
+            engine={"shapes": {"batch": batch}},
+        )
+        outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+        assert outcome.exit_code == 0, outcome.output
+        found += [site.scaling for site in read_manifest(tmp_path / "bundle").components["denoiser"].sites]
+    assert found == ["calibrated", "dynamic"]
+
+
 def test_sensitivities_are_the_errors_that_single_choices_make(digits):
     tables = {}
 

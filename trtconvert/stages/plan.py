@@ -13,7 +13,7 @@ from trtconvert.quant.decision import Plan
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import FRONTIER, PLAN, SCALINGS
 from trtconvert.stages.results import Calibrated, Planned
-from trtconvert.stages.shapes import opt_rows
+from trtconvert.stages.shapes import opt_rows, profiles_of, ranges_read
 
 if TYPE_CHECKING:
     from trtconvert.progress import Bar
@@ -46,7 +46,7 @@ def _plan_stage(build: Build, calibrated: Calibrated, searched: Stage | None, po
     if searched is not None:
         reads |= {"search": searched.key, "point": point}
     elif recipe.attention.scaling == "auto" or recipe.sparse_shares:
-        reads |= {"kernel_cost": kernel_cost_hash(recipe.plan)} | build.guidance_reads()
+        reads |= {"kernel_cost": kernel_cost_hash(recipe.plan), "shapes": ranges_read(recipe)} | build.guidance_reads()
 
     def make(folder: Path, bar: Bar) -> None:
         plan = _stated(build, calibrated) if searched is None else _found(searched, point, folder)
@@ -75,7 +75,7 @@ def _stated(build: Build, calibrated: Calibrated) -> Plan:
     recipe, bins = build.recipe, build.recipe.calibration.bins
     source, sites = build.source.placed(), calibrated.chosen_sites
     form = build.as_exported(source)
-    batch = opt_rows(form, form.dims)
+    batch = opt_rows(form, profiles_of(recipe, form)[0])
     scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
     decisions, dense = stated_attention(recipe.attention, scalings, source.sigmas, bins), {}
     for share in recipe.sparse_shares:
