@@ -6,21 +6,7 @@ from typing import Protocol
 
 
 class Steps(Protocol):
-    """Receives progress; see `trtconvert.progress.Bar`."""
-
-    def total(self, steps: float) -> None: ...
-
-    def more(self, steps: float) -> None: ...
-
-    def step(self, count: float = 1) -> None: ...
-
-    def skip(self, count: float = 1) -> None: ...
-
-    def within(self, share: float, count: float = 1) -> None: ...
-
-
-class NoBar:
-    """Ignores progress."""
+    """Receives progress."""
 
     def total(self, steps: float) -> None:
         """See `trtconvert.progress.Bar`."""
@@ -36,3 +22,7 @@ class NoBar:
 
     def within(self, share: float, count: float = 1) -> None:
         """See `trtconvert.progress.Bar`."""
+
+
+class NoBar(Steps):
+    """Ignores progress."""
