@@ -34,7 +34,27 @@ if TYPE_CHECKING:
 
 _PATH = click.Path(path_type=Path)
 _BUNDLE = click.argument("bundle", type=_PATH)
+_RECIPE = click.argument("recipe", type=_PATH)
+_CACHE = click.option("--cache", "cache_folder", type=_PATH, help="Folder of the build cache.")
+_DATA = click.option("--data", help="Replaces the recipe's calibration.data; see `trtconvert schema`.")
+_SAMPLES = click.option("-n", "--samples", type=click.IntRange(1), help="Replaces the recipe's calibration.samples.")
 _OTHER_FILE = "give another file with -o"
+
+
+class _FiniteRange(click.FloatRange):
+    """Refuses infinity and nan, which click's range accepts."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            assert param is not None  # click passes None for values of no option
+            raise UserError(
+                f"{param.opts[0]} is not a number",
+                expected="a finite number",
+                got=str(number),
+                remedy="correct the option",
+            )
+        return number
 
 
 def _output(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -247,9 +267,9 @@ _FIRST_TO_END = 0.5
 
 
 @main.command()
-@click.argument("recipe", type=_PATH)
+@_RECIPE
 @click.option("-o", "--output", type=_PATH, help="Folder of the bundle; out/NAME by default.")
-@click.option("--cache", "cache_folder", type=_PATH, help="Folder of the build cache.")
+@_CACHE
 @click.option("--no-cache", is_flag=True, help="Run every stage, and cache no stage.")
 @click.option("--skip-bad", is_flag=True, help="Skip bad calibration samples, and list them.")
 @_DEVICE
@@ -337,7 +357,7 @@ def _cache(folder: Path | None, disabled: bool) -> Iterator[Cache]:
 
 @main.command("compile")
 @_BUNDLE
-@click.option("--cache", "cache_folder", type=_PATH, help="Folder of the build cache.")
+@_CACHE
 @click.option("--no-cache", is_flag=True, help="Build every engine again, and cache no engine.")
 @click.option(
     "--set",
@@ -556,17 +576,6 @@ def evaluate(bundle: Path, work: Path | None, output: Path, out: Output, **reque
         )
 
 
-def _calibration_options(command: Callable[..., None]) -> Callable[..., None]:
-    options = (
-        click.argument("recipe", type=_PATH),
-        click.option("--data", help="Replaces the recipe's calibration.data; see `trtconvert schema`."),
-        click.option("-n", "--samples", type=click.IntRange(1), help="Replaces the recipe's calibration.samples."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 def _with_data(path: Path, data: str | None, samples: int | None, report: Reporter) -> Recipe:
     from pydantic import ValidationError
 
@@ -588,7 +597,9 @@ def _with_data(path: Path, data: str | None, samples: int | None, report: Report
 
 
 @main.command()
-@_calibration_options
+@_RECIPE
+@_DATA
+@_SAMPLES
 @_output("calibration.safetensors")
 @click.option("--cache", "cache_folder", type=_PATH, help="Folder of finished batches while the command runs.")
 @click.option("--skip-bad", is_flag=True, help="Skip bad samples, and list them.")
@@ -636,7 +647,9 @@ def calibrate(
 
 
 @main.command()
-@_calibration_options
+@_RECIPE
+@_DATA
+@_SAMPLES
 @_output("inputs.safetensors")
 @click.option("--per-run", type=click.IntRange(1), default=4, help="Recorded steps of each run.")
 @_speaking
@@ -821,7 +834,7 @@ def analyze(model: Path, output: Path, strategy: Any, out: Output) -> None:
 )
 @click.option(
     "--max-outliers",
-    type=click.FloatRange(0, 1),
+    type=_FiniteRange(0, 1),
     default=0.01,
     help="Largest share of elements over four times the root mean square of their block; other weights do not become INT8.",
 )
@@ -843,10 +856,6 @@ def quantize(model: Path, output: Path, analysis: Path | None, out: Output, **ru
     from trtconvert.weights.sources import open_source
     from trtconvert.weights.tables import outcome_values, print_outcome
 
-    if math.isnan(rules["max_outliers"]):  # click's ranges accept nan
-        raise UserError(
-            "--max-outliers is not a share", expected="0 to 1", got="nan", remedy="give a number from 0 to 1"
-        )
     report = out.reporter()
     source = open_source(model)
     with report.live(), report.stage("quantize") as bar:
@@ -910,17 +919,6 @@ def _at_most(option: str, number: int, other: str, most: int) -> None:
         )
 
 
-def _finite(*numbers: float) -> None:
-    """Checks numbers for infinity and nan, which click's ranges accept."""
-    if bad := [number for number in numbers if not math.isfinite(number)]:
-        raise UserError(
-            "an option is not a number of seconds or cores",
-            expected="a finite number",
-            got=str(bad[0]),
-            remedy="correct the option",
-        )
-
-
 _MAX_BATCH = click.option(
     "--max-batch", type=click.IntRange(1, 64), default=8, help="Largest number of images of a batch."
 )
@@ -945,11 +943,11 @@ _DEFAULT_STEPS = click.option("--steps", type=click.IntRange(1), default=50, hel
     default="auto",
     help="cuda: a GPU for each replica; cpu: ONNX Runtime; auto: cuda if the cluster has GPUs.",
 )
-@click.option("--cpus", type=click.FloatRange(0, 1024), default=1, help="Cores that each replica reserves.")
+@click.option("--cpus", type=_FiniteRange(0, 1024), default=1, help="Cores that each replica reserves.")
 @_MAX_BATCH
 @click.option(
     "--batch-wait-ms",
-    type=click.FloatRange(0, 60_000),
+    type=_FiniteRange(0, 60_000),
     default=10,
     help="Longest wait of an image for others of its shape while a replica is free.",
 )
@@ -962,11 +960,11 @@ _DEFAULT_STEPS = click.option("--steps", type=click.IntRange(1), default=50, hel
 @click.option("--max-images", type=click.IntRange(1, 100), default=10, help="Largest n of a request.")
 @_DEFAULT_STEPS
 @click.option("--max-steps", type=click.IntRange(1), default=100, help="Largest steps of a request.")
-@click.option("--start-seconds", type=click.FloatRange(1), default=900, help="Longest start of a replica.")
-@click.option("--request-seconds", type=click.FloatRange(0.1), default=600, help="Longest time of a request.")
+@click.option("--start-seconds", type=_FiniteRange(1), default=900, help="Longest start of a replica.")
+@click.option("--request-seconds", type=_FiniteRange(0.1), default=600, help="Longest time of a request.")
 @click.option(
     "--drain-seconds",
-    type=click.FloatRange(0),
+    type=_FiniteRange(0),
     default=60,
     help="Longest wait for running requests after SIGTERM or Ctrl-C.",
 )
@@ -1002,7 +1000,6 @@ def serve_command(
 
     _at_most("--steps", steps, "--max-steps", max_steps)
     _at_most("--max-images", max_images, "--queue-limit", queue_limit)
-    _finite(cpus, batch_wait_ms, start_seconds, request_seconds, drain_seconds)
     least, most = _replicas(replicas)
     limits = Limits(name or bundle.resolve().name, max_images, steps, max_steps)
     options = Options(host, port, limits, max_batch, batch_wait_ms / 1000, queue_limit, request_seconds, drain_seconds)
@@ -1017,7 +1014,7 @@ def serve_command(
 @_MAX_BATCH
 @click.option(
     "--batch-wait-ms",
-    type=click.FloatRange(0, 60_000),
+    type=_FiniteRange(0, 60_000),
     default=10,
     help="Longest wait of a request for others of its batch.",
 )
@@ -1040,7 +1037,6 @@ def export_triton_command(
     from trtconvert.serving.triton import Settings, export_triton
 
     _at_most("--steps", steps, "--max-steps", max_steps)
-    _finite(batch_wait_ms)
     wait = round(batch_wait_ms * 1000)
     settings = Settings(name or bundle.resolve().name, max_batch, wait, queue_limit, steps, max_steps)
     for line in export_triton(bundle, output, settings, force=force):

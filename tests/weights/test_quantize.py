@@ -444,7 +444,7 @@ def test_places_that_cannot_be_the_output(tmp_path):
     refusal(run("quantize", tmp_path / "empty", "-o", tmp_path / "again"), "quantised already", "trtconvert dequantize")
     refusal(run("dequantize", model, "-o", tmp_path / "d"), "nothing to dequantise", "trtconvert quantize")
     refusal(run("quantize", model, "-o", tmp_path / "p", "--fp32", "nobody*"), "matches no tensor")
-    refusal(run("quantize", model, "-o", tmp_path / "p", "--max-outliers", "nan"), "not a share")
+    refusal(run("quantize", model, "-o", tmp_path / "p", "--max-outliers", "nan"), "--max-outliers is not a number")
 
 
 def test_files_beside_that_cannot_be_read(tmp_path, monkeypatch):
