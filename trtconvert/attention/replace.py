@@ -292,24 +292,24 @@ def _modes_and_calibration(
         return TimestepModes(own, end, fractions=fractions, noise_input=noise_input), None
     path = Path(calibration)
     if not path.is_dir():
-        saved = read_tables(path)
-        own = modes(precision_mode or "precision", saved.bins)
-        return TimestepModes(own, saved.timestep_max, fractions=fractions, noise_input=noise_input), {
-            site: Calibrated(AttentionTables(**tables, modes=own)) for site, tables in saved.tables.items()
+        made, saved = read_tables(path)
+        own = modes(precision_mode or "precision", made.bins)
+        return TimestepModes(own, made.timestep_max, fractions=fractions, noise_input=noise_input), {
+            site: Calibrated(AttentionTables(**tables, modes=own)) for site, tables in saved.items()
         }
     manifest = read_manifest(path)
-    saved = read_tables(path / manifest.calibration)
+    made, saved = read_tables(path / manifest.calibration)
     component = next(part for part in manifest.components.values() if part.is_denoiser)
     factor = 1 / component.diffusers.timestep_factor if component.diffusers is not None else 1.0
-    forced = None if precision_mode is None else modes(precision_mode, saved.bins)
+    forced = None if precision_mode is None else modes(precision_mode, made.bins)
     scalings, smooth_k = manifest.scalings, manifest.recipe.attention.smooth_k
     found = {}
     for site in manifest.sites:
-        if site.modes and site.name in saved.tables:
+        if site.modes and site.name in saved:
             own = torch.tensor(site.modes, dtype=torch.int32) if forced is None else forced
-            tables = AttentionTables(**saved.tables[site.name], modes=own)
+            tables = AttentionTables(**saved[site.name], modes=own)
             found[site.name] = Calibrated(tables, scalings[site.name], smooth_k)
-    common = modes("precision", saved.bins) if forced is None else forced
+    common = modes("precision", made.bins) if forced is None else forced
     return TimestepModes(common, component.timestep_max, factor, noise_input=component.noise_input), found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -13,47 +13,47 @@ from torch import Tensor
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.documents import require_plain_types, safetensors_header
 from trtconvert.errors import UserError
-from trtconvert.provenance import not_a_calibration, provenance_in
+from trtconvert.provenance import Provenance, not_a_calibration, provenance_in
 
 NAMES = tuple(f.name for f in fields(AttentionTables) if f.name != "modes")
 """Names of the tables that a calibration has for each site."""
 
 
-@dataclass(frozen=True)
-class SavedTables:
-    """The attention tables of a calibration file.
+def read_tensors(path: Path, kinds: Collection[str] | None = None) -> tuple[Provenance, dict[str, dict[str, Tensor]]]:
+    """Reads a calibration file.
 
-    Attributes:
-        tables: site: name: the tensors of `AttentionTables` except the modes.
-        bins: number of timestep bins; timestep_max: the end of the last bin.
-    """
-
-    tables: Mapping[str, Mapping[str, Tensor]]
-    bins: int
-    timestep_max: float
-
-
-def read_tables(path: Path) -> SavedTables:
-    """Reads the attention tables of a calibration file; skips layers and outliers.
-
+    Args:
+        kinds: of the tensors to read; default: all.
+    Returns:
+        The provenance, and the tensors of each site, layer or input by kind.
     Raises:
-        UserError: the file is missing, damaged, or not a calibration; or a table is not usable.
+        UserError: the file is missing, damaged, or not a calibration.
     """
+    found: dict[str, dict[str, Tensor]] = {}
     try:
         header = safetensors_header(path)
         provenance = provenance_in(header)
         require_plain_types(header)
-        tables: dict[str, dict[str, Tensor]] = {}
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (not a dict)
-                site, _, name = key.rpartition("/")
-                if name in NAMES:
-                    tables.setdefault(site, {})[name] = file.get_tensor(key)
+                name, _, kind = key.rpartition("/")
+                if kinds is None or kind in kinds:
+                    found.setdefault(name, {})[kind] = file.get_tensor(key)
     except (OSError, SafetensorError, ValueError) as error:
         raise not_a_calibration(path, error) from error
+    return provenance, found
+
+
+def read_tables(path: Path) -> tuple[Provenance, dict[str, dict[str, Tensor]]]:
+    """Reads the attention tables of a calibration file: of each site the tensors of `AttentionTables` except the modes.
+
+    Raises:
+        UserError: as `read_tensors`; or a table is not usable.
+    """
+    provenance, tables = read_tensors(path, NAMES)
     for site, named in tables.items():
         refuse_flaw(path, site, flaw(named, provenance.bins))
-    return SavedTables(tables, provenance.bins, provenance.timestep_max)
+    return provenance, tables
 
 
 def refuse_flaw(path: Path, name: str, found: str, *, of_layer: bool = False) -> None:

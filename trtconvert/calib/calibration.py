@@ -8,20 +8,18 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.ranges import Records, Rows, offsets, ranges_of_maxima, seen_bins, spread, tables_of_ranges
 from trtconvert.attention.reference import AttentionTables
-from trtconvert.attention.tables import flaw, refuse_flaw
+from trtconvert.attention.tables import flaw, read_tensors, refuse_flaw
 from trtconvert.bundle import Manifest
 from trtconvert.calib.histogram import OCTAVES, Histograms, SiteHistograms
 from trtconvert.calib.layer_scales import LayerScales
-from trtconvert.documents import require_plain_types, safetensors_header
 from trtconvert.errors import UserError
-from trtconvert.provenance import Provenance, not_a_calibration, provenance_in
+from trtconvert.provenance import Provenance, not_a_calibration
 
 OUTLIERS = ("q_outliers", "k_outliers", "v_outliers")
 OCTAVE_COUNTS = ("q_octaves", "k_octaves", "v_octaves")
@@ -105,19 +103,12 @@ class Calibration:
         Raises:
             UserError: the file is missing, damaged, or not a calibration; or a table is not usable for any purpose.
         """
-        try:
-            header = safetensors_header(path)
-            provenance = provenance_in(header)
-            require_plain_types(header)
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise not_a_calibration(path, error) from error
+        provenance, tensors = read_tensors(path)
         found: dict[str, dict[str, dict[str, Tensor]]] = {group: {} for group in ("tables", *_GROUPS)}
         groups = {name: group for group, names in _GROUPS.items() for name in names}
-        for key, tensor in tensors.items():
-            site, _, name = key.rpartition("/")
-            found[groups.get(name, "tables")].setdefault(site, {})[name] = tensor
+        for site, named in tensors.items():
+            for name, tensor in named.items():
+                found[groups.get(name, "tables")].setdefault(site, {})[name] = tensor
         tables, outliers, magnitudes = found["tables"], found["outliers"], found["magnitudes"]
         for input_group, named in found["layers"].items():
             if not named.keys() >= _NEEDED:
