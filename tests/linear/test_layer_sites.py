@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from tiny_layers import CHOSEN, LEFT, Called, Layered, given, layers_of, random
 from torch import nn
 from torch.nn import functional as F
@@ -12,9 +13,9 @@ from torch.nn import functional as F
 from trtconvert.errors import UserError
 from trtconvert.interception import InterceptedDenoiser, Interception
 from trtconvert.linear.sites import (
+    Layer,
     LayerFinder,
     flops,
-    layer_from_json,
     layer_hooks,
     model_tensors,
     select_layers,
@@ -380,7 +381,7 @@ def test_a_model_without_layers_has_none_to_choose():
 def test_layers_are_what_they_were_after_json(layers):
     extra = conv_of(nn.Conv3d(32, 16, (1, 3, 3), padding=(0, 1, 1)), random(2, 32, 2, 4, 4))
     for layer in (*layers, extra):
-        assert layer_from_json(json.loads(json.dumps(dataclasses.asdict(layer)))) == layer
+        assert TypeAdapter(Layer).validate_json(json.dumps(dataclasses.asdict(layer))) == layer
 
 
 class Gated(nn.Module):

@@ -505,24 +505,6 @@ def with_input_groups_among(layers: Sequence[Layer]) -> list[Layer]:
     return [replace(layer, input_group=first.setdefault(layer.input_group, layer.name)) for layer in layers]
 
 
-def layer_from_json(fields: dict[str, Any]) -> Layer:
-    """Reads a layer from the JSON of `dataclasses.asdict`."""
-    references: dict[str, Any] = {}
-    for name in ("weight", "bias"):
-        given = fields[name]
-        references[name] = None if given is None else reference_from_json(given)
-    return Layer(**fields | _tuples(fields, "kernel", "stride", "padding") | references)
-
-
-def reference_from_json(fields: dict[str, Any]) -> TensorRef:
-    """Reads a reference from the JSON of `dataclasses.asdict`."""
-    return TensorRef(**fields | _tuples(fields, "shape", "stride"))
-
-
-def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: tuple(fields[name]) for name in names}
-
-
 def flops(layer: Layer, batch: int) -> float:
     """Returns the operations of a call with a batch."""
     return 2.0 * batch * layer.rows * layer.out_channels * layer.in_channels * math.prod(layer.kernel)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from trtconvert.bundle import ComponentRecord, GuidanceRecord, ReuseRecord
 from trtconvert.cache import Stage
 from trtconvert.quant.decision import Plan
@@ -52,9 +54,9 @@ class Calibrated(_SentByFields):
     @cached_property
     def layers(self) -> list[Layer]:
         """All layers, including those that are not converted."""
-        from trtconvert.linear.sites import layer_from_json
+        from trtconvert.linear.sites import Layer
 
-        return [layer_from_json(layer) for layer in self.layers_as_json()]
+        return TypeAdapter(list[Layer]).validate_python(self.layers_as_json())
 
     @property
     def chosen_sites(self) -> list[Site]:

@@ -11,13 +11,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from trtconvert.bundle import unquantised_file
-from trtconvert.linear.sites import Layer, TensorRef, model_tensors, reference_from_json
+from trtconvert.linear.sites import Layer, TensorRef, model_tensors
 from trtconvert.weights.tensor_files import TensorWriter, read_entries, read_entry
 
 _METADATA = "trtconvert"
@@ -93,11 +93,7 @@ class Unquantised:
     def __init__(self, path: Path) -> None:
         self.path = path
         entries, metadata = read_entries(path)
-        said: dict[str, Any] = json.loads(metadata[_METADATA])
-        self.refs: dict[str, dict[str, TensorRef | None]] = {
-            layer: {part: None if ref is None else reference_from_json(ref) for part, ref in of.items()}
-            for layer, of in said.items()
-        }
+        self.refs = TypeAdapter(dict[str, dict[str, TensorRef | None]]).validate_json(metadata[_METADATA])
         self.entries = {entry.name: entry for entry in entries}
         self.shapes = {entry.name: entry.shape for entry in entries}
 
