@@ -7,7 +7,6 @@ specification, and runs on CPUs and for unsupported sizes.
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
@@ -21,18 +20,6 @@ from trtconvert.linear.reference import LayerTables
 _MESSAGE_BYTES = 512
 _DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
 _IN_STEP, _OUT_STEP = 16, 8
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    library = load_library()
-    for name, params in (("quantise", QuantiseParams), ("int8_linear", Int8LinearParams)):
-        getattr(library, f"trtconvert_{name}_run").argtypes = [
-            ctypes.POINTER(params),
-            ctypes.c_char_p,
-            ctypes.c_size_t,
-        ]
-    return library
 
 
 def linear(x: Tensor, timestep: Tensor | None, tables: LayerTables, *, timestep_max: float = 1000.0) -> Tensor:
@@ -111,5 +98,5 @@ def run(name: str, params: ctypes.Structure) -> None:
         RuntimeError: the call failed; has its message.
     """
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    if getattr(_library(), name)(ctypes.byref(params), message, _MESSAGE_BYTES):
+    if getattr(load_library(), name)(ctypes.byref(params), message, ctypes.c_size_t(_MESSAGE_BYTES)):
         raise RuntimeError(message.value.decode(errors="replace"))
