@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from trtconvert import __version__
-from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
+from trtconvert.errors import TrtconvertError, UserError, first_problem, kind_and_first_line
 from trtconvert.modiff.commands import commands
 
 if TYPE_CHECKING:
@@ -589,7 +589,7 @@ def _with_data(path: Path, data: str | None, samples: int | None, report: Report
     except ValidationError as error:
         raise UserError(
             "the command line does not fit the recipe",
-            expected=error.errors()[0]["msg"].removeprefix("Value error, "),
+            expected=first_problem(error),
             got=", ".join(f"--{name} {value}" for name, value in given.items() if value is not None),
             remedy="change the recipe's calibration section or leave the option out",
         ) from error

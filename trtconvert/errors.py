@@ -6,10 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
+from typing import Self
 
 
 class TrtconvertError(Exception):
@@ -100,11 +97,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def first_problem(error: ValidationError) -> str:
-    """Returns pydantic's first error with its location."""
+def first_problem(error: Exception) -> str:
+    """Returns the first problem of pydantic's errors with its location; of another error the first line."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return first_line(error)
     first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    return f"{place}: {first['msg']}" if place else first["msg"]
+    place, problem = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{place}: {problem}" if place else problem
 
 
 def kind_and_first_line(error: BaseException) -> str:

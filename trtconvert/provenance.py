@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trtconvert.documents import parse_json, safetensors_header
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, first_problem
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -69,8 +69,7 @@ def provenance_in(header: dict[str, Any]) -> Provenance:
     try:
         made = Provenance.model_validate(parse_json(text))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))} of the provenance: {first['msg']}") from error
+        raise ValueError(f"the provenance: {first_problem(error)}") from error
     if len(made.observed) != made.bins:
         raise ValueError(f"calls of {len(made.observed)} timestep bins in place of {made.bins}")
     if not any(made.observed):

@@ -423,7 +423,7 @@ def test_other_files_than_calibrations_are_refused_by_their_header(records, tmp_
         "pipe": "a pipe, not a file",
         "device": "a device, not a file",
         "type": "has the type F8_E4M3",
-        "provenance": "observed.0 of the provenance: ",
+        "provenance": "the provenance: observed.0: ",
         "unseen": "no call in any timestep bin",
     }[damage]
     readers = (Calibration.load,) if damage == "type" else (Calibration.load, read_provenance)
@@ -498,7 +498,7 @@ def test_a_plan_whose_samples_are_nan_can_be_read_back(tmp_path):
     ("change", "got"),
     [
         ({"points": []}, "points: "),
-        ({"points.0.figures": {"ssim": 1.0}}, "points.0.figures: Value error, psnr is missing"),
+        ({"points.0.figures": {"ssim": 1.0}}, "points.0.figures: psnr is missing"),
         ({"points.0.modes": {"a": [65]}}, "points.0.modes.a.0: "),
         ({"points.0.modes": {"b": [1]}}, "points of different sites or layers"),
         ({"points.0.speed": "NaN"}, "points.0.speed: "),

@@ -303,7 +303,7 @@ def test_nan_keeps_no_limit():
 @pytest.mark.parametrize(
     ("content", "got"),
     [
-        ("{", "JSONDecodeError"),
+        ("{", "Expecting property name"),
         ('{"gpu": "x", "date": "y", "rows": []}', "no rows"),
         ('{"gpu": "x", "rows": []}', "date: Field required"),
         ("null", "valid dictionary"),

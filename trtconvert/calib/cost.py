@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import TILE
 from trtconvert.attention.sites import Site
 from trtconvert.calib.identity import KERNEL_COST
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError, first_problem, kind_and_first_line
+from trtconvert.errors import UserError, first_problem
 from trtconvert.linear import beside_plugins, convs
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
 from trtconvert.linear.sites import Layer, flops
@@ -171,7 +171,7 @@ class KernelCost:
             raise UserError(
                 f"{path} does not hold times of the kernels",
                 expected="a JSON file that `trtconvert measure` wrote: gpu, date, and rows of shape, mode and seconds",
-                got=first_problem(error) if isinstance(error, ValidationError) else kind_and_first_line(error),
+                got=first_problem(error),
                 remedy="run `trtconvert measure` on the GPU that the plan is for, or remove plan.kernel_cost",
             ) from error
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trtconvert.bundle import SparseShares
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError, first_line, first_problem
+from trtconvert.errors import UserError, first_problem
 from trtconvert.quant.decision import Plan
 from trtconvert.recipe import LayerModeName, ModeName
 
@@ -183,6 +183,6 @@ def read_frontier(path: Path) -> Frontier:
         raise UserError(
             f"{path} is not a frontier",
             expected="a search's plans, as a build writes them",
-            got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
+            got=first_problem(error),
             remedy="build the bundle again",
         ) from error

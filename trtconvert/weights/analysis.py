@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError, first_line, first_problem
+from trtconvert.errors import UserError, first_problem
 from trtconvert.progress import Bar
 from trtconvert.weights import blocks
 from trtconvert.weights.blocks import Granularity, Measured, as_matrix, block_shape
@@ -375,11 +375,11 @@ def read_analysis(path: Path, source: Source) -> Mapping[str, TensorReport]:
     remedy = f"run `trtconvert analyze {source.place}`"
     try:
         found = Analysis.model_validate(read_json(path))
-    except (OSError, ValueError) as error:  # pydantic's too
+    except (OSError, ValueError) as error:
         raise UserError(
             f"the analysis {path} cannot be read",
             expected="a file that `trtconvert analyze` wrote",
-            got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
+            got=first_problem(error),
             remedy=remedy,
         ) from error
     reports = {tensor.name: tensor for tensor in found.tensors}

@@ -27,7 +27,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_line, first_problem
 from trtconvert.files import link_files, one_at_a_time, path_of, whole_file, whole_folder
 from trtconvert.progress import Bar
 from trtconvert.weights.blocks import threads_by_tile
@@ -138,7 +138,7 @@ def records_of(metadata: Mapping[str, str], path: Path) -> Records | None:
         raise UserError(
             f"the metadata of {path} cannot be read",
             expected="records that `trtconvert quantize` of this version writes",
-            got=error.errors()[0]["msg"],
+            got=first_problem(error),
             remedy="quantise the model again",
         ) from error
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field
 from safetensors import safe_open
 from torch import Tensor
 
-from trtconvert.errors import UserError, first_line, first_problem
+from trtconvert.errors import UserError, first_problem
 from trtconvert.weights.adapters import (
     MAGNITUDES,
     PARTS,
@@ -387,7 +387,7 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
         raise UserError(
             f"the settings of the LoRA {path} cannot be read",
             expected=f"peft's, with alphas above 0, as JSON in {PEFT_CONFIG} beside it or in its metadata",
-            got=first_problem(error) if isinstance(error, ValidationError) else first_line(error),
+            got=first_problem(error),
             remedy="get the file again, with the files beside it",
         ) from error
     for of in settings.values():
