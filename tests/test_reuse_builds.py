@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from support import run, tiny_recipe
+from support import reused, run, tiny_recipe
 
 from trtconvert import models, runtime
 from trtconvert.bundle import read_manifest
 from trtconvert.calib.frontier import Frontier, read_frontier
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.runtime.reuse import Following
+from trtconvert.stages.build import Build
 
 STEPS = {"computed": 0.5, "calibrated": 8, "samples": 2}
 
@@ -69,6 +70,13 @@ def test_people_are_told(bundle, tmp_path):
     assert not page.exit_code
     text = " ".join((tmp_path / "report.html").read_text().split())
     assert "Steps computed" in text and "Of 8 denoising steps 4 are computed" in text
+
+
+def test_other_kernels_choose_the_steps_anew(bundle, monkeypatch):
+    monkeypatch.setattr(Build, "kernel_reads", lambda _: {"kernels": "another library"})
+    result = built(bundle.parent, "other")
+    assert not result.exit_code, result.output
+    assert not reused(result)["steps"] and reused(result)["calibrate"]
 
 
 def test_callers_of_their_own_follow_a_trajectory(bundle):

@@ -35,7 +35,7 @@ from trtconvert.errors import UserError
 from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
 from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
-from trtconvert.recipe import EngineSection
+from trtconvert.recipe import Recipe
 from trtconvert.stages.common import ENGINE, RECORDED_CALLS, Engines, example_of
 from trtconvert.stages.component_errors import engine_errors
 from trtconvert.stages.engines import EngineBuild, engine_stages
@@ -205,22 +205,23 @@ def _changed(manifest: Manifest, changes: Sequence[str]) -> Manifest:
     of_shapes = given.keys() & {"shapes", "profiles"}
     if len(of_shapes) == 1:  # shapes and profiles exclude each other
         given |= {"profiles": []} if "shapes" in given else {"shapes": {}}
+    stated = manifest.recipe.model_dump()
     try:
-        engine = EngineSection.model_validate(manifest.recipe.engine.model_dump() | given)
+        recipe = Recipe.model_validate(stated | {"engine": stated["engine"] | given})
     except ValidationError as error:
         first = error.errors()[0]
+        place = first["loc"] or first.get("ctx", {})["place"]  # the latter of fields that do not fit other sections
         raise UserError(
             "the command line does not fit the bundle's recipe",
-            expected=f"{'.'.join(map(str, ('engine', *first['loc'])))}: {first['msg'].removeprefix('Value error, ')}",
+            expected=f"{'.'.join(map(str, place))}: {first['msg'].removeprefix('Value error, ')}",
             got=", ".join(f"--set {change}" for change in changes),
             remedy="correct the option; `trtconvert schema` describes every field",
         ) from error
     components = dict(manifest.components)
     for name, component in components.items():
         if of_shapes and component.is_denoiser:  # other components keep their models' shapes, as in `trtconvert build`
-            profiles = [narrowed(ranges, component.dims, name, component.steps) for ranges in engine.ranges()]
+            profiles = [narrowed(ranges, component.dims, name, component.steps) for ranges in recipe.engine.ranges()]
             components[name] = component.model_copy(update={"profiles": profiles})
-    recipe = manifest.recipe.model_copy(update={"engine": engine})
     return manifest.model_copy(update={"recipe": recipe, "components": components})
 
 

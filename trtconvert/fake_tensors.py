@@ -76,17 +76,17 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list)
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
     """Restores the attributes of a module's parts at the end of the block, and the entries of their lists and dictionaries."""
-    containers = [vars(part) for part in module.modules()]
+    containers: list[Any] = [vars(part) for part in module.modules()]
     containers += [x for attributes in containers for x in attributes.values() if type(x) in _CONTAINERS]
     before = [(container, container.copy()) for container in containers]
     try:
         yield
     finally:
         for container, entries in before:
+            container.clear()
             if isinstance(container, list):
-                container[:] = entries
+                container.extend(entries)
             else:
-                container.clear()
                 container.update(entries)
 
 

@@ -199,3 +199,12 @@ def test_commands_refuse_varying_sizes_before_they_calibrate(tmp_path, command):
     outcome = run(command, recipe, "-o", output, "--cache", tmp_path / "cache")
     refusal(outcome, "attention.sparse needs one size", "height 16..24", "give each one size in engine.shapes")
     assert not list((tmp_path / "cache").glob("observed-*"))
+
+
+def test_varying_sizes_are_refused_behind_a_calibration_of_one_size(tmp_path):
+    model = {"source": "tiny_sparse:build", "options": {"varying": True}}
+    for shapes in ({"height": 16}, {}):
+        recipe = tiny_recipe(tmp_path, model=model, attention={"sparse": 0.01}, engine={"shapes": shapes})
+        outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+        assert outcome.exit_code == 0 or not shapes, outcome.output
+    refusal(outcome, "attention.sparse needs one size", "height 16..24", "give each one size in engine.shapes")

@@ -159,15 +159,29 @@ def test_what_fails_in_fp32_too_is_left_to_the_forward():
         parts_to_convert(model, AttentionSection(), LayersSection())
 
 
-@pytest.mark.parametrize("scale", [1e2, 1e6])
-def test_a_calibration_in_which_numbers_grow_beyond_it_names_what_reads_them(tmp_path, scale):
-    """Discovery sees one call, and its outputs of modules alone."""
+def _scaled(scale):
+    """The tiny model with a sampler that scales what the denoiser gets."""
     tiny = tiny_models.build()
 
     def sample(denoiser, seeds, **named):
         return tiny.sample(lambda x, timestep: denoiser(x * scale, timestep), seeds, **named)
 
-    model = replace(tiny, sample=sample)
+    return replace(tiny, sample=sample)
+
+
+def test_the_command_observes_the_range_of_the_stored_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_models, "scaled", lambda: _scaled(1e6), raising=False)
+    of_files = "trtconvert.calib.command.with_dtype"
+    monkeypatch.setattr(of_files, lambda section: section.model_copy(update={"dtype": "float16"}))
+    recipe = tiny_recipe(tmp_path, model={"source": "tiny_models:scaled"}, calibration={"steps": 2})
+    outcome = run("calibrate", recipe, "-o", tmp_path / "of.safetensors", "--cache", tmp_path / "cache")
+    refusal(outcome, "exceeds the range of float16", "in the calibration")
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e6])
+def test_a_calibration_in_which_numbers_grow_beyond_it_names_what_reads_them(tmp_path, scale):
+    """Discovery sees one call, and its outputs of modules alone."""
+    model = _scaled(scale)
     parts = parts_to_convert(model, AttentionSection(), LayersSection(min_rows=1))
     told = r"range of float16\n.*in the calibration\n  got: \S+ at qkv, and more at 1 others" if scale > 1e5 else None
     with nullcontext() if told is None else pytest.raises(UserError, match=told):

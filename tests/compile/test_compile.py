@@ -23,6 +23,7 @@ from trtconvert.engine import tensorrt
 from trtconvert.errors import GateError, TrtconvertError, UserError
 from trtconvert.files import temporary_folder
 from trtconvert.progress import Reporter
+from trtconvert.recipe import Recipe
 
 
 def test_the_engine_joins_the_bundle_and_nothing_else_changes(bundle, gpu):
@@ -392,6 +393,16 @@ def test_the_denoisers_shapes_are_narrowed(bundle, builder):
 def test_a_change_that_does_not_fit_is_refused_before_anything_is_built(bundle, builder, change, parts):
     refusal(run("compile", bundle, "--set", change), *parts)
     assert builder.built == []
+
+
+def test_a_change_that_does_not_fit_another_section_is_refused(bundle, builder):
+    manifest = read_manifest(bundle)
+    recipe = manifest.recipe.model_dump() | {"attention": {"modes": "auto"}, "layers": {"modiff": "auto"}}
+    (bundle / MANIFEST).unlink()
+    write_manifest(bundle, manifest.model_copy(update={"recipe": Recipe.model_validate(recipe)}))
+    outcome = run("compile", bundle, "--set", "engine.refittable=true")
+    refusal(outcome, "expected: engine.refittable: false with layers.modiff", "got: --set engine.refittable=true")
+    assert builder.built == [] and not read_manifest(bundle).recipe.engine.refittable
 
 
 def test_the_error_of_predictions_is_in_the_manifest(bundle, gpu, monkeypatch):

@@ -32,7 +32,7 @@ BETA_SCHEDULES = ("linear", "scaled_linear", "cosine")
 SIGMA_SCHEDULES = ("karras", *BETA_SCHEDULES, "flow")
 
 
-def karras_sigmas(steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX, rho: float = RHO) -> Tensor:
+def karras_sigmas(steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = SIGMA_MAX) -> Tensor:
     """Returns EDM's noise levels in sampling order, from `sigma_max` down to `sigma_min`.
 
     Returns:
@@ -40,15 +40,15 @@ def karras_sigmas(steps: int, sigma_min: float = SIGMA_MIN, sigma_max: float = S
     Source: Karras et al. 2022, equation 5.
     """
     _check_count("steps", steps)
-    if not 0 < sigma_min < sigma_max < math.inf or not 0 < rho < math.inf:
+    if not 0 < sigma_min < sigma_max < math.inf:
         raise UserError(
             "the range of the Karras schedule is not valid",
-            expected="0 < sigma_min < sigma_max and rho > 0, all finite",
-            got=f"sigma_min {sigma_min}, sigma_max {sigma_max}, rho {rho}",
-            remedy=f"use EDM's {SIGMA_MIN}, {SIGMA_MAX} and {RHO}",
+            expected="0 < sigma_min < sigma_max, both finite",
+            got=f"sigma_min {sigma_min}, sigma_max {sigma_max}",
+            remedy=f"use EDM's {SIGMA_MIN} and {SIGMA_MAX}",
         )
     ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
-    return (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
+    return (sigma_max ** (1 / RHO) + ramp * (sigma_min ** (1 / RHO) - sigma_max ** (1 / RHO))) ** RHO
 
 
 def ddpm_betas(timesteps: int = 1000, kind: str = "linear") -> Tensor:

@@ -13,8 +13,37 @@ from trtconvert.attention.blocks import SiteBlocks
 from trtconvert.attention.modes import Mode
 from trtconvert.attention.sites import Site
 from trtconvert.calib.cost import AttentionShape, KernelCost
+from trtconvert.diffusion_model import DiffusionModel, require_one_size
+from trtconvert.errors import UserError
 from trtconvert.quant.decision import Decision, Unit
 from trtconvert.recipe import PlanSection
+
+
+def require_calibrated_size(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) -> None:
+    """Checks that an engine with block masks takes the calibration's sizes alone.
+
+    Args:
+        dims: symbolic dimension: (min, opt, max), of the engine.
+    Raises:
+        UserError: sizes other than the batch vary, or differ from the calibration's.
+    """
+    require_one_size(
+        model,
+        dims,
+        "attention.sparse needs one size of everything but the batch: block masks are for one number of tokens",
+        "set attention.sparse to off",
+    )
+    batch = model.inputs[0].shape[0]
+    for name, (_, size, _) in dims.items():
+        own = model.dims[name][1] if name in model.dims else size
+        if name != batch and size != own:
+            raise UserError(
+                "attention.sparse needs the size that the model is calibrated at: block masks are for one number of tokens",
+                expected=f"{name}: {own} in the engine section",
+                got=str(size),
+                remedy=f"set {name} to {own} in engine.shapes, load the model in the other size (for a pipeline: "
+                "model.options), or set attention.sparse to off",
+            )
 
 
 def stated_blocks(

@@ -29,6 +29,7 @@ from trtconvert.attention.sites import Site, SiteCall, find_sites, select_sites
 from trtconvert.attention.tables import flaw, refuse_flaw
 from trtconvert.bars import Steps
 from trtconvert.cache import Cache, versions
+from trtconvert.calib.block_plan import require_calibrated_size
 from trtconvert.calib.calibration import Calibration, scales
 from trtconvert.calib.coverage import CoverageObserver, InputRanges
 from trtconvert.calib.data import BadSamples, CalibrationData, Drive, batches_of, nothing_observed, open_data
@@ -41,7 +42,7 @@ from trtconvert.calib.layer_observer import LayerObserver, LayerRows, deltas_of
 from trtconvert.calib.layer_scales import LayerScales, by_input_group, choose_scales, is_modulated, modiff_patterns
 from trtconvert.calib.shards import Shards
 from trtconvert.data_flow import DataFlow
-from trtconvert.diffusion_model import DiffusionModel, require_one_size
+from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.entry_point import names_of_ours
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line, several, warn
 from trtconvert.interception import Hooks, module_of, unseen_product
@@ -318,23 +319,7 @@ def refuse_without_blocks(
         UserError: sizes vary or differ from the calibration's, no site may have a block mask, or the masks are larger than
             `MAX_TABLE_BYTES`.
     """
-    require_one_size(
-        model,
-        dims,
-        "attention.sparse needs one size of everything but the batch: block masks are for one number of tokens",
-        "set attention.sparse to off",
-    )
-    batch = model.inputs[0].shape[0]
-    for name, (_, size, _) in dims.items():
-        own = model.dims[name][1] if name in model.dims else size
-        if name != batch and size != own:
-            raise UserError(
-                "attention.sparse needs the size that the model is calibrated at: block masks are for one number of tokens",
-                expected=f"{name}: {own} in the engine section",
-                got=str(size),
-                remedy=f"set {name} to {own} in engine.shapes, load the model in the other size (for a pipeline: "
-                "model.options), or set attention.sparse to off",
-            )
+    require_calibrated_size(model, dims)
     reasons = {site.name: obstacle_to_blocks(site) for site in sites}
     if all(reasons.values()):
         name, reason = next(iter(reasons.items()))

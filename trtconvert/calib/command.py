@@ -46,8 +46,9 @@ def calibrate_recipe(
             got=f"calibration.from: {section.from_}",
             remedy="remove calibration.from from the recipe",
         )
+    recipe = recipe.model_copy(update={"model": with_dtype(recipe.model)})
     weights = identity(recipe.model, recipe.loras)
-    place = choose_place(recipe.compute, with_dtype(recipe.model))
+    place = choose_place(recipe.compute, recipe.model)
     work = observations_folder(cache, recipe, weights, place)
     alone = one_at_a_time(work) if ranks.rank == 0 else contextlib.nullcontext()
     # The output path is opened first, so that a path that cannot be written fails before hours of work.
@@ -55,7 +56,7 @@ def calibrate_recipe(
     with alone:
         with target as partial, _telling_how_to_resume(work, ranks), report.live(), report.stage("calibrate") as bar:
             ranks.gather(None)  # the other ranks wait until rank 0 holds the folder's lock
-            model = models.load(with_dtype(recipe.model), recipe.loras, as_stored=place.on_gpu)
+            model = models.load(recipe.model, recipe.loras, as_stored=place.on_gpu)
             if recipe.engine.guidance == "fused":
                 fused_form(model)  # refuses models without a fused form
             dims = [

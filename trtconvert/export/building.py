@@ -42,9 +42,9 @@ class NewNodes(Tape):
         value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
         return value
 
-    def reshaped(self, x: ir.Value, sizes: Sequence[int], shape: Shape | None = None) -> ir.Value:
-        """Adds a Reshape to sizes, where 0 is the size of x. The result has a shape, by default the sizes."""
-        return self.add("Reshape", [x, self.constant(sizes)], x, sizes if shape is None else shape)
+    def reshaped(self, x: ir.Value, sizes: Sequence[int], shape: Shape) -> ir.Value:
+        """Adds a Reshape to sizes, where 0 is the size of x. The result has a shape."""
+        return self.add("Reshape", [x, self.constant(sizes)], x, shape)
 
 
 def graph_of(node: ir.Node) -> ir.Graph:

@@ -37,7 +37,7 @@ def steps_stage(build: Build, plans: Sequence[Planned]) -> ComputedSteps:
         "calibration": plans[0].calibrated.stage.key,
         "plans": [planned.stage.key for planned in plans],
         "steps": section.model_dump(mode="json"),
-    }
+    } | build.kernel_reads()
     if section.computed == "auto":  # a stated share does not depend on the budget
         reads["budget"] = search_reads(recipe.plan)
 
