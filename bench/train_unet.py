@@ -1,13 +1,9 @@
-"""Trains a DDPM U-Net without classes, for measurements such as `bench/reuse.py --model DIR/unet.yaml`.
+"""Trains a small DDPM U-Net without classes on scikit-learn's digits, 8 × 8, for `bench/reuse.py --model DIR/unet.yaml`.
 
-    npm pack emoji-datasource-google && tar xzf emoji-datasource-google-*.tgz
-    python bench/train_unet.py --data package --out DIR
-    python bench/train_unet.py --data digits --out DIR
+    python bench/train_unet.py --out DIR
 
-`--data` is the unpacked package, for emoji at 32 × 32 pixels, or `digits`, scikit-learn's digits at 8 × 8. Writes to DIR
-unet.safetensors (averaged weights), unet.yaml (a recipe) and unet.png (samples). Sizes are those of the published CIFAR-10 model
-for emoji, for a GPU, and small ones for digits: half an hour on one core. Seeded; bit-equal weights also need the same hardware
-and torch.
+Writes to DIR unet.safetensors (averaged weights), unet.yaml (a recipe) and unet.png (samples). Half an hour on one core. Seeded;
+bit-equal weights also need the same hardware and torch. `recipes/train_emoji.py unet` trains the published U-Net on emoji.
 """
 
 from __future__ import annotations
@@ -28,31 +24,13 @@ from trtconvert.models import ddpm_unet
 from trtconvert.models.checkpoint import save_weights
 from trtconvert.models.ddpm import ddpm_model
 from trtconvert.models.denoiser import on_device
+from trtconvert.models.digits_dit import IMAGE_SHAPE
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 
-from emoji_data import emoji_data
 from train_digits_dit import augment
-from train_emoji import diffusion_loss, moved, shrunk, trainings
+from train_emoji import diffusion_loss, trainings
 
-EMOJI = {
-    "channels": 128,
-    "multipliers": [1, 2, 2, 2],
-    "blocks": 2,
-    "attention": [1],
-    "steps": 4000,
-    "batch": 256,
-    "rate": 3e-4,
-}
-DIGITS = {
-    "channels": 64,
-    "multipliers": [1, 2],
-    "blocks": 1,
-    "attention": [1],
-    "steps": 1500,
-    "batch": 128,
-    "rate": 1e-3,
-}
 EMA_DECAY = 0.9995
 WARMUP, FALL = 0.05, 0.25
 """Shares of the steps, at the start and at the end, while the learning rate rises and falls."""
@@ -65,12 +43,6 @@ RECIPE = """model:
 
 Batch = Callable[[int], Tensor]
 """Returns so many training images, [B, C, S, S] in [0, 1]."""
-
-
-def emoji_batches(package: Path, size: int, device: torch.device) -> Batch:
-    data = emoji_data(package).part(held_out=False)
-    images, weights = shrunk(data.images.float() / 255, size).to(device), data.weights.to(device)
-    return lambda count: moved(images[torch.multinomial(weights, count, replacement=True)], 1)
 
 
 def digits_batches(device: torch.device) -> Batch:
@@ -107,25 +79,21 @@ def train(model: nn.Module, batches: Batch, steps: int, count: int, rate: float)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="folder of the npm package emoji-datasource-google, or `digits`")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, recipe and samples")
-    parser.add_argument("--channels", type=int, help="of the first level, a multiple of 32")
-    parser.add_argument("--multipliers", type=int, nargs="+", help="of the channels, for each level")
-    parser.add_argument("--blocks", type=int, help="residual blocks of a level")
-    parser.add_argument("--attention", type=int, nargs="*", help="levels with attention, 0 the first")
-    parser.add_argument("--steps", type=int, help="training steps")
-    parser.add_argument("--rate", type=float, help="learning rate")
-    parser.add_argument("--batch", type=int, help="images per training step")
+    parser.add_argument("--channels", type=int, default=64, help="of the first level, a multiple of 32")
+    parser.add_argument("--multipliers", type=int, nargs="+", default=[1, 2], help="of the channels, for each level")
+    parser.add_argument("--blocks", type=int, default=1, help="residual blocks of a level")
+    parser.add_argument("--attention", type=int, nargs="*", default=[1], help="levels with attention, 0 the first")
+    parser.add_argument("--steps", type=int, default=1500, help="training steps")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--batch", type=int, default=128, help="images per training step")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and noise")
     parser.add_argument("--device", help="where to train", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args()
-    parser.set_defaults(**(DIGITS if args.data == "digits" else EMOJI))
     args = parser.parse_args()
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    size, channels = (8, 1) if args.data == "digits" else (ddpm_unet.IMAGE_SHAPE[1], ddpm_unet.IMAGE_SHAPE[0])
-    batches = digits_batches(device) if args.data == "digits" else emoji_batches(Path(args.data), size, device)
+    channels, size, _ = IMAGE_SHAPE
     model = ddpm_unet.build(
         channels=args.channels,
         multipliers=args.multipliers,
@@ -135,7 +103,7 @@ def main() -> None:
     ).to(device)
     weights = args.out / "unet.safetensors"
     args.out.mkdir(parents=True, exist_ok=True)
-    save_weights(train(model, batches, args.steps, args.batch, args.rate), weights, {"license": "MIT"})
+    save_weights(train(model, digits_batches(device), args.steps, args.batch, args.rate), weights, {"license": "MIT"})
     (args.out / "unet.yaml").write_text(RECIPE.format(size=size))
     drawn = on_device(ddpm_model(weights, size=size), device.type)
     with torch.no_grad():

@@ -46,7 +46,7 @@ def test_skipped_steps_of_a_unet_that_was_trained_for_it(as_scripts, tmp_path, c
         return capsys.readouterr().out
 
     sizes = ["--channels", "32", "--blocks", "1", "--multipliers", "1", "1", "--attention", "1"]
-    run("train_unet", "--data", "digits", "--out", str(tmp_path), "--steps", "2", "--batch", "4", *sizes)
+    run("train_unet", "--out", str(tmp_path), "--steps", "2", "--batch", "4", *sizes)
     assert (tmp_path / "unet.png").is_file()
     recipe = str(tmp_path / "unet.yaml")
     seeds = ["--calibrated", "2", "--unseen", "2", "--device", "cpu"]
