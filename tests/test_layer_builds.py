@@ -175,6 +175,15 @@ def test_a_refittable_bundle_keeps_what_layers_were_quantised_from(layered_build
     assert runtime.load(tmp_path / "bundle")["denoiser"] is not None  # its files are the bundle's
 
 
+def test_a_limit_of_lpips_without_weights_is_told(layered_build, tmp_path):
+    recipe = json.loads(layered_build.recipe.read_text())
+    recipe.setdefault("verify", {})["max_lpips"] = 0.2
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    outcome = run("build", tmp_path / "recipe.yaml", "-o", tmp_path / "bundle", "--cache", layered_build.cache)
+    assert outcome.exit_code == 0, outcome.output
+    assert "verify.max_lpips is no gate" in " ".join(outcome.output.split())
+
+
 @pytest.mark.soak
 def test_layers_of_half_precision(tmp_path):
     """The type of the model is the type of activations between layers."""

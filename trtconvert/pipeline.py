@@ -125,6 +125,11 @@ def build(
     tell_place(place, "calibration, search and verification compute", report)
     weights = identity(recipe.model, recipe.loras)
     _refuse_missing_packages(recipe)
+    verify = recipe.verify
+    if verify.lpips_weights is None and verify.max_lpips is not None and "max_lpips" in verify.model_fields_set:
+        report.notice(
+            "verify.max_lpips is no gate without verify.lpips_weights: add these weights, or remove max_lpips"
+        )
     for file, missing in left_over([(lora.file, lora.target) for lora in recipe.loras]):
         report.notice(
             f"{file.name} has parts for {', '.join(missing)} too, which are ignored; an entry of loras with that target "
