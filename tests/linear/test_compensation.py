@@ -125,3 +125,19 @@ def test_directions_are_ordered():
     assert isinstance(moments, Moments)
     sizes = moments.directions.float().square().sum(1)
     assert float(sizes[0]) == float(sizes.max()) and bool((sizes[:4] > sizes[16:].max()).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "channels"), [(96, 384), (1280, 5120)])
+def test_a_gpu_rounds_as_well_as_a_cpu(outputs, channels):
+    """Codes differ: a sum that rounds otherwise changes all later columns of its row."""
+    weight, factor = random(outputs, channels, seed=5), random(channels, seed=6).abs() + 0.5
+    observed, unseen = inputs(400, channels, 10), inputs(400, channels, 20)
+    errors = []
+    for device in ("cpu", "cuda"):
+        moments = moments_of(observed.to(device))
+        assert moments is not None
+        codes, scale = compensated_weight(weight.to(device), factor.to(device), moments)
+        assert torch.equal(scale.cpu(), layer_weight(weight, factor)[1])
+        errors.append(on(unseen, change(codes.cpu(), scale.cpu(), factor, weight)))
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
