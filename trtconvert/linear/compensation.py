@@ -89,8 +89,9 @@ def moments_of(rows: Tensor) -> Moments | None:
 def compensated_weight(weight: Tensor, x_factor: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
     """Returns a layer's INT8 weight and scales as `layer_weight` does, with compensated rounding errors.
 
-    A weight that INT8 represents exactly keeps its numbers. At a convolution with a kernel, the taps have the first direction in
-    common, which is mostly the mean; neighbouring pixels are not alike enough in the others.
+    A weight that INT8 represents exactly keeps its numbers. Equal moments give equal numbers on all devices. At a convolution with a
+    kernel, the taps have the first direction in common, which is mostly the mean; neighbouring pixels are not alike enough in the
+    others.
 
     Args:
         weight: [N, K, *kernel] FP32 of the layer. x_factor: [K].
@@ -100,31 +101,32 @@ def compensated_weight(weight: Tensor, x_factor: Tensor, moments: Moments) -> tu
     taps = weight[0, 0].numel()
     if taps > 1:
         moments = moments.of_first()
-    factor = x_factor[:, None].expand(-1, taps).flatten()
-    directions = moments.directions.to(weight.device).float().repeat_interleave(taps, 1) * factor
+    # FP64: a column that another order of sums rounds otherwise would change all later columns of its row.
+    factor = x_factor.double()[:, None].expand(-1, taps).flatten()
+    directions = moments.directions.to(weight.device).double().repeat_interleave(taps, 1) * factor
     remainder = moments.remainder.to(weight.device).repeat_interleave(taps) * factor.square()
-    rows = weight.flatten(1) / factor / scale[:, None]
+    rows = weight.double().flatten(1) / factor / scale[:, None]
     return _rounded(rows, directions, remainder).view(weight.shape), scale
 
 
 def _rounded(rows: Tensor, directions: Tensor, remainder: Tensor) -> Tensor:
-    """Returns INT8 rows [N, K'] of rows in units of their steps.
+    """Returns INT8 rows [N, K'] of FP64 rows in units of their steps.
 
     Args:
-        directions: [R, K']. remainder: [K'], positive.
+        directions: [R, K'] FP64. remainder: [K'] FP64, positive.
     """
     # Columns of small second moments come last, where errors stay.
     order = (directions.square().sum(0) + remainder).argsort(descending=True, stable=True)
     rows, directions, remainder = rows[:, order], directions[:, order], remainder[order]
     blocks = list(pairwise(_starts(rows.shape[1])))
     gains = _gains(directions, remainder, blocks)
-    rounded, carried = torch.empty_like(rows), rows.new_zeros(len(rows), len(directions))
+    rounded, carried = torch.empty_like(rows, dtype=torch.int8), rows.new_zeros(len(rows), len(directions))
     for (start, end), gain in zip(blocks, gains, strict=True):
         block = rows[:, start:end]
         found = torch.addmm(block, carried, gain[:, : end - start], alpha=-1).round_().clamp_(-LEVELS, LEVELS)
         carried.addmm_(found - block, directions[:, start:end].T)
         rounded[:, start:end] = found
-    return torch.empty_like(rounded).index_copy_(1, order, rounded).to(torch.int8)
+    return torch.empty_like(rounded).index_copy_(1, order, rounded)
 
 
 def _starts(columns: int) -> list[int]:
@@ -137,14 +139,14 @@ def _starts(columns: int) -> list[int]:
 
 def _gains(directions: Tensor, remainder: Tensor, blocks: list[tuple[int, int]]) -> Tensor:
     """[blocks, R, _COLUMNS] what a unit of each carried error moves the columns of a block by, negated; zeros beyond its end."""
-    weighed = directions.double() / remainder.double()
+    weighed = directions / remainder
     width = torch.arange(_COLUMNS, device=directions.device)
     starts, ends = torch.tensor(blocks, device=directions.device).T
     places = starts[:, None] + width
     inside = places < ends[:, None]
     places = places.clamp_max(directions.shape[1] - 1)
-    own = directions.double()[:, places].movedim(1, 0) * inside[:, None]  # [blocks, R, columns]
+    own = directions[:, places].movedim(1, 0) * inside[:, None]  # [blocks, R, columns]
     theirs = weighed[:, places].movedim(1, 0) * inside[:, None]
     of_rest = (own @ theirs.mT).flip(0).cumsum(0).flip(0)
     of_rest += torch.eye(len(directions), dtype=torch.float64, device=directions.device)
-    return torch.linalg.solve(of_rest, theirs).float()
+    return torch.linalg.solve(of_rest, theirs)
