@@ -89,9 +89,9 @@ def moments_of(rows: Tensor) -> Moments | None:
 def compensated_weight(weight: Tensor, x_factor: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
     """Returns a layer's INT8 weight and scales as `layer_weight` does, with compensated rounding errors.
 
-    A weight that INT8 represents exactly keeps its numbers. Equal moments give equal numbers on all devices. At a convolution with a
-    kernel, the taps have the first direction in common, which is mostly the mean; neighbouring pixels are not alike enough in the
-    others.
+    A weight that INT8 represents exactly keeps its numbers. Equal moments give equal numbers on all devices. At a convolution
+    with a kernel, the taps have the first direction in common, which is mostly the mean. Neighbouring pixels are not alike
+    enough in the others.
 
     Args:
         weight: [N, K, *kernel] FP32 of the layer. x_factor: [K].
