@@ -28,7 +28,7 @@ from trtconvert.models.digits_dit import IMAGE_SHAPE
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 
-from train_digits_dit import augment
+from train_digits_dit import augment, descend
 from train_emoji import diffusion_loss, trainings
 
 EMA_DECAY = 0.9995
@@ -64,14 +64,7 @@ def train(model: nn.Module, batches: Batch, steps: int, count: int, rate: float)
         images = batches(count) * 2 - 1
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss = diffusion_loss(compiled, training, schedule, images, images.new_empty(0))
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        # A short memory at first, or the average would hold on to the initial weights.
-        decay = min(EMA_DECAY, step / (step + 10))
-        for average, parameter in zip(ema.parameters(), model.parameters(), strict=True):
-            average.lerp_(parameter.detach(), 1 - decay)
+        descend(loss, optimizer, model, ema, step, EMA_DECAY)
         if step % max(1, steps // 20) == 0:
             print(f"step {step:6d}  loss {loss.item():.4f}  {time.perf_counter() - start:.0f} s", flush=True)
     return ema

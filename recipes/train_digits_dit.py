@@ -53,6 +53,20 @@ def augment(images: Tensor) -> Tensor:
     return F.grid_sample(images, grid, mode="bicubic", align_corners=False).clamp(0, 1)
 
 
+def descend(
+    loss: Tensor, optimizer: torch.optim.Optimizer, model: nn.Module, ema: nn.Module, step: int, decay: float
+) -> None:
+    """One step of the optimizer with clipped gradients, and of the exponential average of the weights; step: from 1."""
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    # A short memory at first, or the average would hold on to the initial weights.
+    decay = min(decay, step / (step + 10))
+    for average, parameter in zip(ema.parameters(), model.parameters(), strict=True):
+        average.lerp_(parameter.detach(), 1 - decay)
+
+
 def train_classifier(images: Tensor, labels: Tensor, steps: int) -> DigitsClassifier:
     classifier = DigitsClassifier().to(images.device)
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=2e-3, weight_decay=0.01)
@@ -112,15 +126,8 @@ def train_dit(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], steps: 
         given = labels[index].masked_fill(torch.rand(batch, device=device) < LABEL_DROPOUT, NULL_LABEL)
         with torch.autocast(device.type, torch.bfloat16):
             loss = v_loss(compiled, schedule, targets, given)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        descend(loss, optimizer, model, ema, step, EMA_DECAY)
         rate.step()
-        # A short memory at first, or the average would hold on to the initial weights.
-        decay = min(EMA_DECAY, step / (step + 10))
-        for average, parameter in zip(ema.parameters(), model.parameters(), strict=True):
-            average.lerp_(parameter.detach(), 1 - decay)
         if step % max(1, steps // 10) == 0:
             with torch.random.fork_rng(devices=[device] if on_gpu else []):
                 torch.manual_seed(0)

@@ -31,6 +31,7 @@ from emoji_data import CATEGORY_OF, EmojiData, category_accuracy, emoji_data
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
+from train_digits_dit import descend
 
 from trtconvert.attention.schedules import NoiseSchedule, ddpm_betas
 from trtconvert.errors import UserError
@@ -166,14 +167,7 @@ def train_diffusion(training: Training, data: EmojiData, args: argparse.Namespac
         labels = labels.masked_fill(torch.rand(len(labels), device=device) < LABEL_DROPOUT, emoji_dit.NULL_LABEL)
         with torch.autocast(device.type, torch.bfloat16):
             loss = diffusion_loss(compiled, training, schedule, moved(images[index], training.shift) * 2 - 1, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        # A short memory at first, or the average would hold on to the initial weights.
-        decay = min(EMA_DECAY, step / (step + 10))
-        for average, parameter in zip(ema.parameters(), model.parameters(), strict=True):
-            average.lerp_(parameter.detach(), 1 - decay)
+        descend(loss, optimizer, model, ema, step, EMA_DECAY)
         if step % 200 == 0:
             seconds = time.perf_counter() - start
             rate = (step - done) * args.batch / seconds

@@ -389,10 +389,10 @@ def copied_with(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> n
     return copy.deepcopy(module, changed)
 
 
-def weights_in_float32(model: DiffusionModel) -> frozenset[str]:
-    """Returns the names of parameters and buffers that stay in FP32 in a 16-bit engine, see `wide_weights`. None of a pipeline:
-    `_keep_in_fp32_modules` names those of diffusers."""
-    if model.diffusers is not None:
+def weights_in_float32(model: DiffusionModel, dtype: torch.dtype) -> frozenset[str]:
+    """Returns the names of parameters and buffers that stay in FP32 in an engine of a type, see `wide_weights`. None of a
+    pipeline: `_keep_in_fp32_modules` names those of diffusers."""
+    if model.diffusers is not None or dtype == torch.float32:
         return frozenset()
     sizes = {name: opt for name, (_, opt, _) in model.dims.items()}
     return wide_weights(model.denoiser, model.example(0, sizes), model.timestep_input)

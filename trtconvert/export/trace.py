@@ -58,7 +58,7 @@ def trace(
     for name, layer in layers.items():
         _require_usable(f"the layer {name}", layer.tables, _LAYER_MODES, layer.delta_scale)
     caches = caches_of(model, layers, dims, dtype)
-    denoiser = in_type(model.denoiser, dtype, () if dtype == torch.float32 else weights_in_float32(model))
+    denoiser = in_type(model.denoiser, dtype, weights_in_float32(model, dtype))
     traced = TracedDenoiser(denoiser, model, tables, layers, options, caches, masks or {}).eval()
     sizes = {name: _trace_size(size) for name, size in dims.items()}
     inputs = {

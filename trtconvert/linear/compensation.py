@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from trtconvert.linear.reference import LEVELS, layer_weight
+from trtconvert.linear.reference import LEVELS, channel_scale
 
 DIRECTIONS = 32
 """Most directions of a factor model."""
@@ -97,8 +97,8 @@ def compensated_weight(weight: Tensor, x_factor: Tensor, moments: Moments) -> tu
         weight: [N, K, *kernel] FP32 of the layer. x_factor: [K].
         moments: of the layer's input.
     """
-    _, scale = layer_weight(weight, x_factor)
     taps = weight[0, 0].numel()
+    scale = channel_scale(weight.flatten(1) / x_factor.repeat_interleave(taps))
     if taps > 1:
         moments = moments.of_first()
     # FP64: a column that another order of sums rounds otherwise would change all later columns of its row.

@@ -90,7 +90,7 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         INT8 [N, …] and FP32 [N].
     """
-    scale = _channel_scale(weight.float().flatten(1))
+    scale = channel_scale(weight.float().flatten(1))
     stored = (weight.float() / _per_output(scale, weight)).round_().clamp_(-LEVELS, LEVELS)
     return stored.to(torch.int8), scale
 
@@ -105,7 +105,7 @@ def is_quantised(weight: Tensor) -> bool:
     return is_so(weight[:_FEW_ROWS]) and bool(weight.any()) and is_so(weight)
 
 
-def _channel_scale(rows: Tensor) -> Tensor:
+def channel_scale(rows: Tensor) -> Tensor:
     """Returns the scales [N] of FP32 rows [N, K].
 
     In a requantised row the largest number may be below 127 steps of the old, rounded-up scale. Such rows are found as whole

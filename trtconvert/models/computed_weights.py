@@ -3,7 +3,7 @@ rates, weight standardisation, biases that are joined from parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from trtconvert.diffusion_model import DiffusionModel
 from trtconvert.fake_tensors import shapes_alone
 from trtconvert.interception import InterceptedDenoiser
 from trtconvert.linear.sites import LayerCall, computed_name, layer_hooks, model_tensors
+from trtconvert.mixed_types import tensors_in
 from trtconvert.runtime.signature import shape_of
 
 Made = Callable[[], Tensor]
@@ -78,7 +79,7 @@ class _FromWeights(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         named = kwargs or {}
         result = func(*args, **named)
-        read = [x for x in _leaves([*args, *named.values()]) if isinstance(x, Tensor)]
+        read = [*tensors_in([*args, *named.values()], floating=False)]
         if read and all(x in self._made for x in read):
             several = isinstance(result, (tuple, list))
             for place, x in enumerate(result if several else [result]):
@@ -92,7 +93,7 @@ class _FromWeights(TorchFunctionMode):
         return self._made.get(x) if x is not None and x in self._computed else None
 
     def _later(self, func: Callable[..., Any], args: Any, named: Mapping[str, Any], place: int | None) -> Made:
-        later = {id(x): self._made[x] for x in _leaves([*args, *named.values()]) if isinstance(x, Tensor)}
+        later = {id(x): self._made[x] for x in tensors_in([*args, *named.values()], floating=False)}
 
         def value(x: Any) -> Any:
             if isinstance(x, (tuple, list)):
@@ -105,11 +106,3 @@ class _FromWeights(TorchFunctionMode):
             return result if place is None else result[place]
 
         return compute
-
-
-def _leaves(values: Any) -> Iterator[Any]:
-    for x in values:
-        if isinstance(x, (tuple, list)):
-            yield from _leaves(x)
-        else:
-            yield x

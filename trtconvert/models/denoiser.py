@@ -192,7 +192,7 @@ class DenoiserInType:
         self._names = [spec.name for spec in model.inputs]
         same = all(x.dtype == dtype for x in model.denoiser.parameters() if x.is_floating_point())
         if model.onload is not None or not same:
-            wide = () if dtype == torch.float32 else weights_in_float32(model)
+            wide = weights_in_float32(model, dtype)
             denoiser = copied_with(
                 model.denoiser,
                 lambda name, x: x.to(dtype if x.is_floating_point() and name not in wide else x.dtype, copy=True),

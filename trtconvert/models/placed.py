@@ -58,11 +58,14 @@ def placed(model: DiffusionModel, place: Place, notice: Callable[[str], None] = 
         return model
     import torch
 
+    from trtconvert.diffusion_model import weights_in_float32
+
     device = torch.device("cuda", torch.cuda.current_device())
     if place.offload:
         return offloaded(model, device, getattr(torch, place.dtype), notice)
     dtype = getattr(torch, place.dtype)
-    return _with_denoiser(model, _copied(model.denoiser, device, dtype, wide=_wide(model, dtype)), device, place.dtype)
+    denoiser = _copied(model.denoiser, device, dtype, wide=weights_in_float32(model, dtype))
+    return _with_denoiser(model, denoiser, device, place.dtype)
 
 
 def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[str], None]) -> DiffusionModel:
@@ -73,12 +76,13 @@ def offloaded(model: DiffusionModel, device: Any, dtype: Any, notice: Callable[[
     """
     import torch
 
+    from trtconvert.diffusion_model import weights_in_float32
     from trtconvert.models.denoiser import others_of
     from trtconvert.models.offloading import offload, offload_large_parts, pins, resident_bytes
 
     sizes = (x.numel() * (dtype.itemsize if x.is_floating_point() else x.itemsize) for x in model.denoiser.parameters())
     pinned = device.type == "cuda" and pins(sizes, model.name, notice)
-    denoiser = _copied(model.denoiser, torch.device("cpu"), dtype, pinned, _wide(model, dtype))
+    denoiser = _copied(model.denoiser, torch.device("cpu"), dtype, pinned, weights_in_float32(model, dtype))
     offload(denoiser, device)
     need = resident_bytes(denoiser) * ROOM
     if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
@@ -105,14 +109,6 @@ def _with_denoiser(model: DiffusionModel, denoiser: nn.Module, device: Any, dtyp
     if dtype != "float32":
         compute_in_one_type(denoiser)
     return sampled_from(replace(model, denoiser=denoiser), device)
-
-
-def _wide(model: DiffusionModel, dtype: Any) -> Collection[str]:
-    import torch
-
-    from trtconvert.diffusion_model import weights_in_float32
-
-    return () if dtype == torch.float32 else weights_in_float32(model)
 
 
 def _copied(module: nn.Module, device: Any, dtype: Any, pinned: bool = False, wide: Collection[str] = ()) -> nn.Module:

@@ -16,6 +16,7 @@ from trtconvert.files import one_at_a_time
 from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import CALIBRATION, LAYERS, SITES
+from trtconvert.stages.onnx_files import unquantised_reads
 from trtconvert.stages.results import Calibrated
 from trtconvert.stages.shapes import profiles_of
 
@@ -34,9 +35,7 @@ def calibrate_stage(build: Build, meanwhile: Callable[[], None] = lambda: None) 
         meanwhile: starts work that may run beside the calibration; not called if the cache has the calibration.
     """
     recipe, weights = build.recipe, build.weights
-    reads = calibration_reads(recipe, weights) | build.place.reads()
-    if recipe.engine.refittable:
-        reads["refittable"] = True
+    reads = calibration_reads(recipe, weights) | build.place.reads() | unquantised_reads(recipe)
 
     def make(folder: Path, bar: Bar) -> None:
         from trtconvert.calib.calibrate import (

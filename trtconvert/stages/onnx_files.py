@@ -57,7 +57,7 @@ def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
 
 
 def unquantised_reads(recipe: Recipe) -> dict[str, Any]:
-    """Returns the part of an export's key about refittable engines."""
+    """Returns the part of a stage's key about refittable engines."""
     return {"unquantised": True} if recipe.engine.refittable else {}
 
 

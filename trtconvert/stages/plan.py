@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtconvert.bundle import covering
 from trtconvert.cache import Stage
 from trtconvert.calib.frontier import read_frontier
 from trtconvert.calib.identity import kernel_cost_hash
@@ -14,7 +13,7 @@ from trtconvert.quant.decision import Plan
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import FRONTIER, PLAN, SCALINGS
 from trtconvert.stages.results import Calibrated, Planned
-from trtconvert.stages.shapes import opt_rows, profiles_of, ranges_read
+from trtconvert.stages.shapes import priced_rows, ranges_read
 
 if TYPE_CHECKING:
     from trtconvert.progress import Bar
@@ -68,18 +67,14 @@ def _found(searched: Stage, name: str | None, folder: Path) -> Plan:
 
 def _stated(build: Build, calibrated: Calibrated) -> Plan:
     """Returns the plan that the recipe states, by modes or by the name of a rule."""
-    from trtconvert.calib.block_plan import require_calibrated_size, stated_blocks
+    from trtconvert.calib.block_plan import stated_blocks
     from trtconvert.calib.fixed_plans import stated_attention
     from trtconvert.calib.layer_plan import stated_layers
     from trtconvert.calib.search_space import site_scalings
 
     recipe, bins = build.recipe, build.recipe.calibration.bins
     source, sites = build.source.placed(), calibrated.chosen_sites
-    form = build.as_exported(source)
-    profiles = profiles_of(recipe, form)
-    if recipe.sparse_shares:  # the calibrate stage may have checked other sizes
-        require_calibrated_size(form, covering(profiles))
-    batch = opt_rows(form, profiles[0])
+    batch = priced_rows(recipe, build.as_exported(source))
     scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
     decisions, dense = stated_attention(recipe.attention, scalings, source.sigmas, bins), {}
     for share in recipe.sparse_shares:

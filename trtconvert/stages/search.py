@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtconvert.bundle import covering
 from trtconvert.cache import Stage
 from trtconvert.calib.frontier import named_fixed
 from trtconvert.calib.identity import measured_reads, search_reads
 from trtconvert.stages.build import Build
 from trtconvert.stages.common import FRONTIER, SCALINGS
 from trtconvert.stages.results import Calibrated
-from trtconvert.stages.shapes import opt_rows, profiles_of, ranges_read
+from trtconvert.stages.shapes import priced_rows, ranges_read
 
 if TYPE_CHECKING:
     from trtconvert.bars import Steps
@@ -62,17 +61,12 @@ def _searched(
     build: Build, bar: Steps, calibrated: Calibrated, work: Path, budget: Budget
 ) -> tuple[Frontier, dict[str, str]]:
     """Returns the frontier, and the scalings of its plans. work: folder of measurements."""
-    from trtconvert.calib.block_plan import require_calibrated_size
     from trtconvert.calib.kept_search import KeptSearch
     from trtconvert.calib.plan import search
     from trtconvert.calib.search_space import SearchSpace, site_scalings
 
     recipe, source, sites = build.recipe, build.source.placed(), calibrated.chosen_sites
-    form = build.as_exported(source)
-    profiles = profiles_of(recipe, form)
-    if recipe.sparse_shares:  # the calibrate stage may have checked other sizes
-        require_calibrated_size(form, covering(profiles))
-    batch = opt_rows(form, profiles[0])
+    batch = priced_rows(recipe, build.as_exported(source))
     scalings = site_scalings(recipe.attention, recipe.plan, sites, batch)
     space = SearchSpace.of(source, recipe, sites, calibrated.chosen_layers, calibrated.calibration, scalings, batch)
     return search(source, recipe, space, budget, bar, KeptSearch(work, build.ranks), build.ranks), scalings

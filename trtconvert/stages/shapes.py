@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trtconvert.bundle import Dims
+from trtconvert.bundle import Dims, covering
 from trtconvert.errors import UserError
 from trtconvert.recipe import Range, Recipe
 
@@ -70,6 +70,20 @@ def opt_rows(model: DiffusionModel, dims: Mapping[str, tuple[int, int, int]]) ->
 
     opt = {name: size for name, (_, size, _) in dims.items()}
     return shape_of(model.inputs[0].shape, opt)[0] * (1 if model.guidance is None else 2)
+
+
+def priced_rows(recipe: Recipe, model: DiffusionModel) -> int:
+    """Returns the rows of a call that plans are priced at: those of the engine's first profile.
+
+    Raises:
+        UserError: the engine takes sizes that block masks are not for. The calibrate stage may have checked other sizes.
+    """
+    profiles = profiles_of(recipe, model)
+    if recipe.sparse_shares:
+        from trtconvert.calib.block_plan import require_calibrated_size
+
+        require_calibrated_size(model, covering(profiles))
+    return opt_rows(model, profiles[0])
 
 
 def engine_dtype(recipe: Recipe, model: DiffusionModel, name: str, dtype: str) -> str:

@@ -193,7 +193,7 @@ def _verify_export(build: Build, planned: Planned, steps: ComputedSteps, exporte
         if component.caches:  # the caches hold deltas from the second step on
             calls.append(verify.next_step(source, calls[0]))
         in_int8 = layers.handler() if layers.tables else None
-        wide = {f"denoiser.{name}" for name in weights_in_float32(source)} if dtype != torch.float32 else ()
+        wide = {f"denoiser.{name}" for name in weights_in_float32(source, dtype)}
         in_torch = in_type(intercepted(source, sites.handler(), in_int8, around=lambda _: OneType()), dtype, wide)
         if component.guidance is not None:
             in_torch = GuidedDenoiser(in_torch, source.timestep_input, component.guidance)
