@@ -15,8 +15,7 @@ from trtconvert.calib.identity import calibration_reads
 from trtconvert.files import one_at_a_time
 from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import CALIBRATION, LAYERS, SITES
-from trtconvert.stages.onnx_files import unquantised_reads
+from trtconvert.stages.common import CALIBRATION, LAYERS, SITES, unquantised_reads
 from trtconvert.stages.results import Calibrated
 from trtconvert.stages.shapes import profiles_of
 

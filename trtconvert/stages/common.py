@@ -11,6 +11,7 @@ from trtconvert.cache import Cache, Stage
 
 if TYPE_CHECKING:
     from trtconvert.progress import Bar, Reporter
+    from trtconvert.recipe import Recipe
 
 COMPONENT = "denoiser"
 CALIBRATION, SITES, LAYERS = "calibration.safetensors", "sites.json", "layers.json"
@@ -48,6 +49,11 @@ def run_stage(
         bar.reused = stage.reused
         bar.bytes = sum(file.stat().st_size for file in stage.folder.iterdir())
     return stage
+
+
+def unquantised_reads(recipe: Recipe) -> dict[str, Any]:
+    """Returns the part of a stage's key about refittable engines."""
+    return {"unquantised": True} if recipe.engine.refittable else {}
 
 
 def component_of(exported: Stage) -> ComponentRecord:

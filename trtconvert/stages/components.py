@@ -11,8 +11,8 @@ from trtconvert.cache import Stage
 from trtconvert.errors import UserError
 from trtconvert.recipe import ComponentSection, Recipe
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import EXAMPLE, NAMES, NATIVE, SIGNATURE
-from trtconvert.stages.onnx_files import check_onnx, keep_unquantised, save_native, unquantised_reads
+from trtconvert.stages.common import EXAMPLE, NAMES, NATIVE, SIGNATURE, unquantised_reads
+from trtconvert.stages.onnx_files import check_onnx, keep_unquantised, save_native
 from trtconvert.stages.records import component_records
 
 if TYPE_CHECKING:

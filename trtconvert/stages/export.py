@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from trtconvert.bundle import ComponentRecord, TensorRecord, covering
 from trtconvert.cache import Stage
 from trtconvert.stages.build import Build
-from trtconvert.stages.common import NATIVE, ONNX, SIGNATURE
+from trtconvert.stages.common import NATIVE, ONNX, SIGNATURE, unquantised_reads
 from trtconvert.stages.converted import converted_layers
-from trtconvert.stages.onnx_files import check_onnx, keep_unquantised, save_native, unquantised_reads
+from trtconvert.stages.onnx_files import check_onnx, keep_unquantised, save_native
 from trtconvert.stages.records import layer_records, site_records
 from trtconvert.stages.results import Planned
 from trtconvert.stages.shapes import engine_dtype, opt_rows, profiles_of, ranges_read

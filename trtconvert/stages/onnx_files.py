@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from trtconvert.recipe import Recipe
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,11 +52,6 @@ def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
     lower_deltas(native)
     storage.save(native, path)
     check_onnx(path, dtype)
-
-
-def unquantised_reads(recipe: Recipe) -> dict[str, Any]:
-    """Returns the part of a stage's key about refittable engines."""
-    return {"unquantised": True} if recipe.engine.refittable else {}
 
 
 def keep_unquantised(
