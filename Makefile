@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Python sources are used in place; the library is built again when one of these changes.
 COMPILED := pyproject.toml constraints.txt CMakeLists.txt $(shell find plugins -type f ! -name '*.md')
 
-.PHONY: setup demo test test-gpu test-gpu-shared test-gpu-alone gpu-record soak soak-gpu sanitize lint docs wheel check-wheel bench tensorrt clean
+.PHONY: setup demo test test-gpu test-gpu-shared test-gpu-alone gpu-record soak oldest soak-gpu sanitize lint docs wheel check-wheel bench tensorrt clean
 
 # The dependencies are installed during the compile. Python compiles modules when they are imported: most of these never are.
 EXTRAS := rtx evaluate dev docs package
@@ -51,6 +51,17 @@ gpu-record: $(STAMP)
 soak: $(STAMP)
 	TRTCONVERT_SOAK=$(or $(ROUNDS),10000) $(BIN)/python -m pytest tests/robustness
 	$(BIN)/python -m pytest -m soak
+
+# The tests with the oldest versions that pyproject.toml allows, in an environment of their own. Compiles the library for one kind of GPU.
+OLDEST := out/oldest
+UV_INSTALL := $(BIN)/python -m uv pip install --quiet --python $(OLDEST)
+oldest: $(STAMP)
+	$(BIN)/python -m uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
+	$(BIN)/python tools/requirements.py evaluate diffusers gguf peft > $(OLDEST)/requirements.txt
+	$(UV_INSTALL) --resolution lowest-direct --requirement $(OLDEST)/requirements.txt
+	$(UV_INSTALL) pytest pytest-xdist matplotlib
+	$(UV_INSTALL) --no-deps -C cmake.define.TRTCONVERT_CUDA_ARCHITECTURES=90a .
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PARALLEL)
 
 # Loads an engine on a GPU and calls it from many threads, streams and processes for ten minutes (SECONDS=…). BUNDLE=… names a bundle of
 # the digits model with an engine of this GPU; without BUNDLE the target builds one. Prints counts as JSON.

@@ -1,10 +1,13 @@
 """How tests are collected, and where their fixtures come from."""
 
 import gc
+import re
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 
@@ -51,9 +54,34 @@ def pytest_collection_modifyitems(config, items):
         if cases[test] % (one_in.args[0] if one_in else 1) or (cases[test] and "first_case" in item.keywords):
             item.add_marker(pytest.mark.soak)
         cases[test] += 1
+        for package, oldest in (mark.kwargs if (mark := item.get_closest_marker("as_of")) else {}).items():
+            older = Version(version(package)) < Version(oldest)
+            item.add_marker(pytest.mark.skipif(older, reason=f"as {package} {oldest} has it"))
     if sees_a_gpu():
         return
     skip = pytest.mark.skip(reason=NO_GPU)
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    return (yield from _skipped_if_older())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup():
+    return (yield from _skipped_if_older())
+
+
+def _skipped_if_older():
+    """Skips what needs a class that the installed diffusers lacks, if diffusers is older than in constraints.txt."""
+    try:
+        return (yield)
+    except (AttributeError, ModuleNotFoundError) as error:
+        if re.search(r"module 'diffusers\.|module diffusers has no attribute", str(error).replace("named ", "module ")):
+            constraints = Path(__file__).parents[1].joinpath("constraints.txt").read_text()
+            if f"diffusers=={version('diffusers')}\n" not in constraints:
+                pytest.skip(f"diffusers {version('diffusers')}: {error}")
+        raise

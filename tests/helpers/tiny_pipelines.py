@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from trtconvert.models.recorded_calls import relative_error
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+tokenizers = pytest.importorskip("tokenizers", reason="needs transformers")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 WIDTH = 32
@@ -256,13 +259,21 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 TOKENS = 8
 """Length of a prompt."""
 
+_OLD = int(transformers.__version__.partition(".")[0]) < 5
+"""Tokenizers of transformers 4 read their vocabularies from files."""
+
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def clip_tokenizer() -> Any:
     tokens = [*_LETTERS, *(letter + "</w>" for letter in _LETTERS), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=TOKENS)
+    if not _OLD:
+        return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        (words := Path(folder) / "vocab.json").write_text(json.dumps(vocabulary))
+        (merges := Path(folder) / "merges.txt").write_text("#version: 0.2\n")
+        return transformers.CLIPTokenizer(str(words), str(merges), model_max_length=TOKENS)
 
 
 def clip(*, width: int = WIDTH, projection: int | None = None) -> Any:
@@ -286,7 +297,14 @@ def clip(*, width: int = WIDTH, projection: int | None = None) -> Any:
 
 def t5_tokenizer() -> Any:
     pieces = ["<pad>", "</s>", "<unk>", "▁", *_LETTERS, *("▁" + letter for letter in _LETTERS)]
-    return transformers.T5Tokenizer(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=TOKENS)
+    vocabulary = [(piece, -1.0) for piece in pieces]
+    if not _OLD:
+        return transformers.T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=TOKENS)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(vocabulary, unk_id=pieces.index("<unk>")))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    ended = {"single": "$A </s>", "pair": "$A </s> $B </s>", "special_tokens": [("</s>", pieces.index("</s>"))]}
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**ended)
+    return transformers.T5TokenizerFast(tokenizer_object=tokenizer, extra_ids=0, model_max_length=TOKENS)
 
 
 def t5(kind: str = "T5") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from typing import cast
@@ -26,7 +27,7 @@ from trtconvert.models.identity import identity
 from trtconvert.models.pipeline_sampler import as_images
 from trtconvert.models.pipelines import PipelineCaller
 from trtconvert.recipe import AttentionSection, ModelSection, load_recipe
-from trtconvert.runtime.arguments import put_together, take_apart, tensors_of
+from trtconvert.runtime.arguments import parameters_of, put_together, take_apart, tensors_of
 from trtconvert.runtime.bundles import LoadedBundle
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
@@ -43,6 +44,23 @@ def test_captions_become_the_inputs_that_the_pipeline_makes_of_them(saved):
     assert psnr(model.sample(model.denoiser, [0, 1], steps=2, solver="ddim", conditions=given), by_prompt).min() > 80
     swapped = {name: x[:2] for name, x in conditions.items()}
     assert psnr(model.sample(model.denoiser, [0, 1], steps=2, solver="ddim", conditions=swapped), by_prompt).max() < 60
+
+
+def test_methods_keep_their_parameters_behind_decorators_that_hide_them(monkeypatch):
+    """diffusers 0.35 decorates methods of VAEs without `functools.wraps`."""
+    pipe = tiny_pipelines.stable_diffusion()
+    caller = PipelineCaller(pipe, "unet", 8, PROMPTS, {})
+    expected = caller.first_call([0], SIZE, pipe.vae, "decode").keys()
+
+    def hiding(method):
+        def wrapper(self, *args, **kwargs):
+            return method(self, *args, **kwargs)
+
+        return wrapper
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "decode", hiding(inspect.unwrap(diffusers.AutoencoderKL.decode)))
+    assert parameters_of(pipe.vae.decode) == ["z", "return_dict", "generator"]
+    assert caller.first_call([0], SIZE, pipe.vae, "decode").keys() == expected >= {"z"}
 
 
 def test_images_become_latents(saved):

@@ -175,6 +175,7 @@ def test_an_alpha_may_be_an_integer(tmp_path):
     assert_close(merged(module, {"file": file}), expected)
 
 
+@pytest.mark.as_of(diffusers="0.42")
 def test_names_of_the_original_code_are_those_that_diffusers_has_for_them():
     """Every weight of SDXL in its published size, on meta tensors, against the names of diffusers' loader."""
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils")

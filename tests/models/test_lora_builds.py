@@ -112,6 +112,7 @@ def with_text(tmp_path_factory):
 TEXT = "encoder.layers.0.self_attn.q_proj"
 
 
+@pytest.mark.as_of(transformers="5")
 def test_text_encoders_get_their_parts(tmp_path, with_text):
     """kohya's names begin with text_model, unlike those of newer transformers."""
     options = tiny_pipelines.PIPELINES["stable_diffusion_xl"][1]
@@ -143,6 +144,7 @@ def test_text_encoders_get_their_parts(tmp_path, with_text):
         models.load(chosen, [LoraSection(file=file, target="text_encoder_3")])
 
 
+@pytest.mark.as_of(transformers="5")
 def test_older_names_of_text_encoders_are_known(tmp_path, with_text):
     module = tiny_pipelines.clip()
     holder = model_of(module)

@@ -198,6 +198,7 @@ def test_an_evaluation_offloads_the_copies_that_it_makes(moves):
     assert not any(x.isnan().any() for x in model.denoiser.parameters())
 
 
+@pytest.mark.as_of(diffusers="0.42")
 def test_hooks_prefetch_as_before_when_a_backward_pass_is_over():
     module = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})
     offload(module, CPU)

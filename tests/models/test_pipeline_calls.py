@@ -305,6 +305,7 @@ def test_noise_outside_the_generators_is_that_of_the_seed(tmp_path):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+@pytest.mark.as_of(diffusers="0.42")
 def test_a_pipeline_that_takes_no_list_of_generators_draws_one_sample(tmp_path):
     parts = tiny_pipelines.wan().components
     transformer = tiny_pipelines.model(

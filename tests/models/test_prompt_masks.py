@@ -298,6 +298,7 @@ def recipe_of(folder, dtype: str = "float32", components: Any = None, **options:
     return load_recipe(folder / "recipe.yaml")
 
 
+@pytest.mark.as_of(transformers="5")
 def test_prompts_of_z_image_need_a_number_of_tokens_that_they_are_padded_to(tmp_path):
     z_image_with_text().save_pretrained(tmp_path)
     prompts = ["a cat", "a dog in a garden"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from trtconvert.models.observation import (
 from trtconvert.models.pipelines import PipelineCaller, replaced
 from trtconvert.models.probes import number_of_sample, stand_in
 from trtconvert.models.prompt_lengths import REMOVE_COMPONENT, PromptLengths
-from trtconvert.runtime.arguments import Structure, parameters_of, put_together, take_apart
+from trtconvert.runtime.arguments import Structure, parameters_of, put_together, signature_of, take_apart
 from trtconvert.runtime.diffusers import PACKING
 from trtconvert.runtime.unused import looks_into
 
@@ -180,7 +179,7 @@ class PipelineComponents:
     def _encoder_arguments(self, sizes: Mapping[str, int]) -> Arguments:
         if (arguments := self._encoding(sizes)) is not None:  # of a video, the given frames may be one or all
             return take_apart(_without_packing(arguments))
-        name = next(iter(inspect.signature(self.caller.pipe.vae.encode).parameters))
+        name = next(iter(signature_of(self.caller.pipe.vae.encode).parameters))
         shape = self._decoded_shapes(sizes)["sample"].shape
         images = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
         return take_apart({name: images})

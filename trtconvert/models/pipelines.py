@@ -51,7 +51,7 @@ from trtconvert.models.offloading import move
 from trtconvert.models.prompt_masks import takes_rows
 from trtconvert.models.sample_rows import is_second_of
 from trtconvert.models.stand_ins import EMBEDDINGS, stand_ins
-from trtconvert.runtime.arguments import flat_arguments, share_timesteps, take_apart
+from trtconvert.runtime.arguments import flat_arguments, share_timesteps, signature_of, take_apart
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
 ALL_NOISES = 50
@@ -477,7 +477,7 @@ class PipelineCaller:
         model = model or self.denoiser
         assert isinstance(model, nn.Module)
         own = getattr(model, method)
-        signature = inspect.signature(own)
+        signature = signature_of(own)
 
         @functools.wraps(own)  # `_settle_images` reads the signature of what it replaces
         def stop(*args: Any, **kwargs: Any) -> None:

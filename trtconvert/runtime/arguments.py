@@ -51,10 +51,28 @@ def _with_rows(x: Tensor, least: int) -> Tensor:
     return torch.cat([x, x.new_zeros(x.shape[0], least - x.shape[1], *x.shape[2:])], dim=1)
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function or method.
+
+    Some decorators take `*args, **kwargs` and do not name the decorated function (`apply_forward_hook` of diffusers 0.35): its
+    signature is that of the only function in their closure.
+    """
+    signature = inspect.signature(function)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        own = getattr(function := inspect.unwrap(function), "__func__", function)
+        cells = [cell.cell_contents for cell in getattr(own, "__closure__", None) or ()]
+        decorated = [x for x in cells if inspect.isfunction(x)]
+        if len(decorated) == 1:
+            bound = getattr(function, "__self__", None)
+            return signature_of(decorated[0] if bound is None else decorated[0].__get__(bound))
+    return signature
+
+
 def parameters_of(function: Callable[..., Any]) -> list[str]:
     """Return the names of a function's parameters, in order; "**kwargs" if it takes any keyword."""
     prefix = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
-    return [prefix.get(p.kind, "") + name for name, p in inspect.signature(function).parameters.items()]
+    return [prefix.get(p.kind, "") + name for name, p in signature_of(function).parameters.items()]
 
 
 def flat_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:

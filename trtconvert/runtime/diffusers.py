@@ -188,8 +188,10 @@ class _Parameters:
     """The parameters of the method that a drop-in replaces."""
 
     def __init__(self, record: DiffusersRecord) -> None:
-        self._record = record
-        self.signature = inspect.Signature([_parameter(name) for name in record.parameters])
+        self._record, names = record, [*record.parameters]
+        if not any(name == "return_dict" or name.startswith("*") for name in names):
+            names.append("return_dict")  # taken by a decorator, as in transformers 4
+        self.signature = inspect.Signature([_parameter(name) for name in names])
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that `inspect` sees these parameters."""
