@@ -261,7 +261,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
             else type(loaded).__name__,
             remedy="give the file of the model itself",
         )
-    return {str(name): x for name, x in loaded.items() if isinstance(x, Tensor)}
+    return {str(name): x.detach() for name, x in loaded.items() if isinstance(x, Tensor)}
 
 
 def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Tensor]]]:
