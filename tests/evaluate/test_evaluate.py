@@ -21,6 +21,8 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
 from trtconvert.errors import UserError
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
+from trtconvert.evaluate.drawing import Drawing, Pairs
+from trtconvert.evaluate.features import load_extractor
 from trtconvert.evaluate.records import Evaluation, Request, SetQuality, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
@@ -162,6 +164,11 @@ def test_the_watch_names_the_site_whose_int8_attention_breaks(digits_build, digi
     found = int8.take_nonfinite()["site"]
     assert found.pop("blocks.2.attn") == 3 and found["blocks.1.attn"] == 0
     assert int8.take_nonfinite() == {"site": {}, "layer": {}}
+    # A shard counts its own samples, and not those that were drawn before, such as those with all steps.
+    digits.sample(int8, range(3), steps=4, solver="ddim")
+    drawing = Drawing(digits.sample, 3, Request(steps=4))
+    shard = Pairs(int8, digits, drawing, load_extractor("digits-classifier"), None, None).make(range(3))
+    assert int(shard["int8-site.blocks.2.attn"]) == 3
 
     evaluated = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--int8", "torch"))
     assert evaluated.exit_code == 0, evaluated.output
