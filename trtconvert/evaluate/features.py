@@ -224,11 +224,12 @@ def _from_function(name: str, weights: Path | None) -> Extractor:
         seen = extract(images)
         if isinstance(seen, Tensor):
             seen = Features(seen)
-        if not isinstance(seen, Features) or len(seen.pooled) != len(images):
+        shapes = [list(x.shape) for x in seen.tensors().values()] if isinstance(seen, Features) else []
+        if not shapes or any(shape[0] != len(images) for shape in shapes):
             raise UserError(
                 f"the feature extractor '{name}' returns the wrong type or size",
                 expected=f"a tensor [{len(images)}, features] or trtconvert.evaluate.features.Features",
-                got=str(list(seen.pooled.shape)) if isinstance(seen, Features) else type(seen).__name__,
+                got=", ".join(map(str, shapes)) or type(seen).__name__,
                 remedy="correct the function",
             )
         return seen
