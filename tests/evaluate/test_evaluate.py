@@ -394,6 +394,7 @@ def test_weights_of_another_model(digits_build, tmp_path):
         (["--int8", "torch"], ["needs the model", "no --weights"]),
         (["--device", "cuda"], ["needs the model", "no --weights"]),
         (["--dtype", "float16"], ["needs the model", "no --weights", "leave --dtype out"]),
+        (["--lpips-weights", "missing.pth"], ["needs the model", "no --weights", "leave --lpips-weights out"]),
         (["--device", "cuda", "--int8", "torch"], ["leave --int8 and --device out"]),
     ],
 )
