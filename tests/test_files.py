@@ -156,6 +156,14 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path, failure):
     assert partials(tmp_path) == []
 
 
+def test_folders_that_are_made_for_a_target_go_with_it(tmp_path):
+    target = tmp_path / "not" / "yet" / "there"
+    require_writable(target)
+    with pytest.raises(ValueError), whole_folder(target):
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_replaces_another_and_keeps_its_ending_on_the_way(tmp_path):
     for value in ("1", "2"):
         with whole_file(tmp_path / "new" / "picture.png") as path:

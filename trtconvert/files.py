@@ -393,7 +393,7 @@ def is_open_file(handle: int, path: Path) -> bool:
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
     """Yields a folder beside `target`, readable by its owner alone. Its lock distinguishes running builds from remains."""
-    made = not target.parent.exists()
+    made = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target.parent):
         _sweep(target)
@@ -405,9 +405,9 @@ def _partial_folder(target: Path) -> Iterator[Path]:
     finally:
         _remove(partial)
         os.close(handle)
-        if made:
-            with contextlib.suppress(OSError):  # not empty
-                target.parent.rmdir()
+        with contextlib.suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
 
 
 @contextmanager
