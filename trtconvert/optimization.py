@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,15 +84,30 @@ def optimize(
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
     report = Reporter(Console(highlight=False, stderr=True, quiet=quiet))
     cache = Cache(default_folder())
-    if not (bundle / MANIFEST).is_file():
-        with temporary_folder() as place:
-            save(pipe, place / "pipeline")
-            (place / "recipe.yaml").write_text(json.dumps(sections))  # JSON is YAML
-            build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
-    denoiser = _loaded(bundle, device, report, cache).as_diffusers()
+    with _usual_defaults():
+        if not (bundle / MANIFEST).is_file():
+            with temporary_folder() as place:
+                save(pipe, place / "pipeline")
+                (place / "recipe.yaml").write_text(json.dumps(sections))  # JSON is YAML
+                build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
+        denoiser = _loaded(bundle, device, report, cache).as_diffusers()
     setattr(pipe, name, denoiser)
     follow_scheduler(denoiser, pipe)
     return pipe
+
+
+@contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """Makes new tensors FP32 and on the CPU in the block, as builds expect, whatever the program has chosen."""
+    import torch
+
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with nullcontext() if device.type == "cpu" else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _loaded(bundle: Path, device: str | None, report: Reporter, cache: Cache) -> LoadedBundle:
