@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,16 +98,17 @@ def optimize(
 
 @contextmanager
 def _usual_defaults() -> Iterator[None]:
-    """Makes new tensors FP32 and on the CPU in the block, as builds expect, whatever the program has chosen."""
+    """In the block new tensors are FP32 and on the CPU, and nothing is cast, as builds expect, whatever the program does."""
     import torch
 
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with nullcontext() if device.type == "cpu" else torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _loaded(bundle: Path, device: str | None, report: Reporter, cache: Cache) -> LoadedBundle:
