@@ -462,12 +462,15 @@ def test_bad_reference_images_are_named(reference, tmp_path, content, part):
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", json.dumps({"format": 2})])
-def test_files_that_are_no_evaluation(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "got"), [("{", "Expecting"), ("{}", "created: "), (json.dumps({"format": 2}), "format: ")]
+)
+def test_files_that_are_no_evaluation(tmp_path, content, got):
     path = tmp_path / "evaluation.json"
     path.write_text(content)
-    with pytest.raises(UserError, match="is not an evaluation"):
+    with pytest.raises(UserError, match="is not an evaluation") as error:
         read_evaluation(path)
+    assert error.value.got.startswith(got)
 
 
 def test_auto_takes_the_gpu_where_the_model_fits_and_says_so(digits_build, tmp_path, monkeypatch):
