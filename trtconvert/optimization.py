@@ -17,6 +17,8 @@ from trtconvert.files import temporary_folder
 from trtconvert.models.saved import DENOISERS
 
 if TYPE_CHECKING:
+    import torch
+
     from trtconvert.progress import Reporter
     from trtconvert.runtime import LoadedBundle
 
@@ -59,7 +61,7 @@ def optimize(
         The pipeline.
     Raises:
         UserError: the pipeline cannot be converted, or a field does not exist in recipes.
-        BackendUnavailable: there is no GPU, TensorRT or plugin library, and device is not "cpu".
+        BackendUnavailable: there is no such GPU, no TensorRT or no plugin library, and device is not "cpu".
         GateError: the converted model misses its gates.
     """
     from rich.console import Console
@@ -69,6 +71,7 @@ def optimize(
     from trtconvert.pipeline import build
     from trtconvert.progress import Reporter
     from trtconvert.recipe import load_recipe
+    from trtconvert.runtime.bundles import gpu_of
     from trtconvert.runtime.diffusers import follow_scheduler
 
     name = _denoiser_of(pipe)
@@ -79,6 +82,7 @@ def optimize(
             got=state.detail,
             remedy=f'{state.remedy}; or check images slowly with device="cpu", which runs ONNX Runtime',
         )
+    gpu = None if device == "cpu" else gpu_of(device)
     refuse_unsaved(pipe, name)
     sections = _merged(recipe or {}, options, device, offload)
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
@@ -90,7 +94,7 @@ def optimize(
                 save(pipe, place / "pipeline")
                 (place / "recipe.yaml").write_text(json.dumps(sections))  # JSON is YAML
                 build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
-        denoiser = _loaded(bundle, device, report, cache).as_diffusers()
+        denoiser = _loaded(bundle, gpu, report, cache).as_diffusers()
     setattr(pipe, name, denoiser)
     follow_scheduler(denoiser, pipe)
     return pipe
@@ -111,18 +115,21 @@ def _usual_defaults() -> Iterator[None]:
         yield
 
 
-def _loaded(bundle: Path, device: str | None, report: Reporter, cache: Cache) -> LoadedBundle:
+def _loaded(bundle: Path, gpu: torch.device | None, report: Reporter, cache: Cache) -> LoadedBundle:
     """Loads the bundle on the CPU or a GPU, and compiles it for the GPU if no engine fits."""
+    import torch
+
     from trtconvert import runtime
     from trtconvert.compile import compile_bundle
 
-    if device == "cpu":
+    if gpu is None:
         return runtime.load(bundle, backend="onnxruntime")
     try:
-        return runtime.load(bundle, backend="tensorrt", device=device)
+        return runtime.load(bundle, backend="tensorrt", device=gpu)
     except BackendUnavailable:  # the engine is for another GPU or TensorRT
-        compile_bundle(bundle, report, cache)
-        return runtime.load(bundle, backend="tensorrt", device=device)
+        with torch.cuda.device(gpu):
+            compile_bundle(bundle, report, cache)
+        return runtime.load(bundle, backend="tensorrt", device=gpu)
 
 
 def _denoiser_of(pipe: Any) -> str:
