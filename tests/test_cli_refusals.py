@@ -256,3 +256,14 @@ def test_a_prompt_that_is_no_text_is_refused_before_anything_is_loaded(tmp_path)
     """The command line reads bytes outside of the terminal's encoding like this."""
     outcome = run("run", tmp_path / "none", "-p", "a cat", "-p", "caf\udce9", "-o", tmp_path / "grid.png")
     refusal(outcome, "half of a surrogate pair", r"'caf\udce9'", "remedy: type the prompt again")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("build", "{}", "-o", "b"), ("init", "{}", "-o", "r.yaml"), ("quantize", WEIGHTS, "-o", "{}")],
+    ids=str,
+)
+def test_paths_that_the_system_refuses_are_told_as_such(tmp_path, arguments):
+    """As those in folders that the user may not enter."""
+    place = str(tmp_path / ("n" * 300) / "x")
+    refusal(run(*(str(part).format(place) for part in arguments)), f"{place} cannot be used", "File name too long")

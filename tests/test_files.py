@@ -19,7 +19,16 @@ from support import contents, files_of_at_most, partials
 
 from trtconvert import files
 from trtconvert.errors import UserError
-from trtconvert.files import locked, one_at_a_time, settled, sha256, temporary_folder, whole_file, whole_folder
+from trtconvert.files import (
+    locked,
+    one_at_a_time,
+    require_writable,
+    settled,
+    sha256,
+    temporary_folder,
+    whole_file,
+    whole_folder,
+)
 
 
 def fill(folder: Path, value: str) -> None:
@@ -105,11 +114,32 @@ def test_outputs_that_are_not_files_keep_their_place(tmp_path):
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").read_text() == "2"
 
 
-def test_a_link_that_leads_in_a_circle_is_told(tmp_path):
+@pytest.mark.parametrize("whole", [whole_file, whole_folder, require_writable])
+def test_a_link_that_leads_in_a_circle_is_told(tmp_path, whole):
     (tmp_path / "link").symlink_to("link")
-    with pytest.raises((UserError, OSError), match="link"), whole_file(tmp_path / "link") as path:
-        path.write_text("1")
-    assert (tmp_path / "link").is_symlink()
+    with pytest.raises(UserError, match="link"), whole(tmp_path / "link"):
+        pytest.fail("the work began")
+    assert (tmp_path / "link").is_symlink() and settled(tmp_path / "link") == tmp_path / "link"
+
+
+@pytest.mark.parametrize("whole", [whole_file, whole_folder, require_writable])
+@pytest.mark.parametrize("name", ["../file/target", "link", "link/target"])
+def test_a_place_that_cannot_be_written_is_told_by_any_of_its_names(tmp_path, monkeypatch, whole, name):
+    for folder in ("here", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "elsewhere" / "file").write_text("")
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere" / "file" / "inside")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match=f"cannot write {name}\n"), whole(Path(name)):
+        pytest.fail("the work began")
+
+
+def test_a_folder_does_not_replace_a_file(tmp_path):
+    (tmp_path / "file").write_text("1")
+    with pytest.raises(UserError, match="Not a directory"), whole_folder(tmp_path / "file"):
+        pytest.fail("the work began")
+    assert contents(tmp_path) == {"file": b"1"}
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
@@ -124,6 +154,14 @@ def test_a_block_that_fails_leaves_what_was_there(tmp_path, failure):
         raise failure
     assert contents(tmp_path) == {"target/a": b"1", "target/b": b"1", "file": b"1"}
     assert partials(tmp_path) == []
+
+
+def test_folders_that_are_made_for_a_target_go_with_it(tmp_path):
+    target = tmp_path / "not" / "yet" / "there"
+    require_writable(target)
+    with pytest.raises(ValueError), whole_folder(target):
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_replaces_another_and_keeps_its_ending_on_the_way(tmp_path):

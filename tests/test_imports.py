@@ -30,6 +30,7 @@ LAYERS: tuple[set[str], ...] = (
         "bundle",
         "c_structs",
         "cache",
+        "convolutions",
         "data_flow",
         "documents",
         "early",

@@ -6,6 +6,7 @@ from trtconvert import early
 
 # isort: split
 import contextlib
+import errno
 import functools
 import logging
 import math
@@ -94,6 +95,19 @@ def _out_of_host_memory(error: MemoryError) -> TrtconvertError:
     )
 
 
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors of the system for paths that the user chose."""
+
+
+def _refused_path(error: OSError) -> UserError:
+    return UserError(
+        f"{error.filename} cannot be used",
+        expected="a path that this user may read, or write if it is an output",
+        got=str(error.strerror),
+        remedy="correct the path, give another one, or change its permissions",
+    )
+
+
 def _start_in_utf8() -> None:
     """Restarts Python in UTF-8 mode if its file system encoding is ASCII.
 
@@ -170,6 +184,8 @@ class _Commands(click.Group):
                 traceback.print_exc()
             if isinstance(error, MemoryError):
                 error = _out_of_host_memory(error)
+            if isinstance(error, OSError) and error.errno in _REFUSALS and error.filename is not None:
+                error = _refused_path(error)
             code = error.exit_code if isinstance(error, TrtconvertError) else 1
             if self.as_json:
                 self._tell(error, code)

@@ -32,7 +32,16 @@ from trtconvert.documents import YamlError, parse_yaml
 from trtconvert.engine import tensorrt
 from trtconvert.engine.builder import kernels_kept
 from trtconvert.errors import UserError
-from trtconvert.files import is_open_file, locked, path_of, require_writable, settled, sweep_files, whole_file
+from trtconvert.files import (
+    is_open_file,
+    locked,
+    path_of,
+    real_path,
+    require_writable,
+    settled,
+    sweep_files,
+    whole_file,
+)
 from trtconvert.locks import DAY, lock
 from trtconvert.progress import Reporter
 from trtconvert.recipe import Recipe
@@ -81,7 +90,7 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
         GateError: an engine's prediction is too far from full precision in a timestep bin. The bundle stays unchanged.
     """
     # Resolved once: a link that is switched meanwhile does not redirect the engines into another bundle.
-    folder = settled(folder).resolve()
+    folder = real_path(settled(folder))
     _changed(read_manifest(folder), changes)  # reports wrong changes before TensorRT is loaded
     tensorrt.load()
     backend, cache = tensorrt.status(), cache or Cache(default_folder())
@@ -90,9 +99,9 @@ def compile_bundle(folder: Path, report: Reporter, cache: Cache | None = None, c
         check_files(folder, manifest)
         manifest = _changed(manifest, changes)
         gpu = str(tensorrt.device_architecture()), tensorrt.device_name()
-        require_writable(folder / MANIFEST, _INSTEAD)  # before the build takes its time
-        for name in manifest.components:
-            require_writable(folder / EngineRecord.of(name, "tensorrt", "", *gpu).file, _INSTEAD)
+        engines = (EngineRecord.of(name, "tensorrt", "", *gpu).file for name in manifest.components)
+        for name in (MANIFEST, *engines):  # before the build takes its time
+            require_writable(folder / name, _INSTEAD, through_link=False)
         how, built = EngineBuild(manifest.recipe.engine, backend, cache, report), dict[str, Engines]()
 
         def finish(path: Path) -> None:

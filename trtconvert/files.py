@@ -52,6 +52,7 @@ _UNWRITABLE = (
     errno.EEXIST,
     errno.ENOENT,  # a folder such as /proc, which takes no folders
     errno.ENAMETOOLONG,
+    errno.ELOOP,
 )
 
 _IMMOVABLE = (
@@ -189,8 +190,9 @@ def whole_folder(target: Path, instead: str = _INSTEAD, ready: Callable[[Path], 
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
-    with _explained(target, instead):
-        target = target.resolve()  # a link keeps pointing where it did, and "." has a name
+    with _explained(target, instead) as target:  # a link keeps pointing where it did, and "." has a name
+        if target.exists() and not target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
         with _partial_folder(target) as partial:
             partial.chmod(0o755)  # mkdtemp makes folders that only their owner reads
             _try_to_move(target, partial)
@@ -212,11 +214,7 @@ def whole_file(
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
-    with _explained(target, instead):
-        try:
-            target = target.resolve() if through_link else target.parent.resolve() / target.name
-        except RuntimeError as error:  # raised for links that lead in a circle
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(target)) from error
+    with _explained(target, instead, through_link=through_link) as target:
         _refuse_no_file(target)
         with _partial_folder(target) as folder:
             yield folder / target.name
@@ -226,13 +224,14 @@ def whole_file(
                 (folder / target.name).replace(target)
 
 
-def require_writable(target: Path, instead: str = _INSTEAD) -> None:
+def require_writable(target: Path, instead: str = _INSTEAD, *, through_link: bool = True) -> None:
     """Checks that `whole_file` can write a file.
 
+    Args: see `whole_file`.
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
-    with _explained(target, instead):
+    with _explained(target, instead, through_link=through_link) as target:
         _refuse_no_file(target)
         with _partial_folder(target):
             pass
@@ -244,7 +243,7 @@ def require_writable_folder(folder: Path, instead: str = _INSTEAD) -> None:
     Raises:
         UserError: the place cannot be written, or the disk is full.
     """
-    with _explained(folder, instead), _partial_folder(folder / "file"):
+    with _explained(folder, instead) as folder, _partial_folder(folder / "file"):
         pass
 
 
@@ -268,7 +267,7 @@ def settled(folder: Path) -> Path:
         UserError: the path is relative, and the current folder was removed.
     """
     try:
-        whole = folder.resolve()
+        whole = real_path(folder)
         return whole if Path.cwd().is_relative_to(whole) else folder
     except FileNotFoundError as error:
         if folder.is_absolute():
@@ -356,8 +355,8 @@ def one_at_a_time(work: Path, instead: str = _INSTEAD) -> Iterator[None]:
     Raises:
         UserError: the place cannot be written, or another process holds the lock for longer.
     """
-    path = work.with_name(work.name + ".lock")
-    with _explained(work, instead):
+    with _explained(work, instead, through_link=False) as place:
+        path = place.with_name(place.name + ".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _lock_file(path)
     try:
@@ -394,7 +393,7 @@ def is_open_file(handle: int, path: Path) -> bool:
 @contextmanager
 def _partial_folder(target: Path) -> Iterator[Path]:
     """Yields a folder beside `target`, readable by its owner alone. Its lock distinguishes running builds from remains."""
-    made = not target.parent.exists()
+    made = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target.parent):
         _sweep(target)
@@ -406,9 +405,9 @@ def _partial_folder(target: Path) -> Iterator[Path]:
     finally:
         _remove(partial)
         os.close(handle)
-        if made:
-            with contextlib.suppress(OSError):  # not empty
-                target.parent.rmdir()
+        with contextlib.suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
 
 
 @contextmanager
@@ -531,9 +530,18 @@ def _in_use(partial: Path) -> bool:
 
 
 @contextmanager
-def _explained(target: Path, instead: str) -> Iterator[None]:
+def _explained(target: Path, instead: str, *, through_link: bool = True) -> Iterator[Path]:
+    """Yields the real path of a target, which errors of the system name. Turns errors at this place into `UserError`.
+
+    Args:
+        through_link: the path that the target links to; otherwise the path of the link.
+    """
+    place = target
     try:
-        yield
+        place = real_path(target) if through_link else real_path(target.parent) / target.name
+        if through_link and place.is_symlink():  # of links that lead in a circle
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(place))
+        yield place
     except OSError as error:
         if is_disk_full(error):
             raise UserError(
@@ -542,13 +550,13 @@ def _explained(target: Path, instead: str) -> Iterator[None]:
                 got=f"{error.strerror or error}, {free_space(target) / 2**20:.0f} MiB free",
                 remedy=f"free some space, or {instead}; half-written files were removed",
             ) from error
-        if not _concerns(error, target):
+        if not _concerns(error, place):
             raise
         if error.errno in _IMMOVABLE:
             raise UserError(
                 f"{target} cannot be replaced",
                 expected="a folder that can be renamed",
-                got="a mount point" if target.is_mount() else f"{error.strerror}: {error.filename}",
+                got="a mount point" if place.is_mount() else f"{error.strerror}: {error.filename}",
                 remedy=f"{instead}, for example a folder inside this one",
             ) from error
         if error.errno in _UNWRITABLE:
@@ -559,6 +567,11 @@ def _explained(target: Path, instead: str) -> Iterator[None]:
                 remedy=f"{instead}, or change its permissions",
             ) from error
         raise
+
+
+def real_path(path: Path) -> Path:
+    """Returns an absolute path without links. Unlike `Path.resolve`, it raises nothing for links that lead in a circle."""
+    return Path(os.path.realpath(path))
 
 
 def path_of(error: OSError) -> Path | None:

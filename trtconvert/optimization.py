@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from trtconvert.files import temporary_folder
 from trtconvert.models.saved import DENOISERS
 
 if TYPE_CHECKING:
+    import torch
+
     from trtconvert.progress import Reporter
     from trtconvert.runtime import LoadedBundle
 
@@ -58,7 +61,7 @@ def optimize(
         The pipeline.
     Raises:
         UserError: the pipeline cannot be converted, or a field does not exist in recipes.
-        BackendUnavailable: there is no GPU, TensorRT or plugin library, and device is not "cpu".
+        BackendUnavailable: there is no such GPU, no TensorRT or no plugin library, and device is not "cpu".
         GateError: the converted model misses its gates.
     """
     from rich.console import Console
@@ -68,6 +71,7 @@ def optimize(
     from trtconvert.pipeline import build
     from trtconvert.progress import Reporter
     from trtconvert.recipe import load_recipe
+    from trtconvert.runtime.bundles import gpu_of
     from trtconvert.runtime.diffusers import follow_scheduler
 
     name = _denoiser_of(pipe)
@@ -78,34 +82,54 @@ def optimize(
             got=state.detail,
             remedy=f'{state.remedy}; or check images slowly with device="cpu", which runs ONNX Runtime',
         )
+    gpu = None if device == "cpu" else gpu_of(device)
     refuse_unsaved(pipe, name)
     sections = _merged(recipe or {}, options, device, offload)
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
     report = Reporter(Console(highlight=False, stderr=True, quiet=quiet))
     cache = Cache(default_folder())
-    if not (bundle / MANIFEST).is_file():
-        with temporary_folder() as place:
-            save(pipe, place / "pipeline")
-            (place / "recipe.yaml").write_text(json.dumps(sections))  # JSON is YAML
-            build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
-    denoiser = _loaded(bundle, device, report, cache).as_diffusers()
+    with _usual_defaults():
+        if not (bundle / MANIFEST).is_file():
+            with temporary_folder() as place:
+                save(pipe, place / "pipeline")
+                (place / "recipe.yaml").write_text(json.dumps(sections))  # JSON is YAML
+                build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
+        denoiser = _loaded(bundle, gpu, report, cache).as_diffusers()
     setattr(pipe, name, denoiser)
     follow_scheduler(denoiser, pipe)
     return pipe
 
 
-def _loaded(bundle: Path, device: str | None, report: Reporter, cache: Cache) -> LoadedBundle:
+@contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """In the block new tensors are FP32 and on the CPU, and nothing is cast, as builds expect, whatever the program does."""
+    import torch
+
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _loaded(bundle: Path, gpu: torch.device | None, report: Reporter, cache: Cache) -> LoadedBundle:
     """Loads the bundle on the CPU or a GPU, and compiles it for the GPU if no engine fits."""
+    import torch
+
     from trtconvert import runtime
     from trtconvert.compile import compile_bundle
 
-    if device == "cpu":
+    if gpu is None:
         return runtime.load(bundle, backend="onnxruntime")
     try:
-        return runtime.load(bundle, backend="tensorrt", device=device)
+        return runtime.load(bundle, backend="tensorrt", device=gpu)
     except BackendUnavailable:  # the engine is for another GPU or TensorRT
-        compile_bundle(bundle, report, cache)
-        return runtime.load(bundle, backend="tensorrt", device=device)
+        with torch.cuda.device(gpu):
+            compile_bundle(bundle, report, cache)
+        return runtime.load(bundle, backend="tensorrt", device=gpu)
 
 
 def _denoiser_of(pipe: Any) -> str:

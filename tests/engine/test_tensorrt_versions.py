@@ -61,6 +61,42 @@ def test_why_the_driver_gives_no_gpu_is_said(monkeypatch, failure, visible, deta
     assert tensorrt.device_architecture() is None and tensorrt.device_name() == ""
 
 
+class Gpus:
+    """A CUDA driver of an A100 and an H100. used: the GPU that the thread uses."""
+
+    def __init__(self, used):
+        self.used = used
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuCtxGetDevice(self, device):
+        if self.used is None:
+            return 201
+        device._obj.value = self.used
+        return 0
+
+    def cuDeviceGet(self, device, number):
+        device._obj.value = number
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = {75: (8, 9), 76: (0, 0)}[attribute][device.value]
+        return 0
+
+    def cuDeviceGetName(self, name, size, device):
+        name.value = (b"NVIDIA A100", b"NVIDIA H100")[device.value]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("used", "found"), [(None, ("sm80", "NVIDIA A100")), (0, ("sm80", "NVIDIA A100")), (1, ("sm90", "NVIDIA H100"))]
+)
+def test_engines_are_those_of_the_gpu_that_the_thread_uses(monkeypatch, used, found):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Gpus(used))
+    assert (tensorrt.device_architecture(), tensorrt.device_name()) == found
+
+
 class Registry:
     """A plugin registry with some creators, and more after loading a library."""
 

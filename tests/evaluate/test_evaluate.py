@@ -21,6 +21,8 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.calib.distributed import ALONE
 from trtconvert.errors import UserError
 from trtconvert.evaluate import evaluation, metrics, shards, torch_int8
+from trtconvert.evaluate.drawing import Drawing, Pairs
+from trtconvert.evaluate.features import load_extractor
 from trtconvert.evaluate.records import Evaluation, Request, SetQuality, read_evaluation
 from trtconvert.evaluate.reference_set import load_reference
 from trtconvert.evaluate.shards import ShardSet
@@ -162,6 +164,11 @@ def test_the_watch_names_the_site_whose_int8_attention_breaks(digits_build, digi
     found = int8.take_nonfinite()["site"]
     assert found.pop("blocks.2.attn") == 3 and found["blocks.1.attn"] == 0
     assert int8.take_nonfinite() == {"site": {}, "layer": {}}
+    # A shard counts its own samples, and not those that were drawn before, such as those with all steps.
+    digits.sample(int8, range(3), steps=4, solver="ddim")
+    drawing = Drawing(digits.sample, 3, Request(steps=4))
+    shard = Pairs(int8, digits, drawing, load_extractor("digits-classifier"), None, None).make(range(3))
+    assert int(shard["int8-site.blocks.2.attn"]) == 3
 
     evaluated = run(*digits_arguments(digits_build, tmp_path, "--weights", WEIGHTS, "--int8", "torch"))
     assert evaluated.exit_code == 0, evaluated.output
@@ -387,6 +394,7 @@ def test_weights_of_another_model(digits_build, tmp_path):
         (["--int8", "torch"], ["needs the model", "no --weights"]),
         (["--device", "cuda"], ["needs the model", "no --weights"]),
         (["--dtype", "float16"], ["needs the model", "no --weights", "leave --dtype out"]),
+        (["--lpips-weights", "missing.pth"], ["needs the model", "no --weights", "leave --lpips-weights out"]),
         (["--device", "cuda", "--int8", "torch"], ["leave --int8 and --device out"]),
     ],
 )
@@ -454,12 +462,15 @@ def test_bad_reference_images_are_named(reference, tmp_path, content, part):
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", json.dumps({"format": 2})])
-def test_files_that_are_no_evaluation(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "got"), [("{", "Expecting"), ("{}", "created: "), (json.dumps({"format": 2}), "format: ")]
+)
+def test_files_that_are_no_evaluation(tmp_path, content, got):
     path = tmp_path / "evaluation.json"
     path.write_text(content)
-    with pytest.raises(UserError, match="is not an evaluation"):
+    with pytest.raises(UserError, match="is not an evaluation") as error:
         read_evaluation(path)
+    assert error.value.got.startswith(got)
 
 
 def test_auto_takes_the_gpu_where_the_model_fits_and_says_so(digits_build, tmp_path, monkeypatch):

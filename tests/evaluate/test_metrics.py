@@ -256,7 +256,7 @@ def test_extractors_that_do_not_exist(name, message):
         load_extractor(name)
 
 
-@pytest.mark.parametrize("function", ["a_list", "too_few", "a_map"])
+@pytest.mark.parametrize("function", ["a_list", "too_few", "too_few_logits", "a_map"])
 def test_functions_that_return_something_else(function):
     with pytest.raises(UserError, match=r"returns the wrong type or size|do not fit") as error:
         load_extractor(f"tiny_features:{function}")(torch.rand(3, 1, 4, 4))

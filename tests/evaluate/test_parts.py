@@ -29,6 +29,12 @@ def test_reasons_that_differ_in_numbers_are_one_with_the_least_and_the_largest()
     assert group.reason == "it has 1 to 77 rows, layers.min_rows asks for 1,024" and group.names == ["l77", "l1", "l9"]
 
 
+def test_numbers_with_decimals_are_whole():
+    rows = [layer(f"l{n}", reason=f"it differs by {n} of its norm.") for n in ("0.012", "1.2", "9.5e-06", "0.4")]
+    (group,) = left_groups(rows)
+    assert group.reason == "it differs by 9.5e-06 to 1.2 of its norm."
+
+
 def test_types_are_no_numbers():
     groups = left_groups([layer("a", reason="it reads int32"), layer("b", reason="it reads int64")])
     assert [group.reason for group in groups] == ["it reads int32", "it reads int64"]

@@ -229,6 +229,13 @@ def test_nan_at_a_layer_is_not_taken_for_a_bin_without_steps(digits, layers):
     assert math.isnan(first) and second > 30
 
 
+def test_infinite_outputs_of_a_layer_are_nan(digits, layers):
+    table = layers.tables["blocks.2.mlp.0"]
+    spoiled = {"blocks.2.mlp.0": replace(table, bias=torch.full_like(table.bias, torch.inf))}
+    _, found = sqnr(digits, layers=Int8Layers(spoiled, layers.timestep_max))
+    assert all(math.isnan(db) for db in found["blocks.2.mlp.0"])
+
+
 def test_samples_do_not_depend_on_the_batch_they_are_drawn_in(digits):
     few = draw(digits, digits.denoiser, VerifySection(samples=3, steps=2, seed=7), NoBar())
     many = draw(digits, digits.denoiser, VerifySection(samples=17, steps=2, seed=7), NoBar())

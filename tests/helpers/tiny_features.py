@@ -2,6 +2,8 @@
 
 import torch
 
+from trtconvert.evaluate.features import Features
+
 
 def pixels(images):
     return images.flatten(1)
@@ -13,6 +15,10 @@ def a_list(images):
 
 def too_few(images):
     return images.flatten(1)[1:]
+
+
+def too_few_logits(images):
+    return Features(images.flatten(1), logits=images.flatten(1)[1:])
 
 
 def a_map(images):

@@ -15,7 +15,7 @@ from merged_loras import ATTENTION, BLOCK
 from safetensors.torch import load_file
 from torch import nn
 
-from trtconvert import optimization
+from trtconvert import optimization, pipeline
 from trtconvert.attention import replace_attention_with_int8
 from trtconvert.errors import UserError
 from trtconvert.models.in_memory import refuse_unsaved, save, weights_of
@@ -172,3 +172,23 @@ def test_weights_of_compiled_blocks_are_saved_under_their_own_names(tmp_path):
 def test_sizes_hold_beside_options_of_a_recipe():
     sections = optimization._merged({"model": {"options": {"prompts": ["a cat"]}}}, {"height": 64}, "cpu", False)
     assert sections["model"]["options"] == {"prompts": ["a cat"], "height": 64}
+
+
+def test_a_conversion_computes_in_fp32_on_the_cpu_whatever_the_program_does(tmp_path, monkeypatch):
+    seen = []
+
+    def build(*_: Any) -> None:
+        seen.append(torch.ones(1, 1))
+        seen.append(seen[0] @ seen[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "build", build)
+    pipe = tiny_pipelines.with_text("stable_diffusion")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), pytest.raises(KeyboardInterrupt):
+            optimization.optimize(pipe, tmp_path, device="cpu", quiet=True)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [(x.dtype, x.device.type) for x in seen] == [(torch.float32, "cpu")] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tiny_pipelines import PIPELINES, images
 
 import trtconvert
-from trtconvert.engine import tensorrt
+from trtconvert.engine import BackendStatus, tensorrt
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.runtime.diffusers import DiffusersDenoiser
 
@@ -83,6 +84,43 @@ def test_without_a_gpu_it_says_what_it_could_do(tmp_path):
     with pytest.raises(BackendUnavailable, match=r'(?s)expected: an NVIDIA GPU.*device="cpu", which runs ONNX Runtime'):
         trtconvert.optimize(tiny_pipelines.with_text("stable_diffusion"), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Pretends that TensorRT and two GPUs are here. Returns the GPUs that blocks choose."""
+    chosen = []
+
+    @contextmanager
+    def device(gpu):
+        chosen.append(gpu)
+        yield
+
+    monkeypatch.setattr(tensorrt, "status", lambda: BackendStatus("tensorrt", "plugin: INT8", True, "10.6"))
+    monkeypatch.setattr("trtconvert.pipeline.build", lambda *_: None)
+    for name, value in (("is_available", lambda: True), ("device_count", lambda: 2), ("device", device)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    return chosen
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_the_work(tmp_path, two_gpus, monkeypatch):
+    monkeypatch.setattr("trtconvert.pipeline.build", begun)
+    with pytest.raises(BackendUnavailable, match=r"no GPU 'cuda:2'\n.*cuda:0 to cuda:1"):
+        trtconvert.optimize(tiny_pipelines.with_text("stable_diffusion"), tmp_path, device="cuda:2")
+
+
+def test_engines_are_built_on_the_gpu_that_was_asked_for(tmp_path, two_gpus, monkeypatch):
+    def load(folder, **named):
+        raise BackendUnavailable(f"no engine for {named['device']}")
+
+    def compile_bundle(folder, *_):
+        raise Begun(folder)
+
+    monkeypatch.setattr("trtconvert.runtime.load", load)
+    monkeypatch.setattr("trtconvert.compile.compile_bundle", compile_bundle)
+    with pytest.raises(Begun):
+        trtconvert.optimize(tiny_pipelines.with_text("stable_diffusion"), tmp_path, device="cuda:1", quiet=True)
+    assert two_gpus == [torch.device("cuda:1")]
 
 
 def test_other_objects_and_contradictory_arguments_are_refused(tmp_path):

@@ -317,9 +317,9 @@ def test_a_gpu_that_does_not_exist_is_refused(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(BackendUnavailable, match=rf"(?s)no GPU '{device}'.*expected: cuda:0 to cuda:0.*got: {device}"):
-        bundles._gpu(device)
+        bundles.gpu_of(device)
     for given in (None, 0, "cuda", "cuda:0", torch.device("cuda")):
-        assert bundles._gpu(given) == torch.device("cuda", 0)
+        assert bundles.gpu_of(given) == torch.device("cuda", 0)
 
 
 def test_closing_a_bundle_closes_every_component(tiny_build):

@@ -84,6 +84,14 @@ def test_scales_follow_magnitudes_to_the_ends_of_fp32(size, granularity):
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
+def test_the_largest_number_of_fp32_is_restored(granularity):
+    x = torch.full((130, 130), torch.finfo(torch.float32).min).triu(1)
+    scale = blocks.scales(blocks.measure(x), granularity)
+    stored, error = blocks.quantise(x, scale)
+    assert error < 1e-6 and torch.allclose(blocks.dequantise(stored, scale, torch.float32), x)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
 def test_the_error_of_what_vanishes_is_all_of_it(granularity):
     """Scales of the wrong size make zeros: their squares vanish in FP32, and so do those of the weights."""
     x = torch.full((130, 130), 1e-26)

@@ -193,15 +193,18 @@ def test_pipelines_keep_their_folders(tmp_path):
     assert load_file(tmp_path / "q/text_encoder/model.safetensors")["blocks.0.mlp.fc1.weight"].dtype == torch.int8
 
 
+@pytest.mark.filterwarnings("error")  # of parameters, which take gradients
 def test_torch_files_with_tied_tensors(tmp_path):
     tensors = weights()
     tensors["tied.weight"] = tensors["blocks.0.mlp.fc1.weight"]
     tensors["transposed.weight"] = tensors["blocks.0.attn.qkv.weight"].T
     (tmp_path / "m").mkdir()
+    tensors["parameter.weight"] = torch.nn.Parameter(tensors["tied.weight"])
     torch.save({"state_dict": tensors}, tmp_path / "m" / "pytorch_model.bin")
     got = made(tmp_path / "m", tmp_path / "q", name="model.safetensors")
     for part in ("", "_scale"):
-        assert torch.equal(got[f"tied.weight{part}"], got[f"blocks.0.mlp.fc1.weight{part}"])
+        for name in ("tied", "parameter"):
+            assert torch.equal(got[f"{name}.weight{part}"], got[f"blocks.0.mlp.fc1.weight{part}"])
     assert torch.equal(got["transposed.weight"], got["blocks.0.attn.qkv.weight"].T)
 
 
@@ -212,6 +215,15 @@ def test_fp8_is_multiplied_by_its_scales(tmp_path):
     assert "a.scale_weight" not in got
     back = blocks.dequantise(got["a.weight"], got["a.weight_scale"], torch.float32)
     assert float((back - stored.float() / 4).norm() / (stored.float() / 4).norm()) < 0.012
+
+
+@pytest.mark.parametrize("fallback", ["bf16", "fp16"])
+def test_biases_in_fp8_take_the_other_type(tmp_path, fallback):
+    bias = torch.randn(128, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    save(tmp_path / "m", weights() | {"a.bias": bias})
+    assert run("analyze", tmp_path / "m", "-o", tmp_path / "analysis.json").exit_code == 0
+    got = made(tmp_path / "m", tmp_path / "q", "--fallback-dtype", fallback)["a.bias"]
+    assert got.itemsize == 2 and torch.equal(got.float(), bias.float())
 
 
 def gguf_file(path, x, **fields):
@@ -484,6 +496,18 @@ def test_infinities_of_masks_are_kept(tmp_path):
     mask = torch.tensor([0, -torch.inf]).bfloat16()
     save(tmp_path / "m", weights() | {"mask": mask})
     assert torch.equal(made(tmp_path / "m", tmp_path / "q")["mask"], mask)
+
+
+@pytest.mark.parametrize("fallback", ["bf16", "fp16"])
+def test_masks_of_the_lowest_number_stay_in_fp32(tmp_path, fallback):
+    """BF16 rounds FP32's lowest number to an infinity."""
+    mask = torch.full((130, 130), torch.finfo(torch.float32).min).triu(1)
+    save(tmp_path / "m", weights() | {"mask": mask})
+    assert run("analyze", tmp_path / "m", "-o", tmp_path / "analysis.json").exit_code == 0
+    assert torch.equal(made(tmp_path / "m", tmp_path / "q", "--fallback-dtype", fallback)["mask"], mask)
+    for name, options in (("d", ()), ("e", ("--dtype", "bf16"))):
+        assert run("dequantize", tmp_path / "q", "-o", tmp_path / name, *options).exit_code == 0
+        assert torch.equal(load_file(tmp_path / name / MODEL)["mask"], mask)
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 import pytest
 import tiny_layers
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from trtconvert.bundle import unquantised_file
+from trtconvert.errors import UserError
 from trtconvert.linear.sites import model_tensors
 from trtconvert.weights.unquantised import Unquantised, save_unquantised
 
@@ -81,3 +83,17 @@ def test_a_prefix_that_the_state_dict_has_not(tmp_path):
     assert set(found.shapes) == {"layer.weight", "layer.bias"}
     (of,) = found.refs.values()
     assert of["weight"] is not None and of["weight"].name == "layer.weight"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"trtconvert": "[1]"},
+        {"trtconvert": '{"a": {"weight": {"name": "b", "offset": 0, "shape": [1], "stride": [1]}}}'},
+    ],
+)
+def test_other_files_are_refused(tmp_path, metadata):
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors", metadata)
+    with pytest.raises(UserError, match="cannot be read"):
+        Unquantised(tmp_path / "x.safetensors")

@@ -18,6 +18,7 @@ from trtconvert.attention.modes import MEASURED_SCALES, Mode
 from trtconvert.attention.reference import BLOCK, tables_from_data
 from trtconvert.c_structs import IMAGE_MARKS
 from trtconvert.calib.cost import AttentionShape
+from trtconvert.convolutions import cudnn_convolutions
 from trtconvert.errors import BackendUnavailable
 from trtconvert.library import has_group_norm_kernel
 from trtconvert.linear import conv_kernel
@@ -124,7 +125,7 @@ def measure_kernels(
     convs = []
     for shape in conv_shapes:
         for mode in _conv_modes():
-            with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+            with torch.no_grad(), cudnn_convolutions(tf32=False, benchmark=True):
                 seconds = device_microseconds([_conv_call(shape, mode, seed) for seed in range(INPUTS)]) * 1e-6
             convs.append({"mode": int(mode), "shape": list(shape), "seconds": round(seconds, 9)})
             done()

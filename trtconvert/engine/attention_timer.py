@@ -89,7 +89,7 @@ class AttentionTimer:
 
 def _inputs(case: AttentionCase) -> dict[str, Tensor]:
     feeds = {name: _drawn(shape, case.dtype) for name, shape in zip("qkv", (case.q, case.k, case.k), strict=True)}
-    return feeds | {"timestep": torch.zeros(case.q[0], device="cuda")} | _mask(case)
+    return feeds | {"timestep": torch.zeros(case.q[0], dtype=torch.float32, device="cuda")} | _mask(case)
 
 
 def _mask(case: AttentionCase) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""The NVIDIA driver and its first GPU, without torch where possible."""
+"""The NVIDIA driver and CUDA's current GPU, without torch where possible.
+
+The current GPU is the one of the thread, which `torch.cuda.set_device` chooses, or else the first. TensorRT builds for it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ def cuda_problem() -> str:
 
 
 def device_architecture() -> str | None:
-    """Returns the architecture of the first GPU, like "sm90", without torch; None without a GPU."""
-    first = _first_gpu()
-    if first is None:
+    """Returns the architecture of the current GPU, like "sm90", without torch; None without a GPU."""
+    found = _gpu()
+    if found is None:
         return None
-    driver, device = first
+    driver, device = found
     major, minor = ctypes.c_int(), ctypes.c_int()
     # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
     for value, attribute in ((major, 75), (minor, 76)):
@@ -37,11 +40,11 @@ def device_architecture() -> str | None:
 
 
 def device_name() -> str:
-    """Returns the name of the first GPU, like "NVIDIA H200", or ""."""
-    first = _first_gpu()
-    if first is None:
+    """Returns the name of the current GPU, like "NVIDIA H200", or ""."""
+    found = _gpu()
+    if found is None:
         return ""
-    driver, device = first
+    driver, device = found
     name = ctypes.create_string_buffer(256)
     return "" if driver.cuDeviceGetName(name, len(name), device) else name.value.decode(errors="replace")
 
@@ -74,16 +77,20 @@ _NO_DEVICE, _INVALID_DEVICE = 100, 101
 """CUDA_ERROR_NO_DEVICE, CUDA_ERROR_INVALID_DEVICE."""
 
 
-def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
+def _gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
     driver, device, failure = _asked_driver()
     return None if driver is None or failure else (driver, device)
 
 
 def _asked_driver() -> tuple[ctypes.CDLL | None, ctypes.c_int, int]:
-    """Returns the driver or None, its handle of the first GPU, and its error code."""
+    """Returns the driver or None, its handle of the current GPU, and its error code."""
     device = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None, device, 0
-    return driver, device, driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    if failure := driver.cuInit(0):
+        return driver, device, failure
+    if driver.cuCtxGetDevice(ctypes.byref(device)) == 0:  # the thread uses a GPU
+        return driver, device, 0
+    return driver, device, driver.cuDeviceGet(ctypes.byref(device), 0)

@@ -11,7 +11,7 @@ from trtconvert.bundle import EngineRecord, Manifest, check_files, read_unchange
 from trtconvert.errors import UserError
 from trtconvert.evaluate.pages import template
 from trtconvert.evaluate.report import gates, picture_of, tiles
-from trtconvert.files import whole_file
+from trtconvert.files import real_path, whole_file
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def write_comparison(first: Path, second: Path, output: Path) -> list[dict[str, 
     Raises:
         UserError: a folder is no bundle or a damaged one, both are the same, or the output cannot be written.
     """
-    if first.resolve() == second.resolve():
+    if real_path(first) == real_path(second):
         raise UserError(
             "a bundle is compared with itself",
             expected="two folders of bundles",
@@ -97,7 +97,7 @@ def _side(folder: Path, manifest: Manifest) -> Side:
     figures["Size on disk"] = f"{sum(file.size for file in manifest.files.values()) / 2**20:.1f} MiB"
     denoiser = next(component for component in manifest.components.values() if component.is_denoiser)
     return Side(
-        folder.name or str(folder.resolve().name),
+        folder.name or real_path(folder).name,
         manifest.model,
         figures,
         {engine.gpu or engine.target: _microseconds(engine) for engine in denoiser.engines},

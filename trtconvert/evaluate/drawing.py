@@ -92,6 +92,8 @@ class Pairs:
         """Makes one shard: INT8 samples and, with a full-precision model, its samples of the same seeds."""
         first = self._drawing.request.seed
         seeds = range(first + held.start, first + held.stop)
+        if isinstance(self._int8, TorchInt8):
+            self._int8.take_nonfinite()  # of samples of a shape, and of samples with all steps
         int8, finite = self._drawing.draw(self._int8, seeds)
         shard = self._seen("int8", int8, finite)
         if isinstance(self._int8, TorchInt8):

@@ -156,13 +156,14 @@ def _int8(bundle: runtime.LoadedBundle, source: DiffusionModel | None, request: 
         "--device": request.device == "cuda",
         "--offload": request.offload,
         "--dtype": request.dtype != "float32",
+        "--lpips-weights": request.lpips_weights is not None,
     }
-    if source is None and any(asked.values()):
+    if source is None and (options := [option for option, given in asked.items() if given]):
         raise UserError(
-            "running in torch needs the model that the bundle was made from",
+            f"{options[0]} needs the model that the bundle was made from",
             expected="its weights, and in the current folder the LoRAs that its recipe names",
             got="no --weights",
-            remedy=f"give --weights, or leave {' and '.join(option for option, given in asked.items() if given)} out",
+            remedy=f"give --weights, or leave {' and '.join(options)} out",
         )
     if source is None or request.int8 == "bundle":
         return AnyBatch(bundle["denoiser"]), bundle.backend

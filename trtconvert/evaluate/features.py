@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.calib.identity import EXTRACTOR, SHIPPED_CLASSIFIERS, classifier_weights
+from trtconvert.convolutions import cudnn_convolutions
 from trtconvert.entry_point import function_identity, import_function
 from trtconvert.errors import TrtconvertError, UserError, kind_and_first_line
 from trtconvert.evaluate.optional import require
@@ -76,7 +77,7 @@ class Extractor:
         """
         try:
             # TF32 would give other features than the CPU.
-            exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+            exact = cudnn_convolutions(tf32=False, deterministic=True)
             with torch.no_grad(), nullcontext() if self.device == "cpu" else exact:
                 found = self.extract(images.to(self.device))
             return Features(**{name: tensor.cpu() for name, tensor in found.tensors().items()})
@@ -224,11 +225,12 @@ def _from_function(name: str, weights: Path | None) -> Extractor:
         seen = extract(images)
         if isinstance(seen, Tensor):
             seen = Features(seen)
-        if not isinstance(seen, Features) or len(seen.pooled) != len(images):
+        shapes = [list(x.shape) for x in seen.tensors().values()] if isinstance(seen, Features) else []
+        if not shapes or any(shape[0] != len(images) for shape in shapes):
             raise UserError(
                 f"the feature extractor '{name}' returns the wrong type or size",
                 expected=f"a tensor [{len(images)}, features] or trtconvert.evaluate.features.Features",
-                got=str(list(seen.pooled.shape)) if isinstance(seen, Features) else type(seen).__name__,
+                got=", ".join(map(str, shapes)) or type(seen).__name__,
                 remedy="correct the function",
             )
         return seen

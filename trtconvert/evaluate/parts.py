@@ -58,7 +58,7 @@ def _grouped(named: Iterable[tuple[str, str]]) -> list[LeftGroup]:
     return sorted(found, key=lambda group: -len(group.names))
 
 
-_NUMBER = re.compile(r"\b\d+(?:,\d{3})*")  # does not match in "int64"
+_NUMBER = re.compile(r"\b\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]\d+)?")  # does not match in "int64"
 
 
 def _reason(reasons: list[str]) -> str:
@@ -66,7 +66,7 @@ def _reason(reasons: list[str]) -> str:
     columns = iter(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True))
 
     def number(_: re.Match[str]) -> str:
-        column = sorted(set(next(columns)), key=lambda text: int(text.replace(",", "")))
+        column = sorted(set(next(columns)), key=lambda text: float(text.replace(",", "")))
         return column[0] if len(column) == 1 else f"{column[0]} to {column[-1]}"
 
     return _NUMBER.sub(number, reasons[0]) or "no reason was recorded"

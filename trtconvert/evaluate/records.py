@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from trtconvert.documents import read_json
-from trtconvert.errors import UserError, first_line
+from trtconvert.errors import UserError, first_problem
 
 BATCH = 64
 """Samples drawn at once by default. A bundle may allow fewer."""
@@ -153,10 +153,10 @@ def read_evaluation(path: Path) -> Evaluation:
     """
     try:
         return Evaluation.model_validate(read_json(path))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is not an evaluation",
             expected="a JSON file written by `trtconvert evaluate`",
-            got=error.strerror or type(error).__name__ if isinstance(error, OSError) else first_line(error),
+            got=error.strerror or type(error).__name__ if isinstance(error, OSError) else first_problem(error),
             remedy="correct the path, or write the file with `trtconvert evaluate BUNDLE -o FILE`",
         ) from error

@@ -115,11 +115,15 @@ class _Noise:
                 sums[name].index_add_(0, index, norms.double().square())
 
     def decibels(self) -> Sqnr:
+        def of(signal: float, noise: float) -> float | None:
+            if not signal:
+                return None
+            if not math.isfinite(signal + noise):
+                return math.nan
+            return 10 * math.log10(signal / max(noise, signal * 1e-12))
+
         return {
-            name: [
-                10 * math.log10(s / max(n, s * 1e-12)) if s else None  # NaN stays NaN
-                for s, n in zip(signal.tolist(), self._noise[name].tolist(), strict=True)
-            ]
+            name: [of(*both) for both in zip(signal.tolist(), self._noise[name].tolist(), strict=True)]
             for name, signal in self._signal.items()
         }
 

@@ -18,6 +18,7 @@ from trtconvert.attention.blocks import mask_at
 from trtconvert.attention.modes import Scaling, scaling_at
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.attention.sites import SiteCall
+from trtconvert.convolutions import cudnn_convolutions
 from trtconvert.linear import deltas
 from trtconvert.linear import kernel as layer_kernel
 from trtconvert.linear import reference as linear
@@ -134,7 +135,7 @@ class Int8Layers:
         if call.kind == "linear":
             return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
         # TF32 holds whole numbers up to 127 and their products exactly: only sums are rounded, as in FP32.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):  # torch's default here is without cuDNN
+        with cudnn_convolutions(tf32=True):
             return linear.conv(
                 call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
             )

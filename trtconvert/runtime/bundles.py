@@ -272,7 +272,7 @@ def _loaded(
     on_cpu_only = device is not None and (given := device_of(device)) is not None and given.type == "cpu"
     state = builder.status() if backend == "auto" and not on_cpu_only else None
     if backend == "tensorrt" or (state and all(engines.values()) and state.available):
-        return _on_gpus(folder, manifest, engines, [_gpu(one) for one in devices], graphs, streams, weight_budget)
+        return _on_gpus(folder, manifest, engines, [gpu_of(one) for one in devices], graphs, streams, weight_budget)
     if state is None:
         why, remedy = ("ONNX Runtime, which runs on the CPU", "leave out one of the arguments backend and device")
     elif state.available:
@@ -380,11 +380,11 @@ def engine_component(path: Path, record: EngineRecord, component: ComponentRecor
     from trtconvert.runtime.scratch import Scratch
     from trtconvert.runtime.tensorrt import TensorRTComponent
 
-    device = _gpu(None)
+    device = gpu_of(None)
     return TensorRTComponent(path, record, component, device=device, scratch=Scratch(device))
 
 
-def _gpu(device: str | int | torch.device | None) -> torch.device:
+def gpu_of(device: str | int | torch.device | None) -> torch.device:
     """Return a GPU with its index.
 
     Raises:

@@ -19,6 +19,7 @@ from trtconvert.errors import UserError, first_problem
 from trtconvert.progress import Bar
 from trtconvert.weights import blocks
 from trtconvert.weights.blocks import Granularity, Measured, as_matrix, block_shape
+from trtconvert.weights.finite import largest
 from trtconvert.weights.sources import Source, StoredTensor
 from trtconvert.weights.structure import Role, Structure, structure_of
 from trtconvert.weights.weight_files import type_name
@@ -40,9 +41,6 @@ FINAL = re.compile(
 )
 """The last layers of denoisers and decoders, not layers of these names within blocks."""
 
-FP16_MAX = torch.finfo(torch.float16).max
-FP16_LEAST = torch.finfo(torch.float16).smallest_normal
-"""Smaller numbers lose bits in FP16."""
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -344,11 +342,15 @@ def decide(
         else:
             text = "no error" if db is None else f"{db:.1f} dB"
             verdict = Verdict(stored="int8", reason=f"{text}, {outliers:.2%} outliers")
-    if verdict.stored == "fp16" and tensor.dtype is not torch.float16:
-        if (largest := blocks.largest(x)) > FP16_MAX:
-            return Verdict(stored="fp32", reason=f"beyond FP16's {FP16_MAX:g}; otherwise {verdict.reason}")
-        if 0 < largest < FP16_LEAST:
-            return Verdict(stored="fp32", reason=f"below FP16's {FP16_LEAST:.2g}; otherwise {verdict.reason}")
+    dtype = FALLBACK.get(verdict.stored)
+    if dtype is not None and tensor.dtype is not dtype:
+        most, range_of = largest(x), torch.finfo(dtype)
+        if range_of.max < most < math.inf:
+            text = f"beyond {verdict.stored.upper()}'s {range_of.max:g}"
+            return Verdict(stored="fp32", reason=f"{text}; otherwise {verdict.reason}")
+        if 0 < most < range_of.smallest_normal:  # smaller numbers lose bits
+            text = f"below {verdict.stored.upper()}'s {range_of.smallest_normal:.2g}"
+            return Verdict(stored="fp32", reason=f"{text}; otherwise {verdict.reason}")
     return verdict
 
 

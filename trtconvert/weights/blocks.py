@@ -48,6 +48,8 @@ _WIDE = 2**13  # columns of a tile at most
 _NORMS = (1e-12, 1e15)  # of a tile: FP32 holds squares and sums of values in this range
 _LEAST_SHORT = 2.0**-20  # of `short_scale`
 _LEAST_NORMAL, _LEAST = 2.0**-126, 2.0**-149  # of FP32
+# FP32 holds 127 times this scale.
+_MOST = float(np.nextafter(np.float32(torch.finfo(torch.float32).max / LEVELS), np.float32(0)))
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,6 @@ def threads_by_tile() -> Iterator[None]:
 def as_matrix(x: Tensor) -> Tensor:
     """[N, K] of a weight [N, …]; [1, K] of a vector."""
     return x.reshape(x.shape[0], -1) if x.dim() > 1 and x.shape[0] else x.reshape(1, -1)
-
-
-def largest(x: Tensor) -> float:
-    """The largest magnitude; 0 of a tensor without numbers."""
-    return max(abs(float(end)) for end in x.aminmax()) if x.numel() else 0.0
 
 
 def block_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -185,11 +182,13 @@ def _from_largest(octaves: Tensor) -> list[int]:
 def scales(measured: Measured, granularity: Granularity) -> Tensor:
     """FP32 scales: [⌈N/128⌉, ⌈K/128⌉] of blocks, [N] of channels, [] of a tensor."""
     if granularity == "block":
-        return _scale(measured.blocks)
-    if granularity == "channel":
+        scale = _scale(measured.blocks)
+    elif granularity == "channel":
         scale = _scale(measured.rows)
-        return torch.where((scale < _LEAST_SHORT) & (measured.rows > 0), scale, short_scale(scale))
-    return _scale(torch.tensor(measured.amax))
+        scale = torch.where((scale < _LEAST_SHORT) & (measured.rows > 0), scale, short_scale(scale))
+    else:
+        scale = _scale(torch.tensor(measured.amax))
+    return scale.clamp_max(_MOST)
 
 
 def _scale(largest: Tensor) -> Tensor:

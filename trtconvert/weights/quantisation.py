@@ -17,7 +17,6 @@ from trtconvert.progress import Bar
 from trtconvert.weights import blocks
 from trtconvert.weights.analysis import (
     FALLBACK,
-    FP16_MAX,
     Rules,
     TensorReport,
     by_name,
@@ -29,7 +28,7 @@ from trtconvert.weights.analysis import (
 )
 from trtconvert.weights.blocks import as_matrix
 from trtconvert.weights.conversion import Conversion, Converted, Outcome, Record, all_records, convert
-from trtconvert.weights.finite import is_finite, require_finite
+from trtconvert.weights.finite import is_finite, largest, require_finite
 from trtconvert.weights.sources import METADATA, Source, StoredTensor
 from trtconvert.weights.structure import Structure
 from trtconvert.weights.weight_files import type_name
@@ -178,11 +177,12 @@ def _restored(tensor: StoredTensor, records: Mapping[str, Record], dtype: Litera
         wanted = original
     else:  # FP32 is recorded for other types that 16 bits would not hold
         wanted = torch.float32 if record.stored == "fp32" else torch.bfloat16
-    if wanted is torch.float16 and blocks.largest(x) > FP16_MAX:
+    limit = torch.finfo(torch.float16).max
+    if wanted is torch.float16 and limit < (most := largest(x)) < math.inf:
         raise UserError(
             f"{tensor.path} does not fit FP16",
-            expected=f"numbers up to {FP16_MAX:g}",
-            got=f"{blocks.largest(x):g}",
+            expected=f"numbers up to {limit:g}",
+            got=f"{most:g}",
             remedy="give --dtype bf16",
         )
     return Converted([(tensor.name, x, wanted)], None)

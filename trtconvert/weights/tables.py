@@ -88,6 +88,8 @@ def _kind(reason: str) -> str:
         "of its numbers are",
         "beyond FP16",
         "below FP16",
+        "beyond BF16",
+        "below BF16",
     ):
         if text in reason:
             start, _, end = reason.partition(text)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trtconvert.bundle import unquantised_file
 from trtconvert.linear.sites import Layer, TensorRef, model_tensors
 from trtconvert.weights.tensor_files import TensorWriter, read_entries, read_entry
+from trtconvert.weights.weight_files import damaged
 
 _METADATA = "trtconvert"
 _SMALLER = (torch.float16, torch.bfloat16)
@@ -93,8 +94,14 @@ class Unquantised:
     def __init__(self, path: Path) -> None:
         self.path = path
         entries, metadata = read_entries(path)
-        self.refs = TypeAdapter(dict[str, dict[str, TensorRef | None]]).validate_json(metadata[_METADATA])
         self.entries = {entry.name: entry for entry in entries}
+        try:
+            self.refs = TypeAdapter(dict[str, dict[str, TensorRef | None]]).validate_json(metadata.get(_METADATA, ""))
+            refs = [ref for of in self.refs.values() for ref in of.values() if ref is not None]
+            if lost := next((ref.name for ref in refs if ref.name not in self.entries), ""):
+                raise ValueError(f"no tensor {lost}")
+        except ValueError as error:
+            raise damaged(path, error) from error
         self.shapes = {entry.name: entry.shape for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trtconvert.documents import safetensors_header
-from trtconvert.errors import BackendUnavailable, UserError, first_line
+from trtconvert.errors import BackendUnavailable, UserError, first_problem
 from trtconvert.weights.blocks import block_shape, dequantise
 
 SAFETENSORS, TORCH, GGUF = (".safetensors", ".sft"), (".bin", ".ckpt", ".pt", ".pth"), (".gguf",)
@@ -261,7 +261,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
             else type(loaded).__name__,
             remedy="give the file of the model itself",
         )
-    return {str(name): x for name, x in loaded.items() if isinstance(x, Tensor)}
+    return {str(name): x.detach() for name, x in loaded.items() if isinstance(x, Tensor)}
 
 
 def gguf_tensors(path: Path) -> dict[str, tuple[list[int], int, Callable[[], Tensor]]]:
@@ -328,12 +328,12 @@ def _gguf_shape(gguf: Any, reader: Any, stored: Any, path: Path) -> list[int]:
     return shape
 
 
-def damaged(path: Path, error: BaseException) -> UserError:
+def damaged(path: Path, error: Exception) -> UserError:
     """The error for a file of weights that its library cannot read."""
     return UserError(
         f"the weights in {path} cannot be read",
         expected=f"a whole {path.suffix.removeprefix('.')} file",
-        got=first_line(error),
+        got=first_problem(error),
         remedy="get the file again; it is damaged, or of another kind than its name says",
     )
 
