@@ -9,6 +9,7 @@ from stated_steps import StatedSchedule, StatedSteps
 from torch import Tensor
 
 from trtconvert.bundle import GuidanceRecord
+from trtconvert.errors import UserError
 from trtconvert.guidance import FusedGuidance
 from trtconvert.models.digits import digits_model
 from trtconvert.reuse.schedule import Reuse, Schedule
@@ -202,7 +203,8 @@ def test_inference_tensors_that_somebody_wrote_into_serve_as_they_were(line, x):
     assert line.seen == [900, 800, 100]
 
 
-def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
+def test_a_call_that_failed_is_repeated_at_its_step(x):
+    """On a GPU the timestep is not read: a step further would be extrapolated as another one."""
     line = Line()
 
     def fails(x: Tensor, timestep: Tensor) -> Tensor:
@@ -215,9 +217,18 @@ def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
     denoiser(x, at(900))
     with pytest.raises(RuntimeError):
         denoiser(x, at(800))
-    for t in TIMES[1:]:  # the same step once more is another than the next
+    assert denoiser.calls == 1
+    for t in TIMES[1:]:
         denoiser(x, at(t))
-    assert line.seen == [900, -1, 800, 600, 300, 100]
+    assert line.seen == [900, -1, 800, 100] and denoiser.calls == 5
+
+
+def test_a_timestep_that_is_no_tensor_is_for_the_denoiser_to_refuse(x):
+    def refuses(x: Tensor, timestep: float) -> Tensor:
+        raise UserError(f"'timestep' is a {type(timestep).__name__}")
+
+    with pytest.raises(UserError, match="is a float"):
+        followed(refuses)(x, 900.0)
 
 
 def test_following_reaches_through_wrappers_for_any_batch(line, x):

@@ -135,7 +135,11 @@ class Following:
 
     def at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         """Return the prediction of a step of the schedule; steps between calls may be left out."""
-        self.calls = step + 1
+        prediction = self._prediction(step, inputs, named)
+        self.calls = step + 1  # a call that fails may be repeated
+        return prediction
+
+    def _prediction(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         shapes = [(name, x.shape) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
         sample = self._sample(inputs, named) if self._reads_sample else None
         line = None
@@ -190,7 +194,7 @@ class Following:
         timestep = named.get(self._reuse.timestep_input)
         if timestep is None and len(inputs) > self._reuse.timestep_place:
             timestep = inputs[self._reuse.timestep_place]
-        if timestep is None or not timestep.is_cpu:
+        if not isinstance(timestep, Tensor) or not timestep.is_cpu:
             return True
         least, most = self._least[step], self._most[step]
         return all(least <= given <= most for given in timestep.flatten().tolist())
