@@ -290,7 +290,7 @@ def pipeline_steps(name: str, count: int = 5, **config):
     scheduler.set_timesteps(count)
     if name == "FlowMatchEulerDiscreteScheduler":
         scheduler.set_begin_index(0)  # as its pipelines do
-    return scheduler, PipelineSteps(scheduler, StatedSteps(COMPUTED), "Model2D")
+    return scheduler, PipelineSteps(lambda: scheduler, StatedSteps(COMPUTED), "Model2D")
 
 
 FIRST_ORDER = [
@@ -332,13 +332,34 @@ def test_an_image_that_failed_in_its_first_step_costs_the_next_one_nothing():
     assert line.seen == pytest.approx([times[0], times[1], times[4]])
 
 
+def test_a_scheduler_that_replaces_another_is_followed():
+    """As by `pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)`, also for one that adds noise."""
+    names = ["EulerDiscreteScheduler", "DDPMScheduler", "DPMSolverMultistepScheduler"]
+    (first, _), (noisy, _), (last, _) = map(pipeline_steps, names)
+    current = [first]
+    steps = PipelineSteps(lambda: current[0], StatedSteps(COMPUTED), "Model2D")
+    for scheduler, computed in ((first, 3), (noisy, 5), (last, 3)):
+        current[0] = scheduler
+        line = Named()
+        if scheduler is noisy:
+            with pytest.warns(RuntimeWarning, match="DDPMScheduler is not known"):
+                run_pipeline(scheduler, steps, line)
+        else:
+            run_pipeline(scheduler, steps, line)
+        assert len(line.seen) == computed
+    current[0] = None  # the pipeline is gone
+    last.set_timesteps(5)
+    run_pipeline(last, steps, line := Named())
+    assert len(line.seen) == 3
+
+
 def test_timesteps_that_are_computed_with_need_the_schedulers_index():
     scheduler, steps = pipeline_steps("FlowMatchEulerDiscreteScheduler")
     line = Named()
     run_pipeline(scheduler, steps, line, view=False)
     assert len(line.seen) == 3
     scheduler, steps = pipeline_steps("DDIMScheduler")  # which has none
-    with pytest.warns(RuntimeWarning, match="the step of a call is unknown"):
+    with pytest.warns(RuntimeWarning, match=r"not those of the DDIMScheduler .* follow\(pipe.scheduler\)"):
         run_pipeline(scheduler, steps, line := Named(), view=False)
     assert len(line.seen) == 5
 
@@ -420,6 +441,6 @@ def test_a_timestep_that_is_visited_twice_is_computed():
     times = torch.linspace(999, 0, 20, dtype=torch.float64)
     products = torch.eye(20, dtype=torch.float64)[None]
     found = Trajectories(times, products, torch.ones_like(times), torch.ones_like(times), False)
-    steps = PipelineSteps(scheduler, Reuse(found, "mean", 1e9), "Model2D")
+    steps = PipelineSteps(lambda: scheduler, Reuse(found, "mean", 1e9), "Model2D")
     run_pipeline(scheduler, steps, line := Named())
     assert len(line.seen) == len(scheduler.timesteps)

@@ -247,19 +247,24 @@ class PipelineSteps:
     """Follows the trajectory of a diffusers pipeline by its scheduler.
 
     Args:
-        scheduler: the pipeline's scheduler; reuse: the denoiser's; model: name of the model in messages.
+        scheduler: returns the pipeline's current scheduler; None for the one before.
+        reuse: the denoiser's; model: name of the model in messages.
     """
 
-    def __init__(self, scheduler: Any, reuse: Scheduler, model: str) -> None:
-        self._scheduler, self._reuse, self._model = scheduler, reuse, model
-        self._own: Any = None
+    def __init__(self, scheduler: Callable[[], Any], reuse: Scheduler, model: str) -> None:
+        self._current, self._reuse, self._model = scheduler, reuse, model
         self._times: list[float] = []
         self._trajectories: dict[tuple[str | None, int], Following] = {}
         self._calls: dict[str | None, int] = {}
         self._start = self._step = 0
-        self._is_known = self._is_checked = False
-        self._why_not = _why_computed(scheduler)
-        self._told = False
+        self._is_known = False
+        self._take(scheduler())
+
+    def _take(self, scheduler: Any) -> None:
+        """Begin with a scheduler."""
+        self._scheduler, self._why_not = scheduler, _why_computed(scheduler)
+        self._own: Any = None
+        self._is_checked = self._told = False
 
     def see(self, passed: Any, timestep: Tensor) -> None:
         """Note a call of the model.
@@ -267,6 +272,9 @@ class PipelineSteps:
         Args:
             passed: the pipeline's timestep; timestep: [B], the denoiser's.
         """
+        scheduler = self._current()
+        if scheduler is not None and scheduler is not self._scheduler:
+            self._take(scheduler)
         step = None if self._why_not else self._step_of(passed)
         if step is not None and not self._is_checked:  # once, because this waits for the device
             self._is_checked = True
@@ -278,10 +286,13 @@ class PipelineSteps:
             self._trajectories.clear()
             if not self._told:
                 self._told = True
-                why = self._why_not or "the step of a call is unknown"
+                why, remedy = self._why_not, "use another scheduler, such as DPMSolverMultistepScheduler,"
+                if not why:
+                    why = f"its timesteps are not those of the {type(self._scheduler).__name__} that it follows"
+                    remedy = "call the converted model's follow(pipe.scheduler) with the pipeline that is called,"
                 warn(
-                    f"the converted {self._model} computes all steps: {why}; remedy: use another scheduler, such as "
-                    "DPMSolverMultistepScheduler, or load the bundle with all_steps=True"
+                    f"the converted {self._model} computes all steps: {why}; remedy: {remedy} or load the bundle with "
+                    "all_steps=True"
                 )
             return
         if not self._trajectories or step < self._step:
