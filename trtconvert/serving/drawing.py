@@ -62,6 +62,12 @@ class Drawer:
         answers |= dict(zip(left, self._answers(batch.shape, orders), strict=True))
         return [answers[place] for place in range(len(batch.orders))]
 
+    def check_device(self) -> None:
+        """Raise RuntimeError if an earlier error of a kernel ended this process's use of its GPU. Does not wait for the GPU."""
+        if self._denoiser.device.type == "cuda":
+            with torch.cuda.device(self._denoiser.device):
+                torch.cuda.Event().record()
+
     def close(self) -> None:
         """Free the engines."""
         self._bundle.close()
