@@ -77,7 +77,7 @@ class Drawer:
             return []
         try:
             images = self._images(shape, orders)
-            return [Drawn(encoded(image, order.format)) for image, order in zip(images, orders, strict=True)]
+            return [_answer(image, order) for image, order in zip(images, orders, strict=True)]
         except TrtconvertError as error:
             why = refusal(error)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -89,8 +89,7 @@ class Drawer:
                 "try again, or serve with a smaller --max-batch",
             )
         except Exception as error:
-            logging.getLogger("ray.serve").exception("drawing failed")
-            why = Refusal("fault", "drawing failed", "images", kind_and_first_line(error), "report it with the log")
+            why = _fault(error)
         if len(orders) > 1:  # one order may be the cause
             return [answer for order in orders for answer in self._answers(shape, [order])]
         return [why]
@@ -108,6 +107,24 @@ class Drawer:
             self._own = images.shape[2], images.shape[3]
             _require_size(asked, self._own, shape)
         return images
+
+
+def _answer(image: Tensor, order: Order) -> Answer:
+    if not image.isfinite().all():  # a file of it would be black
+        return Refusal(
+            "fault",
+            "the drawn image has NaN or Inf",
+            "finite numbers",
+            f"seed {order.seed}",
+            "try another seed; if many fail, build the bundle with another model.dtype: FP16 ends at 65504",
+        )
+    return Drawn(encoded(image, order.format))
+
+
+def _fault(error: Exception) -> Refusal:
+    """Log an error of another kind, such as of a user's function, and return the refusal."""
+    logging.getLogger("ray.serve").error("drawing failed", exc_info=error)
+    return Refusal("fault", "drawing failed", "images", kind_and_first_line(error), "report it with the log")
 
 
 def _require_size(asked: Sequence[int | None], drawn: tuple[int, int], shape: Shape) -> None:
@@ -146,6 +163,8 @@ class _Sampler:
             )
         except TrtconvertError as error:
             return refusal(error)
+        except Exception as error:
+            return _fault(error)
         return None
 
     def __call__(self, denoiser: AnyBatch, shape: Shape, orders: Sequence[Order]) -> Tensor:
