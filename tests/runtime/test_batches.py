@@ -54,7 +54,8 @@ def test_batches_that_are_not_taken_go_in_parts(profiles, count, sizes):
 
 def test_component_refuses_inputs_without_a_batch():
     drawn = AnyBatch(Recording({"batch": (1, 2, 4)}))
-    for x, timestep in ((torch.zeros(5, 2), torch.zeros(3)), (torch.zeros(5, 7), torch.zeros(5))):
+    sizes = [((5, 2), 3), ((5, 7), 5), ((0, 2), 0)]
+    for x, timestep in ((torch.zeros(of_x), torch.zeros(of_timestep)) for of_x, of_timestep in sizes):
         with pytest.raises(UserError, match="remedy: "):
             drawn(x, timestep, torch.zeros(x.shape[1]))
 

@@ -458,9 +458,14 @@ def test_an_engine_of_the_same_gpu_goes_before_others_of_its_architecture():
     assert told[0].filename == __file__
 
 
-def test_a_second_gpu_is_compiled_for_by_its_index():
+@pytest.mark.parametrize(("visible", "named"), [(None, "1"), ("4, 6", "6"), ("0,GPU-8f1c", "GPU-8f1c")])
+def test_a_second_gpu_is_compiled_for_by_its_index(monkeypatch, visible, named):
+    """The index counts the GPUs that the process sees."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     second = Machine("sm89", "10.6.0", "0.1.0", "NVIDIA L40S", 1)
-    with pytest.raises(BackendUnavailable, match="remedy: run `CUDA_VISIBLE_DEVICES=1 trtconvert compile`"):
+    with pytest.raises(BackendUnavailable, match=f"remedy: run `CUDA_VISIBLE_DEVICES={named} trtconvert compile`"):
         fitting_engine("denoiser", [engine()], second)
 
 

@@ -37,7 +37,7 @@ class AnyBatch:
         of_samples = signature.of_samples()
         counts = {len(x) for x, is_one in zip(tensors, of_samples, strict=True) if is_one and x.dim()}
         taken = signature.batches(tensors)
-        if len(counts) != 1 or taken is None or taken[0] <= min(counts) <= taken[1]:
+        if len(counts) != 1 or counts == {0} or taken is None or taken[0] <= min(counts) <= taken[1]:
             return self._component(*tensors)  # refuses inputs that do not form a batch
         (count,), (low, high), parts = counts, taken, list[Tensor]()
         for rows, own in parts_of(count, low, high):
