@@ -211,16 +211,8 @@ class _Pipeline:
             captions = [order.prompt or "" for order in orders]
         sampler = dataclasses.replace(self._sampler, caller=caller, sizes=sizes)
         images = sampler.draw(denoiser, denoiser.device, [order.seed for order in orders], shape.steps, captions)
-        drawn = {"height": images.shape[2], "width": images.shape[3]}
-        if len(images) != len(orders) or any(
-            size is not None and size != drawn[name] and "frames" not in sizes for name, size in asked.items()
-        ):
-            raise UserError(
-                "the model does not draw this size",
-                expected=f"a size of the model, such as {drawn['width']}x{drawn['height']}",
-                got=f"{shape.width}x{shape.height}",
-                remedy="ask for the expected size, or leave the size out",
-            )
+        if "frames" not in sizes:
+            _require_size([shape.height, shape.width], (images.shape[2], images.shape[3]), shape)
         return images
 
 
