@@ -158,6 +158,17 @@ def test_a_stated_share_is_not_one_step_short_by_rounding(model, measured, monke
     assert chosen[-1].schedule.count == count
 
 
+def test_stated_steps_are_found_by_the_schedulers_timesteps(model):
+    """The denoiser got them rounded to BF16; timesteps of a pipeline's other denoiser, a step away, are computed."""
+    times = torch.linspace(1000, 1, 30, dtype=torch.float64)
+    computed = tuple(step % 3 == 0 for step in range(20))
+    factors = tuple((float(step), 0.0, 0.0) for step in range(20))
+    stated = calib._Stated(model, tuple(times[:20].bfloat16().tolist()), Schedule(computed, 0.0, factors, (0.0,) * 20))
+    found = stated.schedule(times.tolist())
+    assert found.computed == (*computed, *[True] * 10) and stated.asked
+    assert found.factors == (*factors, *[(1.0, 0.0, 0.0)] * 10)
+
+
 def test_products_of_large_predictions_are_summed_in_parts(model, monkeypatch):
     monkeypatch.setattr(calib, "_ELEMENTS", 7)
     predictions = torch.randn(3, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1))

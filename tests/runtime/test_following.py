@@ -172,6 +172,14 @@ def test_timesteps_that_were_rounded_are_the_same(line, x):
     assert line.seen == [900, 800, 100]
 
 
+def test_timesteps_in_bfloat16_are_the_same(line, x):
+    times = (873.9, 750.2, 600.0, 300.0, 101.1)
+    denoiser = followed(line, times=times)
+    for t in times:
+        denoiser(x, at(t).bfloat16())
+    assert len(line.seen) == 3
+
+
 def test_samples_at_different_steps_are_computed(line, x):
     denoiser = followed(line)
     for t in TIMES:
@@ -264,11 +272,13 @@ def test_samplers_tell_their_timesteps_but_for_those_of_two_calls_a_step(solver,
 # Pipelines --------------------------------------------------------------------------------------------------------------------
 
 
-def run_pipeline(scheduler, steps: PipelineSteps, denoiser, *, start=0, calls=1, scaled=1.0, context=None, view=True):
+def run_pipeline(
+    scheduler, steps: PipelineSteps, denoiser, *, start=0, calls=1, scaled=1.0, context=None, view=True, dtype=None
+):
     """Acts like a pipeline of diffusers: one or several calls for each of the scheduler's timesteps."""
     x = torch.zeros(2, 4)
     for index, t in enumerate(scheduler.timesteps[start:]):
-        passed = t.expand(2) if view else (t.expand(2) / 1000).clone() * 1000
+        passed = t.expand(2) if view else (t.expand(2).to(dtype) / 1000).clone() * 1000
         for call in range(calls):
             name = context[call] if context else None
             timestep = passed.float() * scaled
@@ -362,6 +372,15 @@ def test_timesteps_that_are_computed_with_need_the_schedulers_index():
     with pytest.warns(RuntimeWarning, match=r"not those of the DDIMScheduler .* follow\(pipe.scheduler\)"):
         run_pipeline(scheduler, steps, line := Named(), view=False)
     assert len(line.seen) == 5
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_timesteps_in_the_type_of_the_latents_are_the_schedulers(start, recwarn):
+    """FluxPipeline passes them so, divided by 1000: in BF16 750.25 becomes 752."""
+    scheduler, steps = pipeline_steps("FlowMatchEulerDiscreteScheduler", 5 + start)
+    scheduler.set_begin_index(start)
+    run_pipeline(scheduler, steps, line := Named(), start=start, view=False, dtype=torch.bfloat16)
+    assert len(line.seen) == 3 and not [w for w in recwarn.list if "all steps" in str(w.message)]
 
 
 @pytest.mark.parametrize("calls", [1, 2])

@@ -264,6 +264,7 @@ class _Stated:
 
     def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], schedule: Schedule) -> None:
         self._timesteps = torch.tensor(timesteps, dtype=torch.float64)
+        self._room = _room_around(self._timesteps)
         self._schedule = schedule
         self.timestep_input = model.timestep_input
         self.timestep_place = model.timestep_place
@@ -274,7 +275,7 @@ class _Stated:
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`."""
         apart = (torch.tensor(timesteps, dtype=torch.float64)[:, None] - self._timesteps).abs()
-        known = apart.amin(1) <= SAME * self._timesteps.abs().max()
+        known = apart.amin(1) <= self._room[apart.argmin(1)]
         self.asked |= bool(known.any())
         nearest = [int(step) if knows else None for step, knows in zip(apart.argmin(1), known, strict=True)]
         of = self._schedule
@@ -284,6 +285,14 @@ class _Stated:
             tuple((1.0, 0.0, 0.0) if step is None else of.factors[step] for step in nearest),
             tuple(0.0 if step is None else of.corrections[step] for step in nearest),
         )
+
+
+def _room_around(timesteps: Tensor) -> Tensor:
+    """[N] distance of a scheduler's timestep that may be the denoiser's: half of that to the next timestep, because a pipeline may
+    round timesteps to the type of its latents."""
+    gaps = timesteps.diff().abs()
+    between = torch.minimum(torch.cat([gaps[:1], gaps]), torch.cat([gaps, gaps[-1:]])) / 2
+    return between.clamp_min(SAME * float(timesteps.abs().max()))
 
 
 class _Watch(WrappedDenoiser):

@@ -23,7 +23,7 @@ from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.wrapped import WrappedDenoiser
 
 SAME = 1e-3
-"""Tolerance of equal timesteps, relative to the range of timesteps, for the types that pipelines pass."""
+"""Tolerance of equal timesteps, relative to the range of timesteps; see `tolerance` for narrow types."""
 
 
 class Reusable(WrappedDenoiser):
@@ -101,9 +101,15 @@ def _places(reuse: Scheduler, timesteps: Sequence[float] | Tensor) -> list[float
     return place_of(reuse.noise_input, given.double()).tolist()
 
 
-def _ranges(reuse: Scheduler, timesteps: Sequence[float]) -> tuple[list[float], list[float]]:
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the tolerance of equal timesteps of a type, relative to the range of timesteps: pipelines may cast timesteps to the
+    type of the latents, and round once more when they divide."""
+    return max(SAME, torch.finfo(dtype).eps) if dtype.is_floating_point else SAME
+
+
+def _ranges(reuse: Scheduler, timesteps: Sequence[float], same: float) -> tuple[list[float], list[float]]:
     """Returns the least and the most timestep input that is that of each step. Python's numbers compare faster than tensors."""
-    places, room = torch.tensor(timesteps, dtype=torch.float64), SAME * max(map(abs, timesteps), default=0.0)
+    places, room = torch.tensor(timesteps, dtype=torch.float64), same * max(map(abs, timesteps), default=0.0)
     least, most = (at_place(reuse.noise_input, places + away).tolist() for away in (-room, room))
     return least, most
 
@@ -113,15 +119,18 @@ class Following:
 
     Args:
         timesteps: places of the timestep inputs.
+        same: tolerance of equal timesteps, relative to their range; larger for inputs of a narrow type.
     Attributes:
         calls, computed: number of calls, and of computed calls.
     """
 
-    def __init__(self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float]) -> None:
-        self._denoiser, self._reuse, self._timesteps = denoiser, reuse, timesteps
+    def __init__(
+        self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float], same: float = SAME
+    ) -> None:
+        self._denoiser, self._reuse, self._timesteps, self._same = denoiser, reuse, timesteps, same
         self._schedule = reuse.schedule(timesteps)
         self._reads_sample = any(of_sample for _, _, of_sample in self._schedule.factors)
-        self._least, self._most = _ranges(reuse, timesteps)
+        self._ranges: dict[torch.dtype, tuple[list[float], list[float]]] = {}
         self._kept: list[_Kept] = []
         self._told = True
         self.guidance = guidance_of(denoiser)
@@ -196,7 +205,10 @@ class Following:
             timestep = inputs[self._reuse.timestep_place]
         if not isinstance(timestep, Tensor) or not timestep.is_cpu:
             return True
-        least, most = self._least[step], self._most[step]
+        if (ranges := self._ranges.get(timestep.dtype)) is None:
+            same = max(self._same, tolerance(timestep.dtype))
+            ranges = self._ranges[timestep.dtype] = _ranges(self._reuse, self._timesteps, same)
+        least, most = (of_steps[step] for of_steps in ranges)
         return all(least <= given <= most for given in timestep.flatten().tolist())
 
 
@@ -257,7 +269,7 @@ class PipelineSteps:
         self._trajectories: dict[tuple[str | None, int], Following] = {}
         self._calls: dict[str | None, int] = {}
         self._start = self._step = 0
-        self._is_known = False
+        self._same, self._is_known = SAME, False
         self._take(scheduler())
 
     def _take(self, scheduler: Any) -> None:
@@ -276,10 +288,11 @@ class PipelineSteps:
         if scheduler is not None and scheduler is not self._scheduler:
             self._take(scheduler)
         step = None if self._why_not else self._step_of(passed)
+        self._same = tolerance(passed.dtype) if isinstance(passed, Tensor) else SAME
         if step is not None and not self._is_checked:  # once, because this waits for the device
             self._is_checked = True
             (place,) = _places(self._reuse, timestep.flatten()[:1])
-            if abs(place - self._times[step]) > SAME * max(map(abs, self._times)):
+            if abs(place - self._times[step]) > self._same * max(map(abs, self._times)):
                 self._why_not, step = "the pipeline's timesteps differ from its scheduler's", None
         self._is_known = step is not None
         if step is None:
@@ -313,7 +326,9 @@ class PipelineSteps:
         number = self._calls.get(context, 0)
         self._calls[context] = number + 1
         if (context, number) not in self._trajectories:
-            self._trajectories[context, number] = Following(denoiser, self._reuse, self._times[self._start :])
+            self._trajectories[context, number] = Following(
+                denoiser, self._reuse, self._times[self._start :], self._same
+            )
         return self._trajectories[context, number].at(self._step - self._start, (), named)
 
     def _step_of(self, passed: Any) -> int | None:
