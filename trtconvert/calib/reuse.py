@@ -288,8 +288,8 @@ class _Stated:
 
 
 def _room_around(timesteps: Tensor) -> Tensor:
-    """[N] distance of a scheduler's timestep that may be the denoiser's: half of that to the next timestep, because a pipeline may
-    round timesteps to the type of its latents."""
+    """[N] distance at which a scheduler's timestep may be the denoiser's: half of that to the next timestep, because a pipeline
+    may round timesteps to the type of its latents."""
     gaps = timesteps.diff().abs()
     between = torch.minimum(torch.cat([gaps[:1], gaps]), torch.cat([gaps, gaps[-1:]])) / 2
     return between.clamp_min(SAME * float(timesteps.abs().max()))
