@@ -164,11 +164,8 @@ class BuiltWeights:
         Raises:
             UserError: the weight leaves the range of its type.
         """
-        new = NewWeights()
-        for part in _made([self._weight(name, wanted)], device, 0, Spent()):
-            new.add(part)
-            return new.by_name[name]
-        raise AssertionError  # there is one job
+        (new,) = _made([self._weight(name, wanted)], device, 0, Spent())
+        return new.by_name[name]
 
     def anew(
         self, names: Collection[str], wanted: Additions, device: torch.device, spent: Spent | None = None
