@@ -238,7 +238,7 @@ class Cluster:
             waited = time.monotonic() - started
             if waited > self._placement.patience:
                 self.failure = self.failure or _not_deployed(
-                    f"none after {waited:.0f} s (--start-seconds); {first_line(Exception(message))}"
+                    f"none after {waited:.0f} s (--start-seconds); {_first(message) or 'no reason'}"
                 )
             told += 1
             if told % _LOOK_TIMES_TO_TELL == 0 and self.failure is None:
