@@ -433,8 +433,8 @@ def additions_of(
 
 
 def _checked(loras: Loras) -> Iterator[tuple[Path, float]]:
-    for entry in loras:
-        pair: Any = entry
+    entries: Any = loras
+    for pair in entries if isinstance(entries, Iterable) else [entries]:
         try:
             file, scale = pair
             checked = Path(file), float(scale)
@@ -444,7 +444,7 @@ def _checked(loras: Loras) -> Iterator[tuple[Path, float]]:
             raise UserError(
                 "set_loras takes files with their scales",
                 expected="[(file, scale), …] with numbers as scales",
-                got=repr(entry),
+                got=repr(pair),
                 remedy='call set_loras([("style.safetensors", 0.8)]), or set_loras([]) for no LoRA',
             ) from None
         yield checked
