@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from support import reused, run, tiny_recipe
 
 from trtconvert import models, runtime
-from trtconvert.bundle import read_manifest
+from trtconvert.bundle import MANIFEST, read_manifest
 from trtconvert.calib.frontier import Frontier, read_frontier
+from trtconvert.runtime import bundles
 from trtconvert.runtime.batches import AnyBatch
-from trtconvert.runtime.reuse import Following
+from trtconvert.runtime.reuse import Following, load_reuse
 from trtconvert.stages.build import Build
 
 STEPS = {"computed": 0.5, "calibrated": 8, "samples": 2}
@@ -60,6 +62,22 @@ def test_half_of_the_steps_are_computed(bundle):
     every, expected = calls_of(bundle, all_steps=True)
     assert (some, every) == (4, 8)
     assert float((images - expected).abs().max()) > 0 and float((images - expected).square().mean()) < 0.02
+
+
+def test_steps_are_read_again_with_a_bundle_that_was_replaced_meanwhile(bundle, tmp_path, monkeypatch):
+    """Engines of one build must not skip the steps of another."""
+    copied, read = tmp_path / "bundle", []
+    shutil.copytree(bundle, copied)
+
+    def replaced(folder, component):
+        read.append(load_reuse(folder, component))
+        if len(read) == 1:
+            (folder / MANIFEST).write_text((folder / MANIFEST).read_text() + "\n")
+        return read[-1]
+
+    monkeypatch.setattr(bundles, "load_reuse", replaced)
+    with runtime.load(copied) as loaded:
+        assert len(read) == 2 and loaded["denoiser"].reuse is read[1]
 
 
 def test_people_are_told(bundle, tmp_path):

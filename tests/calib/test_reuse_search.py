@@ -146,6 +146,41 @@ def test_one_bad_sample_does_not_outweigh_the_others(model, measured, monkeypatc
     assert chosen.added == pytest.approx(0.0475) and chosen.worst == pytest.approx(0.16)
 
 
+@pytest.mark.parametrize(("share", "steps", "count"), [(0.29, 100, 29), (0.58, 50, 29), (0.3, 11, 3)])
+def test_a_stated_share_is_not_one_step_short_by_rounding(model, measured, monkeypatch, share, steps, count):
+    found = dataclasses.replace(measured[0]["mean"], timesteps=torch.linspace(999, 0, steps, dtype=torch.float64))
+    by_count = {n: Schedule((True,) * n + (False,) * (steps - n), 1.0) for n in range(2, steps)}
+    monkeypatch.setattr(calib, "best_schedules", lambda found, timesteps, objective: by_count)
+    monkeypatch.setattr(calib, "_drawn", lambda *_: torch.zeros(1, 1, 1, 1))
+    chosen = search_reuse(
+        model, model.denoiser, {"mean": found}, torch.zeros(1, 1, 1, 1), [1], steps, [], share, NoBar()
+    )
+    assert chosen[-1].schedule.count == count
+
+
+def test_stated_steps_are_found_by_the_schedulers_timesteps(model):
+    """The denoiser got them rounded to BF16; timesteps of a pipeline's other denoiser, a step away, are computed."""
+    times = torch.linspace(1000, 1, 30, dtype=torch.float64)
+    computed = tuple(step % 3 == 0 for step in range(20))
+    factors = tuple((float(step), 0.0, 0.0) for step in range(20))
+    stated = calib._Stated(model, tuple(times[:20].bfloat16().tolist()), Schedule(computed, 0.0, factors, (0.0,) * 20))
+    found = stated.schedule(times.tolist())
+    assert found.computed == (*computed, *[True] * 10) and stated.asked
+    assert found.factors == (*factors, *[(1.0, 0.0, 0.0)] * 10)
+
+
+def test_products_of_large_predictions_are_summed_in_parts(model, monkeypatch):
+    monkeypatch.setattr(calib, "_ELEMENTS", 7)
+    predictions = torch.randn(3, 2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    given = iter(predictions)
+    watch = calib._Watch(model, lambda *_, **__: next(given))
+    samples = predictions.flip(0)
+    for x, t in zip(samples, (900.0, 500.0, 100.0), strict=True):
+        watch(**model.named((x, torch.full((2,), t), torch.zeros(2, dtype=torch.long)), {}))
+    flat = torch.cat([predictions, samples]).flatten(2).transpose(0, 1).double()
+    torch.testing.assert_close(watch.trajectories().products, flat @ flat.mT / 64)
+
+
 def test_a_stated_share(model, search):
     tried, _ = search(200.0, share=0.5)
     assert tried[-1].schedule.count == STEPS // 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trtconvert.reuse import schedule as of_schedules
 from trtconvert.reuse.schedule import (
     LONGEST,
     Reuse,
@@ -200,6 +201,25 @@ def test_errors_fall_with_computed_steps_down_to_none(timesteps, predictions):
     schedules = best_schedules(trajectories(predictions, timesteps), timesteps, "mean")
     errors = [schedules[count].error for count in sorted(schedules)]
     assert errors == sorted(errors, reverse=True) and errors[-1] == 0 and len(set(errors)) == len(errors)
+
+
+@pytest.mark.parametrize("with_samples", [False, True])
+def test_long_trajectories_are_priced_in_parts(timesteps, predictions, samples, monkeypatch, with_samples):
+    """Products of all pairs of 1000 steps would take gigabytes when a trajectory begins."""
+    found = trajectories(predictions, timesteps, samples=samples if with_samples else None)
+    many = torch.linspace(990, 10, 40, dtype=torch.float64)
+    whole = best_schedules(found, many, "worst")
+    sizes = list[int]()
+    products_of = of_schedules._products_of
+    monkeypatch.setattr(of_schedules, "_AT_ONCE", 7)
+    monkeypatch.setattr(of_schedules, "_products_of", lambda *given: sizes.append(len(given[1])) or products_of(*given))
+    parts = best_schedules(found, many, "worst")
+    assert max(sizes) < len(many)
+    assert [(n, s.computed) for n, s in parts.items()] == [(n, s.computed) for n, s in whole.items()]
+    assert [s.error for s in parts.values()] == pytest.approx([s.error for s in whole.values()], rel=1e-6)
+    limit = whole[20].error
+    fewest = min(n for n, s in whole.items() if s.error <= limit)
+    assert least_computed(found, many, "worst", limit * (1 + 1e-6)).count == fewest
 
 
 def test_linear_trajectories_compute_two_steps(timesteps):

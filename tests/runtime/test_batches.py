@@ -52,9 +52,34 @@ def test_batches_that_are_not_taken_go_in_parts(profiles, count, sizes):
     assert component.sizes == sizes
 
 
+@pytest.mark.parametrize(("batch", "count", "sizes"), [((1, 2, 4), 5, [4, 1]), ((3, 4, 4), 2, [3])])
+def test_rows_of_a_samples_frames_stay_with_it(batch, count, sizes):
+    """AnimateDiff's prompts have a row for each frame."""
+    frames = TensorRecord(name="frames", dtype="float32", shape=["batch_2", "width"])
+    record = ComponentRecord(
+        onnx="x.onnx", inputs=[X, TIMESTEP, frames], outputs=[X], timestep_input="timestep", timestep_max=1.0,
+        dims={"batch": batch, "batch_2": tuple(3 * size for size in batch), "width": (1, 2, 4)}, engines=[],
+    )  # fmt: skip
+    given = list[int]()
+
+    class Frames:
+        device, signature = torch.device("cpu"), Signature(record)
+
+        def __call__(self, x, timestep, frames):
+            self.signature.check([x, timestep, frames])
+            given.append(len(x))
+            return x + timestep[:, None] + frames.unflatten(0, (len(x), 3)).sum(1)
+
+    x, timestep, rows = torch.randn(count, 2), torch.rand(count), torch.randn(3 * count, 2)
+    expected = x + timestep[:, None] + rows.unflatten(0, (count, 3)).sum(1)
+    torch.testing.assert_close(AnyBatch(Frames())(x, timestep, rows), expected)
+    assert given == sizes
+
+
 def test_component_refuses_inputs_without_a_batch():
     drawn = AnyBatch(Recording({"batch": (1, 2, 4)}))
-    for x, timestep in ((torch.zeros(5, 2), torch.zeros(3)), (torch.zeros(5, 7), torch.zeros(5))):
+    sizes = [((5, 2), 3), ((5, 7), 5), ((0, 2), 0)]
+    for x, timestep in ((torch.zeros(of_x), torch.zeros(of_timestep)) for of_x, of_timestep in sizes):
         with pytest.raises(UserError, match="remedy: "):
             drawn(x, timestep, torch.zeros(x.shape[1]))
 

@@ -9,6 +9,7 @@ from stated_steps import StatedSchedule, StatedSteps
 from torch import Tensor
 
 from trtconvert.bundle import GuidanceRecord
+from trtconvert.errors import UserError
 from trtconvert.guidance import FusedGuidance
 from trtconvert.models.digits import digits_model
 from trtconvert.reuse.schedule import Reuse, Schedule
@@ -171,6 +172,14 @@ def test_timesteps_that_were_rounded_are_the_same(line, x):
     assert line.seen == [900, 800, 100]
 
 
+def test_timesteps_in_bfloat16_are_the_same(line, x):
+    times = (873.9, 750.2, 600.0, 300.0, 101.1)
+    denoiser = followed(line, times=times)
+    for t in times:
+        denoiser(x, at(t).bfloat16())
+    assert len(line.seen) == 3
+
+
 def test_samples_at_different_steps_are_computed(line, x):
     denoiser = followed(line)
     for t in TIMES:
@@ -202,7 +211,8 @@ def test_inference_tensors_that_somebody_wrote_into_serve_as_they_were(line, x):
     assert line.seen == [900, 800, 100]
 
 
-def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
+def test_a_call_that_failed_is_repeated_at_its_step(x):
+    """On a GPU the timestep is not read: a step further would be extrapolated as another one."""
     line = Line()
 
     def fails(x: Tensor, timestep: Tensor) -> Tensor:
@@ -215,9 +225,18 @@ def test_an_exception_half_way_leaves_the_step_to_be_computed(x):
     denoiser(x, at(900))
     with pytest.raises(RuntimeError):
         denoiser(x, at(800))
-    for t in TIMES[1:]:  # the same step once more is another than the next
+    assert denoiser.calls == 1
+    for t in TIMES[1:]:
         denoiser(x, at(t))
-    assert line.seen == [900, -1, 800, 600, 300, 100]
+    assert line.seen == [900, -1, 800, 100] and denoiser.calls == 5
+
+
+def test_a_timestep_that_is_no_tensor_is_for_the_denoiser_to_refuse(x):
+    def refuses(x: Tensor, timestep: float) -> Tensor:
+        raise UserError(f"'timestep' is a {type(timestep).__name__}")
+
+    with pytest.raises(UserError, match="is a float"):
+        followed(refuses)(x, 900.0)
 
 
 def test_following_reaches_through_wrappers_for_any_batch(line, x):
@@ -253,11 +272,13 @@ def test_samplers_tell_their_timesteps_but_for_those_of_two_calls_a_step(solver,
 # Pipelines --------------------------------------------------------------------------------------------------------------------
 
 
-def run_pipeline(scheduler, steps: PipelineSteps, denoiser, *, start=0, calls=1, scaled=1.0, context=None, view=True):
+def run_pipeline(
+    scheduler, steps: PipelineSteps, denoiser, *, start=0, calls=1, scaled=1.0, context=None, view=True, dtype=None
+):
     """Acts like a pipeline of diffusers: one or several calls for each of the scheduler's timesteps."""
     x = torch.zeros(2, 4)
     for index, t in enumerate(scheduler.timesteps[start:]):
-        passed = t.expand(2) if view else (t.expand(2) / 1000).clone() * 1000
+        passed = t.expand(2) if view else (t.expand(2).to(dtype) / 1000).clone() * 1000
         for call in range(calls):
             name = context[call] if context else None
             timestep = passed.float() * scaled
@@ -279,7 +300,7 @@ def pipeline_steps(name: str, count: int = 5, **config):
     scheduler.set_timesteps(count)
     if name == "FlowMatchEulerDiscreteScheduler":
         scheduler.set_begin_index(0)  # as its pipelines do
-    return scheduler, PipelineSteps(scheduler, StatedSteps(COMPUTED), "Model2D")
+    return scheduler, PipelineSteps(lambda: scheduler, StatedSteps(COMPUTED), "Model2D")
 
 
 FIRST_ORDER = [
@@ -321,15 +342,45 @@ def test_an_image_that_failed_in_its_first_step_costs_the_next_one_nothing():
     assert line.seen == pytest.approx([times[0], times[1], times[4]])
 
 
+def test_a_scheduler_that_replaces_another_is_followed():
+    """As by `pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)`, also for one that adds noise."""
+    names = ["EulerDiscreteScheduler", "DDPMScheduler", "DPMSolverMultistepScheduler"]
+    (first, _), (noisy, _), (last, _) = map(pipeline_steps, names)
+    current = [first]
+    steps = PipelineSteps(lambda: current[0], StatedSteps(COMPUTED), "Model2D")
+    for scheduler, computed in ((first, 3), (noisy, 5), (last, 3)):
+        current[0] = scheduler
+        line = Named()
+        if scheduler is noisy:
+            with pytest.warns(RuntimeWarning, match="DDPMScheduler is not known"):
+                run_pipeline(scheduler, steps, line)
+        else:
+            run_pipeline(scheduler, steps, line)
+        assert len(line.seen) == computed
+    current[0] = None  # the pipeline is gone
+    last.set_timesteps(5)
+    run_pipeline(last, steps, line := Named())
+    assert len(line.seen) == 3
+
+
 def test_timesteps_that_are_computed_with_need_the_schedulers_index():
     scheduler, steps = pipeline_steps("FlowMatchEulerDiscreteScheduler")
     line = Named()
     run_pipeline(scheduler, steps, line, view=False)
     assert len(line.seen) == 3
     scheduler, steps = pipeline_steps("DDIMScheduler")  # which has none
-    with pytest.warns(RuntimeWarning, match="the step of a call is unknown"):
+    with pytest.warns(RuntimeWarning, match=r"not those of the DDIMScheduler .* follow\(pipe.scheduler\)"):
         run_pipeline(scheduler, steps, line := Named(), view=False)
     assert len(line.seen) == 5
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_timesteps_in_the_type_of_the_latents_are_the_schedulers(start, recwarn):
+    """FluxPipeline passes them so, divided by 1000: in BF16 750.25 becomes 752."""
+    scheduler, steps = pipeline_steps("FlowMatchEulerDiscreteScheduler", 5 + start)
+    scheduler.set_begin_index(start)
+    run_pipeline(scheduler, steps, line := Named(), start=start, view=False, dtype=torch.bfloat16)
+    assert len(line.seen) == 3 and not [w for w in recwarn.list if "all steps" in str(w.message)]
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -409,6 +460,6 @@ def test_a_timestep_that_is_visited_twice_is_computed():
     times = torch.linspace(999, 0, 20, dtype=torch.float64)
     products = torch.eye(20, dtype=torch.float64)[None]
     found = Trajectories(times, products, torch.ones_like(times), torch.ones_like(times), False)
-    steps = PipelineSteps(scheduler, Reuse(found, "mean", 1e9), "Model2D")
+    steps = PipelineSteps(lambda: scheduler, Reuse(found, "mean", 1e9), "Model2D")
     run_pipeline(scheduler, steps, line := Named())
     assert len(line.seen) == len(scheduler.timesteps)

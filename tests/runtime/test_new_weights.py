@@ -67,6 +67,14 @@ def test_weights_of_the_right_size_and_another_shape_are_refused(refittable):
     assert computes(refittable)
 
 
+def test_a_mask_in_a_state_dict_is_refused_by_name(refittable, monkeypatch):
+    """TensorRT keeps it as BOOL, which no weight of a layer is."""
+    monkeypatch.setattr(Refitter, "get_weights_prototype", lambda self, name: SimpleNamespace(dtype="bool", size=24))
+    with pytest.raises(UserError, match=r"(?s)'w' cannot be replaced.*got: bool.*remedy: leave it out"):
+        refittable.refit({"w": torch.ones(4, 6, dtype=torch.bool)})
+    assert Refitter.given == [] and computes(refittable)
+
+
 def test_an_engine_with_old_and_new_weights_is_not_called(refittable, monkeypatch):
     assert computes(refittable)
     monkeypatch.setattr(Refitter, "works", False)

@@ -172,6 +172,22 @@ def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
         OnnxRuntimeComponent(path, loaded.manifest.components["denoiser"])
 
 
+def test_a_lack_of_memory_is_no_fault_of_the_inputs(tmp_path):
+    """A server would blame the client's request for it."""
+    model = """<ir_version: 9, opset_import: ["": 18]> of_length (float[length] t) => (float[length] y)
+    <int64[3] sizes = {4194304, 8388608, 1}> { wide = Expand(t, sizes) y = ReduceSum(wide) }"""
+    onnx.save(onnx.parser.parse_model(model), tmp_path / "large.onnx")
+    vector = {"dtype": "float32", "shape": ["length"]}
+    record = ComponentRecord(
+        onnx="large.onnx", inputs=[TensorRecord(name="t", **vector)], outputs=[TensorRecord(name="y", **vector)],
+        timestep_input="t", timestep_max=1.0, dims={"length": (1, 1, 4)}, engines=[],
+    )  # fmt: skip
+    with pytest.raises(
+        BackendUnavailable, match=r"(?s)no memory left.*got: .*allocate memory.*remedy: free host memory"
+    ):
+        OnnxRuntimeComponent(tmp_path / "large.onnx", record)(torch.ones(1))
+
+
 def test_a_closed_bundle_is_not_called(tiny_build):
     with runtime.load(tiny_build.bundle) as bundle:
         denoiser = bundle["denoiser"]
@@ -458,9 +474,14 @@ def test_an_engine_of_the_same_gpu_goes_before_others_of_its_architecture():
     assert told[0].filename == __file__
 
 
-def test_a_second_gpu_is_compiled_for_by_its_index():
+@pytest.mark.parametrize(("visible", "named"), [(None, "1"), ("4, 6", "6"), ("0,GPU-8f1c", "GPU-8f1c")])
+def test_a_second_gpu_is_compiled_for_by_its_index(monkeypatch, visible, named):
+    """The index counts the GPUs that the process sees."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     second = Machine("sm89", "10.6.0", "0.1.0", "NVIDIA L40S", 1)
-    with pytest.raises(BackendUnavailable, match="remedy: run `CUDA_VISIBLE_DEVICES=1 trtconvert compile`"):
+    with pytest.raises(BackendUnavailable, match=f"remedy: run `CUDA_VISIBLE_DEVICES={named} trtconvert compile`"):
         fitting_engine("denoiser", [engine()], second)
 
 

@@ -187,6 +187,8 @@ def test_a_refused_lora_leaves_the_engine_unchanged(tiny, tmp_path):
         ([(tmp_path / "text.safetensors", 1.0)], "nothing for denoiser"),
         ([(tmp_path / "none.safetensors", 1.0)], "there is no LoRA"),
         ([file], r"\[\(file, scale\), …\]"),
+        (file, r"\[\(file, scale\), …\]"),
+        (None, "got: None"),
         ([str(file)], r"\[\(file, scale\), …\]"),
         ([(file, "x")], r"\[\(file, scale\), …\]"),
         ([(file, float("nan"))], r"\[\(file, scale\), …\]"),

@@ -98,6 +98,29 @@ def test_memory_that_runs_out_is_no_fault_of_the_request(digits, monkeypatch):
     drawer.close()
 
 
+def test_a_caption_that_fails_otherwise_is_refused_alone(digits, monkeypatch):
+    """A function of the user's may look captions up in a dictionary."""
+    drawer = Drawer(digits, "cpu")
+    table = {"1": 1, "": 10}
+    monkeypatch.setattr(
+        drawer._draw, "_condition", lambda captions: {"label": torch.tensor([table[caption] for caption in captions])}
+    )
+    first, second = drawer(Batch(Shape(None, None, 2, True), (Order(1, "2", "png"), Order(2, "1", "png"))))
+    assert isinstance(first, Refusal) and first.whose == "fault" and first.got == "KeyError: '2'"
+    assert isinstance(second, Drawn)
+    drawer.close()
+
+
+def test_an_image_with_nan_is_no_black_image(digits, monkeypatch):
+    drawer = Drawer(digits, "cpu")
+    drawn = torch.stack([torch.full((1, 8, 8), value) for value in (0.5, float("nan"))])
+    monkeypatch.setattr(drawer._draw, "_sample", lambda *_, **__: drawn)
+    first, second = drawer(Batch(Shape(None, None, 2, False), (Order(1, None, "png"), Order(2, None, "png"))))
+    assert isinstance(first, Drawn) and isinstance(second, Refusal)
+    assert second.whose == "fault" and "NaN" in second.problem and second.got == "seed 2"
+    drawer.close()
+
+
 def test_an_entry_points_bundle_draws_by_its_seeds(tmp_path):
     """Independent of the sampler. The model has no captions, and the offer says so."""
     build(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import shutil
 import signal
 import sys
 import threading
@@ -14,6 +16,7 @@ import pytest
 from PIL import Image
 from support import REPOSITORY
 
+from trtconvert.bundle import MANIFEST
 from trtconvert.serving.drawing import Drawer
 from trtconvert.serving.jobs import Batch, Drawn, Order, Shape
 
@@ -82,6 +85,21 @@ def test_no_request_is_lost_with_a_replica_or_at_the_end(bundle):
     said = "\n".join(server.lines[before:])
     assert "SIGTERM: new requests are refused; finishing 12 within 60 s" in said
     assert said.endswith("ended; every request was answered")
+
+
+@pytest.mark.soak
+def test_a_replica_that_does_not_find_the_bundle_refuses_no_request(bundle, tmp_path):
+    """It is replaced until it finds the bundle, and the other replica draws."""
+    copied = tmp_path / "bundle"
+    shutil.copytree(bundle, copied)
+    with served(copied, *OPTIONS) as server:
+        (copied / MANIFEST).rename(copied / "away")
+        os.kill(server.replicas()[0], signal.SIGKILL)
+        until = time.monotonic() + 120
+        while server.metric("trtconvert_lost_batches_total") < 4:  # the new replica gets batches
+            found = asked(server, range(24), 6, steps=10)
+            assert [status for _, status, _, _ in found.answers] == [200] * 24, found.answers
+            assert time.monotonic() < until
 
 
 @pytest.mark.soak

@@ -50,6 +50,12 @@ LEAST_GAIN, MOST_GAIN = 0.1, 30.0
 NOISE_LIKE = 0.9
 """Correlation of the first prediction with the denoiser's input above which the model is taken to predict noise."""
 
+_ELEMENTS = 2**16
+"""Elements of a prediction that products are computed of at once: FP64 copies of a video's trajectory would take gigabytes."""
+
+_ROUNDING = 1e-6
+"""Room for the rounding of a share of steps: 0.29 of 100 steps are 28.999999999999996."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -233,7 +239,7 @@ def search_reuse(
     every = found_of(of_all_steps, None, all_computed(len(timesteps)))
     tried = [every]
     if share is not None:
-        count = max((n for n in counts if n <= share * len(timesteps)), default=counts[0])
+        count = max((n for n in counts if n <= share * len(timesteps) + _ROUNDING), default=counts[0])
         return [every, best_of(count) or every]
     counts = [count for count in counts if count <= (len(timesteps) - 1 if most is None else most)]
     low, high, chosen = 0, len(counts), every
@@ -258,6 +264,7 @@ class _Stated:
 
     def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], schedule: Schedule) -> None:
         self._timesteps = torch.tensor(timesteps, dtype=torch.float64)
+        self._room = _room_around(self._timesteps)
         self._schedule = schedule
         self.timestep_input = model.timestep_input
         self.timestep_place = model.timestep_place
@@ -268,7 +275,7 @@ class _Stated:
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`."""
         apart = (torch.tensor(timesteps, dtype=torch.float64)[:, None] - self._timesteps).abs()
-        known = apart.amin(1) <= SAME * self._timesteps.abs().max()
+        known = apart.amin(1) <= self._room[apart.argmin(1)]
         self.asked |= bool(known.any())
         nearest = [int(step) if knows else None for step, knows in zip(apart.argmin(1), known, strict=True)]
         of = self._schedule
@@ -278,6 +285,14 @@ class _Stated:
             tuple((1.0, 0.0, 0.0) if step is None else of.factors[step] for step in nearest),
             tuple(0.0 if step is None else of.corrections[step] for step in nearest),
         )
+
+
+def _room_around(timesteps: Tensor) -> Tensor:
+    """[N] distance at which a scheduler's timestep may be the denoiser's: half of that to the next timestep, because a pipeline
+    may round timesteps to the type of its latents."""
+    gaps = timesteps.diff().abs()
+    between = torch.minimum(torch.cat([gaps[:1], gaps]), torch.cat([gaps, gaps[-1:]])) / 2
+    return between.clamp_min(SAME * float(timesteps.abs().max()))
 
 
 class _Watch(WrappedDenoiser):
@@ -327,9 +342,12 @@ class _Watch(WrappedDenoiser):
         self._timesteps = timesteps
         rows = min(len(prediction) for _, prediction, _ in self._calls)  # guidance may end before the last step
         _, predictions, samples = zip(*self._calls, strict=True)
-        of_products = [*predictions, *samples] if self._with_samples else predictions
-        kept = torch.stack([x[:rows].flatten(1) for x in of_products], 1).double()
-        self._products.append(kept @ kept.transpose(1, 2) / kept.shape[2])
+        flat = [x[:rows].flatten(1) for x in ([*predictions, *samples] if self._with_samples else predictions)]
+        products = torch.zeros(rows, len(flat), len(flat), dtype=torch.float64)
+        for part in zip(*(x.split(_ELEMENTS, 1) for x in flat), strict=True):
+            kept = torch.stack(part, 1).double()
+            products += kept @ kept.transpose(1, 2)
+        self._products.append(products / flat[0].shape[1])
         self._calls = []
 
     def trajectories(self) -> Trajectories:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -87,29 +87,34 @@ def best_schedules(found: Trajectories, timesteps: Tensor, objective: Objective)
     Args:
         timesteps: [M] of all steps, in the order of denoising, all different. Steps outside of the calibrated range are computed.
     """
+    return dict(_best_by_count(found, timesteps, objective))
+
+
+def _best_by_count(found: Trajectories, timesteps: Tensor, objective: Objective) -> Iterator[tuple[int, Schedule]]:
+    """Yields the entries of `best_schedules`, from the fewest computed steps."""
     timesteps = timesteps.double()
     steps = len(timesteps)
     if steps < 2:
-        return {steps: all_computed(steps)} if steps else {}
+        if steps:
+            yield steps, all_computed(steps)
+        return
     gaps = _gaps(found, timesteps, objective)
     cost = gaps.cost
     best = torch.full((steps, LONGEST), math.inf, dtype=torch.float64)
     best[0] = cost[0, 0]
     ways: list[Tensor] = []
-    schedules = dict[int, Schedule]()
     ends = torch.arange(steps)[:, None] + torch.arange(1, LONGEST + 1) == steps
     for count in range(1, steps + 1):
         at_end = best.masked_fill(~ends, math.inf)
         if (least := float(at_end.min())) < math.inf:
             computed = _walked_back(int(at_end.argmin()), ways, steps)
-            schedules[count] = gaps.schedule(computed, least)
+            yield count, gaps.schedule(computed, least)
         # The next computed step, from the state (step, length of the gap), by that length.
         before = torch.full_like(best, math.inf)
         for length in range(1, LONGEST + 1):
             before[length:, length - 1] = best[:-length, length - 1] if length < steps else math.inf
         best, way = (before[:, :, None] + cost).min(1)
         ways.append(way)
-    return schedules
 
 
 def _walked_back(state: int, ways: list[Tensor], steps: int) -> tuple[bool, ...]:
@@ -127,9 +132,8 @@ def _walked_back(state: int, ways: list[Tensor], steps: int) -> tuple[bool, ...]
 
 def least_computed(found: Trajectories, timesteps: Tensor, objective: Objective, limit: float) -> Schedule:
     """Returns the schedule with the fewest computed steps whose modelled error is within a limit."""
-    schedules = best_schedules(found, timesteps, objective)
-    fitting = [schedule for schedule in schedules.values() if schedule.error <= limit]
-    return min(fitting, key=lambda schedule: schedule.count, default=all_computed(len(timesteps)))
+    schedules = (schedule for _, schedule in _best_by_count(found, timesteps, objective))
+    return next((schedule for schedule in schedules if schedule.error <= limit), all_computed(len(timesteps)))
 
 
 def stated(found: Trajectories, timesteps: Tensor, computed: tuple[bool, ...]) -> Schedule:
@@ -197,10 +201,29 @@ def _products(found: Trajectories, timesteps: Tensor) -> Tensor:
     timestep. Without this part, extrapolations over short distances would seem exact. The part is taken as independent from step
     to step. Samples are sums of predictions over many steps, and have next to none of it.
     """
-    through, unseen = found.interpolation(timesteps), found.unseen(timesteps)
+    return _products_of(found, found.interpolation(timesteps), found.unseen(timesteps))
+
+
+def _products_of(found: Trajectories, through: Tensor, unseen: Tensor) -> Tensor:
+    """See `_products`; through: [M, N] weights of the calibrated predictions, unseen: [S, M] squared size of what these lack."""
     if found.with_samples:
-        through, unseen = torch.block_diag(through, through), pad(unseen, (0, len(timesteps)))
+        through, unseen = torch.block_diag(through, through), pad(unseen, (0, len(through)))
     return through @ found.products @ through.T + unseen.diag_embed()
+
+
+def _windows(found: Trajectories, timesteps: Tensor) -> Tensor:
+    """[M, S, w, w] products in the window of each step, 0 beyond the trajectory."""
+    kinds, ends = 2 if found.with_samples else 1, (LONGEST, LONGEST + 1)
+    through, unseen = pad(found.interpolation(timesteps), (0, 0, *ends)), pad(found.unseen(timesteps), ends)
+    windows: list[Tensor] = []
+    for first in range(0, len(timesteps), _AT_ONCE):
+        count = min(_AT_ONCE, len(timesteps) - first)
+        some = slice(first, first + count + _WINDOW)
+        products = _products_of(found, through[some], unseen[:, some])
+        products = products.unflatten(1, (kinds, -1)).unflatten(3, (kinds, -1))
+        window = [slice(at, at + _WINDOW) for at in range(count)]
+        windows += [products[:, :, at][..., at].flatten(3).flatten(1, 2) for at in window]
+    return torch.stack(windows)
 
 
 @dataclass(frozen=True)
@@ -246,12 +269,8 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
     known = found.covers(timesteps)
     inside = timesteps.clamp(*found.timesteps.aminmax())
     gain = found.gain_at(inside)
-    # Padded, so that every window of steps that a gap's error depends on is complete.
     kinds = 2 if found.with_samples else 1
-    products = _products(found, inside).unflatten(1, (kinds, steps)).unflatten(3, (kinds, steps))
-    products = pad(products, (LONGEST, LONGEST + 1, 0, 0, LONGEST, LONGEST + 1))
-    window = [slice(at, at + _WINDOW) for at in range(steps)]
-    windows = torch.stack([products[:, :, at][..., at].flatten(3).flatten(1, 2) for at in window])  # [M, S, w, w]
+    windows = _windows(found, inside)
     weights, fits = pad(found.weights(inside), (0, LONGEST + 1)), pad(known.double(), (0, LONGEST + 1))
     weight_of_gap = torch.cat([gain[1:], gain[-1:]]).square()  # the weight of the first skipped step
     gaps = _Gaps(*(torch.zeros(steps, LONGEST, LONGEST, *of, dtype=torch.float64) for of in ((), (3,), ())))
@@ -292,6 +311,9 @@ def _gaps(found: Trajectories, timesteps: Tensor, objective: Objective) -> _Gaps
 
 _WINDOW = 2 * LONGEST + 1
 """Steps around a computed step that a gap behind it depends on."""
+
+_AT_ONCE = 64
+"""Steps whose products are computed together: those of all pairs of 1000 steps would take gigabytes."""
 
 
 def _beyond(timesteps: Tensor, distance: int, length: int) -> Tensor:

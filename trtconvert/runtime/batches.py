@@ -11,6 +11,7 @@ from trtconvert.errors import UserError
 from trtconvert.guidance import guidance_of
 from trtconvert.reuse.schedule import reuse_of
 from trtconvert.runtime.component import Component
+from trtconvert.runtime.signature import rows_each
 from trtconvert.runtime.trajectory import Apart
 from trtconvert.wrapped import apart, begin
 
@@ -22,7 +23,7 @@ class AnyBatch:
     outputs are dropped.
 
     Args:
-        component: the first dimension of its first input is that of samples; inputs without this dimension go to all parts.
+        component: the first dimension of its first input is that of samples; inputs without rows for samples go to all parts.
     """
 
     def __init__(self, component: Component | Apart) -> None:
@@ -34,19 +35,19 @@ class AnyBatch:
         """Predict. For errors see the component."""
         signature = self._component.signature
         tensors = signature.ordered(inputs, named)
-        of_samples = signature.of_samples()
-        counts = {len(x) for x, is_one in zip(tensors, of_samples, strict=True) if is_one and x.dim()}
-        taken = signature.batches(tensors)
-        if len(counts) != 1 or taken is None or taken[0] <= min(counts) <= taken[1]:
+        taken, count = signature.batches(tensors), len(tensors[0]) if tensors[0].dim() else 0
+        if not count or taken is None or taken[0] <= count <= taken[1]:
             return self._component(*tensors)  # refuses inputs that do not form a batch
-        (count,), (low, high), parts = counts, taken, list[Tensor]()
-        for rows, own in parts_of(count, low, high):
+        of_samples = zip(signature.names, tensors, signature.of_samples(), strict=True)
+        each = [rows_each(name, x, count) if own else 0 for name, x, own in of_samples]
+        (low, high), parts = taken, list[Tensor]()
+        for rows, size in parts_of(count, low, high):
             # A part has the same samples in every call, and its own caches.
             start, chosen = rows[0], torch.tensor(rows)
             if start not in self._parts:
                 self._parts[start] = apart(self._component)
-            part = (_rows(x, chosen) if is_one else x for x, is_one in zip(tensors, of_samples, strict=True))
-            parts.append(_first(self._parts[start](*part), own))
+            part = (_rows(x, chosen, n) if n else x for x, n in zip(tensors, each, strict=True))
+            parts.append(_first(self._parts[start](*part), size))
         return torch.cat(parts)
 
     def reset_cache(self) -> None:
@@ -67,8 +68,9 @@ def parts_of(count: int, least: int, most: int) -> Iterator[tuple[list[int], int
         yield [start + min(row, own - 1) for row in range(max(own, least))], own
 
 
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    return x.index_select(0, rows.to(x.device))
+def _rows(x: Tensor, samples: Tensor, each: int) -> Tensor:
+    """Take samples, which have `each` rows."""
+    return x.unflatten(0, (-1, each)).index_select(0, samples.to(x.device)).flatten(0, 1)
 
 
 def _first(output: Tensor | Sequence[Tensor], size: int) -> Tensor:

@@ -233,15 +233,17 @@ def load(
     folder = Path(folder)
     with suppress(FileNotFoundError):  # the current folder was removed
         folder = folder.absolute()  # files are read later, after the process may have changed its folder
-    loaded = read_unchanged(
-        folder,
-        lambda manifest: _loaded(folder, manifest, backend, places, graphs, streams, weight_budget),
-        LoadedBundle.close,
-    )
-    if not all_steps:
-        for name, component in loaded.manifest.components.items():
-            if component.reuse is not None:
-                loaded[name].reuse = load_reuse(folder, component)
+
+    def read(manifest: Manifest) -> LoadedBundle:
+        check_files(folder, manifest)
+        skipping = {} if all_steps else {n: c for n, c in manifest.components.items() if c.reuse is not None}
+        reuses = {name: load_reuse(folder, component) for name, component in skipping.items()}
+        loaded = _loaded(folder, manifest, backend, places, graphs, streams, weight_budget)
+        for name, reuse in reuses.items():
+            loaded[name].reuse = reuse
+        return loaded
+
+    loaded = read_unchanged(folder, read, LoadedBundle.close)
     watches = list[InputWatch]()
     for name, component in loaded.manifest.components.items() if check else ():
         if component.is_denoiser:
@@ -264,8 +266,7 @@ def _loaded(
     streams: int,
     weight_budget: int | None,
 ) -> LoadedBundle:
-    """See `load`; the device None means the current GPU, or the CPU without a GPU."""
-    check_files(folder, manifest)
+    """See `load`, for checked files; the device None means the current GPU, or the CPU without a GPU."""
     device, *further = devices
     components = manifest.components
     engines = {name: [e for e in c.engines if e.backend == "tensorrt"] for name, c in components.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,9 +38,7 @@ def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine)
     """
     obstacles = [_obstacle(record, machine) for record in records]
     fitting = [record for record, obstacle in zip(records, obstacles, strict=True) if not obstacle]
-    compile_here = (
-        f"run `{f'CUDA_VISIBLE_DEVICES={machine.index} ' if machine.index else ''}trtconvert compile` on this machine"
-    )
+    compile_here = f"run `{_seen_alone(machine.index)}trtconvert compile` on this machine"
     if fitting:
         best = next((record for record in fitting if record.gpu == machine.gpu), fitting[0])
         if best.gpu and machine.gpu and best.gpu != machine.gpu and not best.hardware_compatible:
@@ -56,6 +55,14 @@ def fitting_engine(name: str, records: Sequence[EngineRecord], machine: Machine)
         got=f"{machine.architecture}, TensorRT {machine.tensorrt}, plugin library {machine.plugin}",
         remedy=f"{compile_here}, or load the bundle with backend='onnxruntime' to check it",
     )
+
+
+def _seen_alone(index: int) -> str:
+    """Return the setting with which commands see one of this process's GPUs alone; empty for the first, which they take."""
+    if not index:
+        return ""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return f"CUDA_VISIBLE_DEVICES={names[index].strip() if index < len(names) else index} "
 
 
 def _obstacle(record: EngineRecord, machine: Machine) -> str:

@@ -58,11 +58,7 @@ class DataParallel(Component):
                 got=f"a model for exactly {batch}",
                 remedy="load the bundle on one device, or convert the model with a range for the batch",
             )
-        self._parts, self._batch = list(parts), batch
-        self._rows = [
-            bool(spec.shape) and str(spec.shape[0]).partition("_")[0] == batch.partition("_")[0]
-            for spec in component.inputs
-        ]
+        self._parts, self._batch, self._rows = list(parts), batch, parts[0].signature.of_samples()
         self._dims = {spec.shape[0] for spec, own in zip(component.inputs, self._rows, strict=True) if own}
         # The samples that some of the devices take together: two engines for exactly four samples do not take six.
         together = [

@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -274,7 +275,7 @@ class DiffusersDenoiser(_DropIn):
         Args:
             scheduler: scheduler of the pipeline, with its timesteps.
         """
-        self._called.follow(scheduler)
+        self._called.follow(lambda: scheduler)
 
     def reset_cache(self) -> None:
         """Reset MoDiff caches in the next call. Caches also reset at the first step of an image, which has more noise than the
@@ -298,9 +299,10 @@ class DiffusersDenoiser(_DropIn):
 
 
 def follow_scheduler(model: Any, pipe: Any) -> None:
-    """Let a denoiser in a pipeline with a scheduler skip the steps that its bundle skips."""
+    """Let a denoiser in a pipeline skip the steps that its bundle skips, with each scheduler that the pipeline gets."""
     if isinstance(model, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
-        model.follow(pipe.scheduler)
+        there = weakref.ref(pipe)  # the pipeline has the denoiser
+        model._called.follow(lambda: getattr(there(), "scheduler", None))
 
 
 class _Denoising:
@@ -338,8 +340,8 @@ class _Denoising:
         for called in (self._denoiser, *self._contexts.values()):
             begin(called)
 
-    def follow(self, scheduler: Any) -> None:
-        """See `DiffusersDenoiser`."""
+    def follow(self, scheduler: Callable[[], Any]) -> None:
+        """See `DiffusersDenoiser` and `PipelineSteps`."""
         if (reuse := reuse_of(self._denoiser)) is not None:
             self._steps = PipelineSteps(scheduler, reuse, self._record.model)
 

@@ -164,11 +164,8 @@ class BuiltWeights:
         Raises:
             UserError: the weight leaves the range of its type.
         """
-        new = NewWeights()
-        for part in _made([self._weight(name, wanted)], device, 0, Spent()):
-            new.add(part)
-            return new.by_name[name]
-        raise AssertionError  # there is one job
+        (new,) = _made([self._weight(name, wanted)], device, 0, Spent())
+        return new.by_name[name]
 
     def anew(
         self, names: Collection[str], wanted: Additions, device: torch.device, spent: Spent | None = None
@@ -436,8 +433,8 @@ def additions_of(
 
 
 def _checked(loras: Loras) -> Iterator[tuple[Path, float]]:
-    for entry in loras:
-        pair: Any = entry
+    entries: Any = loras
+    for pair in entries if isinstance(entries, Iterable) else [entries]:
         try:
             file, scale = pair
             checked = Path(file), float(scale)
@@ -447,7 +444,7 @@ def _checked(loras: Loras) -> Iterator[tuple[Path, float]]:
             raise UserError(
                 "set_loras takes files with their scales",
                 expected="[(file, scale), …] with numbers as scales",
-                got=repr(entry),
+                got=repr(pair),
                 remedy='call set_loras([("style.safetensors", 0.8)]), or set_loras([]) for no LoRA',
             ) from None
         yield checked

@@ -165,7 +165,14 @@ def _set(
         trt.DataType.BF16: torch.bfloat16,
         trt.DataType.INT64: torch.int64,
         trt.DataType.INT32: torch.int32,
-    }[prototype.dtype]
+    }.get(prototype.dtype)
+    if dtype is None:
+        raise UserError(
+            f"the engine's '{name}' cannot be replaced",
+            expected="a weight that the engine keeps in FP32, FP16, BF16, INT32 or INT64",
+            got=str(prototype.dtype),
+            remedy="leave it out of the new weights; if it differs from the engine's, build a bundle with the new weights",
+        )
     known = is_known_finite or is_finite(tensor.detach())
     if not known or (tensor.dtype != dtype and not is_finite(tensor.detach().to(dtype))):
         expected = f"finite numbers in the range of {str(dtype).removeprefix('torch.')}"

@@ -23,7 +23,7 @@ from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.wrapped import WrappedDenoiser
 
 SAME = 1e-3
-"""Tolerance of equal timesteps, relative to the range of timesteps, for the types that pipelines pass."""
+"""Tolerance of equal timesteps, relative to the range of timesteps; see `tolerance` for narrow types."""
 
 
 class Reusable(WrappedDenoiser):
@@ -101,9 +101,15 @@ def _places(reuse: Scheduler, timesteps: Sequence[float] | Tensor) -> list[float
     return place_of(reuse.noise_input, given.double()).tolist()
 
 
-def _ranges(reuse: Scheduler, timesteps: Sequence[float]) -> tuple[list[float], list[float]]:
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the tolerance of equal timesteps of a type, relative to the range of timesteps: pipelines may cast timesteps to the
+    type of the latents, and round once more when they divide."""
+    return max(SAME, torch.finfo(dtype).eps) if dtype.is_floating_point else SAME
+
+
+def _ranges(reuse: Scheduler, timesteps: Sequence[float], same: float) -> tuple[list[float], list[float]]:
     """Returns the least and the most timestep input that is that of each step. Python's numbers compare faster than tensors."""
-    places, room = torch.tensor(timesteps, dtype=torch.float64), SAME * max(map(abs, timesteps), default=0.0)
+    places, room = torch.tensor(timesteps, dtype=torch.float64), same * max(map(abs, timesteps), default=0.0)
     least, most = (at_place(reuse.noise_input, places + away).tolist() for away in (-room, room))
     return least, most
 
@@ -113,15 +119,18 @@ class Following:
 
     Args:
         timesteps: places of the timestep inputs.
+        same: tolerance of equal timesteps, relative to their range; larger for inputs of a narrow type.
     Attributes:
         calls, computed: number of calls, and of computed calls.
     """
 
-    def __init__(self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float]) -> None:
-        self._denoiser, self._reuse, self._timesteps = denoiser, reuse, timesteps
+    def __init__(
+        self, denoiser: Callable[..., Any], reuse: Scheduler, timesteps: Sequence[float], same: float = SAME
+    ) -> None:
+        self._denoiser, self._reuse, self._timesteps, self._same = denoiser, reuse, timesteps, same
         self._schedule = reuse.schedule(timesteps)
         self._reads_sample = any(of_sample for _, _, of_sample in self._schedule.factors)
-        self._least, self._most = _ranges(reuse, timesteps)
+        self._ranges: dict[torch.dtype, tuple[list[float], list[float]]] = {}
         self._kept: list[_Kept] = []
         self._told = True
         self.guidance = guidance_of(denoiser)
@@ -135,7 +144,11 @@ class Following:
 
     def at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         """Return the prediction of a step of the schedule; steps between calls may be left out."""
-        self.calls = step + 1
+        prediction = self._prediction(step, inputs, named)
+        self.calls = step + 1  # a call that fails may be repeated
+        return prediction
+
+    def _prediction(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
         shapes = [(name, x.shape) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
         sample = self._sample(inputs, named) if self._reads_sample else None
         line = None
@@ -190,9 +203,12 @@ class Following:
         timestep = named.get(self._reuse.timestep_input)
         if timestep is None and len(inputs) > self._reuse.timestep_place:
             timestep = inputs[self._reuse.timestep_place]
-        if timestep is None or not timestep.is_cpu:
+        if not isinstance(timestep, Tensor) or not timestep.is_cpu:
             return True
-        least, most = self._least[step], self._most[step]
+        if (ranges := self._ranges.get(timestep.dtype)) is None:
+            same = max(self._same, tolerance(timestep.dtype))
+            ranges = self._ranges[timestep.dtype] = _ranges(self._reuse, self._timesteps, same)
+        least, most = (of_steps[step] for of_steps in ranges)
         return all(least <= given <= most for given in timestep.flatten().tolist())
 
 
@@ -243,19 +259,24 @@ class PipelineSteps:
     """Follows the trajectory of a diffusers pipeline by its scheduler.
 
     Args:
-        scheduler: the pipeline's scheduler; reuse: the denoiser's; model: name of the model in messages.
+        scheduler: returns the pipeline's current scheduler; None for the one before.
+        reuse: the denoiser's; model: name of the model in messages.
     """
 
-    def __init__(self, scheduler: Any, reuse: Scheduler, model: str) -> None:
-        self._scheduler, self._reuse, self._model = scheduler, reuse, model
-        self._own: Any = None
+    def __init__(self, scheduler: Callable[[], Any], reuse: Scheduler, model: str) -> None:
+        self._current, self._reuse, self._model = scheduler, reuse, model
         self._times: list[float] = []
         self._trajectories: dict[tuple[str | None, int], Following] = {}
         self._calls: dict[str | None, int] = {}
         self._start = self._step = 0
-        self._is_known = self._is_checked = False
-        self._why_not = _why_computed(scheduler)
-        self._told = False
+        self._same, self._is_known = SAME, False
+        self._take(scheduler())
+
+    def _take(self, scheduler: Any) -> None:
+        """Begin with a scheduler."""
+        self._scheduler, self._why_not = scheduler, _why_computed(scheduler)
+        self._own: Any = None
+        self._is_checked = self._told = False
 
     def see(self, passed: Any, timestep: Tensor) -> None:
         """Note a call of the model.
@@ -263,21 +284,28 @@ class PipelineSteps:
         Args:
             passed: the pipeline's timestep; timestep: [B], the denoiser's.
         """
+        scheduler = self._current()
+        if scheduler is not None and scheduler is not self._scheduler:
+            self._take(scheduler)
         step = None if self._why_not else self._step_of(passed)
+        self._same = tolerance(passed.dtype) if isinstance(passed, Tensor) else SAME
         if step is not None and not self._is_checked:  # once, because this waits for the device
             self._is_checked = True
             (place,) = _places(self._reuse, timestep.flatten()[:1])
-            if abs(place - self._times[step]) > SAME * max(map(abs, self._times)):
+            if abs(place - self._times[step]) > self._same * max(map(abs, self._times)):
                 self._why_not, step = "the pipeline's timesteps differ from its scheduler's", None
         self._is_known = step is not None
         if step is None:
             self._trajectories.clear()
             if not self._told:
                 self._told = True
-                why = self._why_not or "the step of a call is unknown"
+                why, remedy = self._why_not, "use another scheduler, such as DPMSolverMultistepScheduler,"
+                if not why:
+                    why = f"its timesteps are not those of the {type(self._scheduler).__name__} that it follows"
+                    remedy = "call the converted model's follow(pipe.scheduler) with the pipeline that is called,"
                 warn(
-                    f"the converted {self._model} computes all steps: {why}; remedy: use another scheduler, such as "
-                    "DPMSolverMultistepScheduler, or load the bundle with all_steps=True"
+                    f"the converted {self._model} computes all steps: {why}; remedy: {remedy} or load the bundle with "
+                    "all_steps=True"
                 )
             return
         if not self._trajectories or step < self._step:
@@ -298,7 +326,9 @@ class PipelineSteps:
         number = self._calls.get(context, 0)
         self._calls[context] = number + 1
         if (context, number) not in self._trajectories:
-            self._trajectories[context, number] = Following(denoiser, self._reuse, self._times[self._start :])
+            self._trajectories[context, number] = Following(
+                denoiser, self._reuse, self._times[self._start :], self._same
+            )
         return self._trajectories[context, number].at(self._step - self._start, (), named)
 
     def _step_of(self, passed: Any) -> int | None:

@@ -22,6 +22,9 @@ from trtconvert.runtime.trajectory import FORGOTTEN, Trajectory, whose
 if TYPE_CHECKING:
     from trtconvert.runtime.loras import Loras
 
+_MEMORY_WORDS = ("allocate memory", "Available memory", "bad_alloc")
+"""ONNX Runtime's phrases for a lack of memory; its errors have no class for it."""
+
 
 class OnnxRuntimeComponent(Component):
     """A callable component on the CPU.
@@ -35,7 +38,7 @@ class OnnxRuntimeComponent(Component):
         component: the signature.
 
     Raises:
-        BackendUnavailable: ONNX Runtime lacks an operator or a type of the model.
+        BackendUnavailable: ONNX Runtime lacks an operator or a type of the model, or memory.
     """
 
     device = torch.device("cpu")
@@ -63,6 +66,7 @@ class OnnxRuntimeComponent(Component):
                     runnable, options, providers=["CPUExecutionProvider"]
                 )
         except Exception as error:  # ONNX Runtime's errors have no common base class
+            _require_memory(error)
             raise BackendUnavailable(
                 f"ONNX Runtime {onnxruntime.__version__} cannot run {path.name}",
                 expected="operators and types that ONNX Runtime supports on the CPU",
@@ -92,6 +96,7 @@ class OnnxRuntimeComponent(Component):
                     self._kept[trajectory] = found[len(self._outputs) :]
             outputs = tuple(x.to(dtype) for x, dtype in zip(found, self._types, strict=False))
         except Exception as error:  # see above
+            _require_memory(error)
             raise UserError(
                 "ONNX Runtime cannot run the component on these inputs",
                 expected="values that the model takes, such as indices within its tables of embeddings",
@@ -130,6 +135,17 @@ class OnnxRuntimeComponent(Component):
     def close(self) -> None:
         self._session = None
         self._kept.clear()
+
+
+def _require_memory(error: Exception) -> None:
+    """Raise BackendUnavailable if an error of ONNX Runtime is a lack of memory."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _MEMORY_WORDS):
+        raise BackendUnavailable(
+            "ONNX Runtime has no memory left for the component",
+            expected="host memory for the weights and the intermediate tensors",
+            got=first_line(error),
+            remedy="free host memory, call with fewer samples or a smaller size, or load the bundle on a GPU",
+        ) from error
 
 
 def _not_refittable(problem: str, by: str) -> BackendUnavailable:

@@ -79,9 +79,10 @@ class Signature:
         return min(fitting, key=lambda i: _distance(self.profiles[i], sizes)), sizes
 
     def of_samples(self) -> list[bool]:
-        """Return, for each input, whether it has a row for each sample: its first dimension is that of the first input."""
-        first = self.component.inputs[0].shape[:1]
-        return [bool(first) and spec.shape[:1] == first for spec in self.component.inputs]
+        """Return, for each input, whether it has a row or several, such as one for each frame, for each sample: its first
+        dimension is that of the first input, or is named after it."""
+        first = [_stem(dim) for dim in self.component.inputs[0].shape[:1]]
+        return [bool(first) and [_stem(dim) for dim in spec.shape[:1]] == first for spec in self.component.inputs]
 
     def batches(self, tensors: Sequence[Tensor]) -> tuple[int, int] | None:
         """Return the smallest and the largest batch for inputs with these other sizes, of the profile with the largest batch.
@@ -91,9 +92,9 @@ class Signature:
         batch = self.component.inputs[0].shape[0]
         if isinstance(batch, int):
             return batch, batch
-        specs = zip(self.component.inputs, tensors, strict=True)
-        pairs = [pair for spec, x in specs for pair in zip(spec.shape, x.shape, strict=False)]
-        others = {dim: size for dim, size in pairs if isinstance(dim, str) and dim != batch}
+        specs = zip(self.component.inputs, tensors, self.of_samples(), strict=True)
+        pairs = [pair for spec, x, own in specs for pair in [*zip(spec.shape, x.shape, strict=False)][own:]]
+        others = {dim: size for dim, size in pairs if isinstance(dim, str)}
         holding = [profile[batch] for profile in self.profiles if _holds(profile, others)]
         return max(((low, high) for low, _, high in holding), key=lambda sizes: sizes[1], default=None)
 
@@ -171,7 +172,7 @@ class Signature:
             low, high = self._range(dim) if isinstance(dim, str) else (dim, dim)
             if low <= size <= high and (size - low) % self.component.steps.get(str(dim), 1) == 0:
                 continue
-            stem = dim.partition("_")[0] if isinstance(dim, str) else "batch" if axis == 0 else ""
+            stem = _stem(dim) if isinstance(dim, str) else "batch" if axis == 0 else ""
             of_tokens = axis == 1 and x.dim() == (3 if x.is_floating_point() else 2)
             at_places = axis > 1 or isinstance(dim, str) or (axis == 1 and x.dim() == 3)  # not the channels of images
             if of_images and at_places and (spec is sample or (isinstance(dim, str) and dim in sample.shape)):
@@ -234,6 +235,11 @@ def fits(shape: Sequence[int | str], got: Sequence[int], sizes: dict[str, int]) 
     """Return whether a tensor's shape is the described one. `sizes` of symbolic dimensions gains those that it lacks."""
     wanted = [sizes.setdefault(d, n) if isinstance(d, str) else d for d, n in zip(shape, got, strict=False)]
     return len(shape) == len(got) and list(got) == wanted
+
+
+def _stem(dim: int | str) -> int | str:
+    """Return what a dimension follows: "batch" for "batch_2", the number of all samples' frames."""
+    return dim.partition("_")[0] if isinstance(dim, str) else dim
 
 
 def _size(dim: str, sizes: Mapping[str, int]) -> int:

@@ -27,6 +27,9 @@ _LOOK_SECONDS = 0.5
 _LOOK_TIMES_TO_TELL = 60
 """Number of looks at the cluster between two messages about waiting."""
 
+_USELESS_SECONDS = 2.0
+"""Time that a replica without its bundle keeps a batch: Ray gives batches to idle replicas, and needs seconds to replace one."""
+
 _REACH_SECONDS = 5.0
 _STOP_SECONDS = 20.0
 """Longest wait for idle replicas to stop."""
@@ -63,6 +66,7 @@ class Replica:
     def __init__(self, bundle: str, device: str, place: str) -> None:
         self._drawer: Any = None
         self._problem: Refusal | None = None
+        self._failed = False
         self._lock = asyncio.Lock()
         with suppress(OSError):  # another machine may lack the folder
             os.chdir(place)
@@ -80,12 +84,30 @@ class Replica:
         """Return the bundle's offer, or the reason why the bundle did not load."""
         return self._problem or self._drawer.offer
 
-    async def draw(self, batch: Batch) -> list[Answer]:
-        """Draw one batch at a time, in a thread, so that Ray's health checks are answered meanwhile."""
+    async def draw(self, batch: Batch) -> list[Answer] | Refusal:
+        """Draw one batch at a time, in a thread, so that Ray's health checks are answered meanwhile.
+
+        Returns the reason alone if the bundle did not load.
+        """
         if self._problem is not None:
-            return [self._problem] * len(batch.orders)
+            self._failed = True
+            await asyncio.sleep(_USELESS_SECONDS)
+            return self._problem
         async with self._lock:
-            return await asyncio.to_thread(self._drawer, batch)
+            answers: list[Answer] = await asyncio.to_thread(self._drawer, batch)
+        self._failed = any(isinstance(answer, Refusal) and answer.whose != "client" for answer in answers)
+        return answers
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError if the replica cannot draw any more, so that Ray replaces it.
+
+        The server first hears of a bundle that did not load, by `offer` or `draw`.
+        """
+        if not self._failed:
+            return
+        if self._problem is not None:
+            raise RuntimeError(self._problem.problem)
+        self._drawer.check_device()
 
 
 class Cluster:
@@ -119,16 +141,19 @@ class Cluster:
             threading.Thread(target=work, daemon=True, name=work.__name__).start()
 
     async def draw(self, batch: Batch) -> Sequence[Answer]:
-        """Draw a batch on a replica. Raises ReplicaLost if the replica or its machine is gone."""
+        """Draw a batch on a replica. Raises ReplicaLost if the replica or its machine is gone, or has not loaded the bundle."""
         from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import RayServeException
 
         try:
-            return await self._handle.draw.remote(batch)
+            found: list[Answer] | Refusal = await self._handle.draw.remote(batch)
         except RayTaskError:  # an exception in a replica that keeps running
             raise
         except (RayError, RayServeException) as error:
             raise ReplicaLost(first_line(error)) from error
+        if isinstance(found, Refusal):
+            raise ReplicaLost(f"{found.problem}; expected: {found.expected}; got: {found.got}")
+        return found
 
     def stop(self) -> None:
         """Stop the replicas, and the server's own cluster, within a limited time. Prints no more changes of replicas."""
@@ -213,7 +238,7 @@ class Cluster:
             waited = time.monotonic() - started
             if waited > self._placement.patience:
                 self.failure = self.failure or _not_deployed(
-                    f"none after {waited:.0f} s (--start-seconds); {first_line(Exception(message))}"
+                    f"none after {waited:.0f} s (--start-seconds); {_first(message) or 'no reason'}"
                 )
             told += 1
             if told % _LOOK_TIMES_TO_TELL == 0 and self.failure is None:

@@ -62,6 +62,12 @@ class Drawer:
         answers |= dict(zip(left, self._answers(batch.shape, orders), strict=True))
         return [answers[place] for place in range(len(batch.orders))]
 
+    def check_device(self) -> None:
+        """Raise RuntimeError if an earlier error of a kernel ended this process's use of its GPU. Does not wait for the GPU."""
+        if self._denoiser.device.type == "cuda":
+            with torch.cuda.device(self._denoiser.device):
+                torch.cuda.Event().record()
+
     def close(self) -> None:
         """Free the engines."""
         self._bundle.close()
@@ -71,7 +77,7 @@ class Drawer:
             return []
         try:
             images = self._images(shape, orders)
-            return [Drawn(encoded(image, order.format)) for image, order in zip(images, orders, strict=True)]
+            return [_answer(image, order) for image, order in zip(images, orders, strict=True)]
         except TrtconvertError as error:
             why = refusal(error)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -83,8 +89,7 @@ class Drawer:
                 "try again, or serve with a smaller --max-batch",
             )
         except Exception as error:
-            logging.getLogger("ray.serve").exception("drawing failed")
-            why = Refusal("fault", "drawing failed", "images", kind_and_first_line(error), "report it with the log")
+            why = _fault(error)
         if len(orders) > 1:  # one order may be the cause
             return [answer for order in orders for answer in self._answers(shape, [order])]
         return [why]
@@ -102,6 +107,24 @@ class Drawer:
             self._own = images.shape[2], images.shape[3]
             _require_size(asked, self._own, shape)
         return images
+
+
+def _answer(image: Tensor, order: Order) -> Answer:
+    if not image.isfinite().all():  # a file of it would be black
+        return Refusal(
+            "fault",
+            "the drawn image has NaN or Inf",
+            "finite numbers",
+            f"seed {order.seed}",
+            "try another seed; if many fail, build the bundle with another model.dtype: FP16 ends at 65504",
+        )
+    return Drawn(encoded(image, order.format))
+
+
+def _fault(error: Exception) -> Refusal:
+    """Log an error of another kind, such as of a user's function, and return the refusal."""
+    logging.getLogger("ray.serve").error("drawing failed", exc_info=error)
+    return Refusal("fault", "drawing failed", "images", kind_and_first_line(error), "report it with the log")
 
 
 def _require_size(asked: Sequence[int | None], drawn: tuple[int, int], shape: Shape) -> None:
@@ -140,6 +163,8 @@ class _Sampler:
             )
         except TrtconvertError as error:
             return refusal(error)
+        except Exception as error:
+            return _fault(error)
         return None
 
     def __call__(self, denoiser: AnyBatch, shape: Shape, orders: Sequence[Order]) -> Tensor:
@@ -186,16 +211,8 @@ class _Pipeline:
             captions = [order.prompt or "" for order in orders]
         sampler = dataclasses.replace(self._sampler, caller=caller, sizes=sizes)
         images = sampler.draw(denoiser, denoiser.device, [order.seed for order in orders], shape.steps, captions)
-        drawn = {"height": images.shape[2], "width": images.shape[3]}
-        if len(images) != len(orders) or any(
-            size is not None and size != drawn[name] and "frames" not in sizes for name, size in asked.items()
-        ):
-            raise UserError(
-                "the model does not draw this size",
-                expected=f"a size of the model, such as {drawn['width']}x{drawn['height']}",
-                got=f"{shape.width}x{shape.height}",
-                remedy="ask for the expected size, or leave the size out",
-            )
+        if "frames" not in sizes:
+            _require_size([shape.height, shape.width], (images.shape[2], images.shape[3]), shape)
         return images
 
 
