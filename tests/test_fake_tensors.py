@@ -63,3 +63,33 @@ def test_a_model_keeps_no_tensors_without_values():
         assert model.table is model.last
     assert model.table is None and not (model.by_length or model.all or hasattr(model, "last"))
     assert (model(x) - x * torch.arange(8) * model.weight[0]).abs().max() < 1e-6
+
+
+class Deciding(nn.Module):
+    """Reads numbers of several kinds from buffers, and computes others from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 6))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("begun", torch.tensor([False, True]))
+        self.register_buffer("counts", torch.tensor([3, 2]))
+
+    def forward(self, x):
+        y = x @ self.weight * float(self.scale)
+        rows = self.counts.clone()
+        rows += 1
+        rows[0] = rows[0] * 2
+        self.counts.view(2)[1].add_(7)
+        if self.begun[1] and not self.begun[0].item():
+            y = torch.cat([y] * int(rows.max()))
+        return y.view(len(x), rows[1].tolist(), -1)
+
+
+@pytest.mark.parametrize("faked", [False, True])
+def test_small_buffers_decide_branches_and_sizes(faked):
+    model, x = Deciding(), torch.rand(4, 4)
+    with torch.no_grad(), shapes_alone(model if faked else None) as mode:
+        found = model(mode.from_tensor(x))
+    assert found.shape == (4, 3, 16)
+    assert model.counts.tolist() == [3, 2]  # as before

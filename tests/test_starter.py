@@ -197,7 +197,11 @@ def test_sources_without_a_possible_recipe_are_refused(tmp_path, monkeypatch, mo
         ("StableDiffusionInpaintPipeline", ["    image: photo.png", "    mask_image: mask.png"]),
         ("StableDiffusionXLControlNetImg2ImgPipeline", ["    image: photo.png", "    control_image: photo.png"]),
         ("WanVideoToVideoPipeline", ["    video: [frame-0.png, frame-1.png] # input frames, all"]),
-        ("Kandinsky6SRPipeline", ["    video: [frame-0.png, frame-1.png] # input frames, all"]),  # or arrays
+        pytest.param(
+            "Kandinsky6SRPipeline",
+            ["    video: [frame-0.png, frame-1.png] # input frames, all"],  # or arrays
+            marks=pytest.mark.as_of(diffusers="0.42"),
+        ),
         (
             "LTXConditionPipeline",
             ["    image: photo.png", "  # images: {video: [frame-0.png, frame-1.png]} # of these"],

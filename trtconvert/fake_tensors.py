@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trtconvert.mixed_types import tensors_in
 
 
 @contextmanager
 def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
-    """Computes with fake tensors inside the block. Existing tensors may take part.
+    """Computes with fake tensors inside the block. Existing tensors may take part. What small ones other than parameters decide
+    alone has values.
 
     Args:
         module: its parameters are fake inside the block. A U-Net takes half the time then, as torch remembers the shapes of an
@@ -32,8 +38,54 @@ def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         nullcontext() if module is None else _restored(module),
         nullcontext() if module is None else _weights_replaced(module, faked),
+        _Values(),
     ):
         yield mode
+
+
+_FEW = 1024
+"""Most numbers of a tensor whose results have values. Models read numbers and decide branches by such buffers."""
+
+
+class _Values(TorchFunctionMode):
+    """Computes with values what small tensors with values decide alone. Parameters do not count: layers are told by them.
+
+    Results are copies. Functions in place compute with values on such copies, and leave a model's tensors alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        named = kwargs or {}
+        read = [*tensors_in([*args, *named.values()], floating=False)]
+        known = bool(read) and all(type(x) is Tensor and x.numel() <= _FEW for x in read)
+        if not known or ((writes := _writes(func, named)) and read[0] not in self._made):
+            return func(*args, **named)
+        with unset_fake_temporarily():
+            result = func(*args, **named)
+            return result if writes else tree_map_only(Tensor, self._copied, result)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        copied = x.clone()
+        self._made[copied] = True
+        return copied
+
+
+def _writes(func: Callable[..., Any], named: Mapping[str, Any]) -> bool:
+    """Returns whether a function of torch writes into its first argument, or into an output that is given."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _WRITING or named.get("out") is not None
+
+
+_WRITING = {
+    "__set__",
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
+}
+_WRITING |= {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
 
 
 @contextmanager

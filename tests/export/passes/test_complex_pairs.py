@@ -121,6 +121,7 @@ def described(known: bool):
     )
 
 
+@pytest.mark.as_of(diffusers="0.42")
 @pytest.mark.slow
 @pytest.mark.first_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -136,6 +137,7 @@ def test_qwen_image(dtype):
     assert relative_error(torch.from_numpy(out).float(), expected) < limit
 
 
+@pytest.mark.as_of(diffusers="0.42")
 def test_unsupported_operations_are_named():
     with pytest.raises(UserError, match=r"cannot be exported to ONNX(?s:.*)got: No ONNX function found for .*complex"):
         tiny_models.traced(described(known=False))
