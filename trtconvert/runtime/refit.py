@@ -110,7 +110,8 @@ class Refitter:
                     f"the engine has no weight '{name}' to replace",
                     expected=f"names of the denoiser's state dict{f', perhaps {near[0]}' if near else ''}",
                     got=name,
-                    remedy="pass the state dict of the converted module, without weights that its forward does not use",
+                    remedy="pass the state dict of the converted module, without weights that its forward does not use; build a "
+                    "bundle with the new weights if the forward computes other weights from this one",
                 )
             for target in targets:
                 kept[target] = _set(loaded, refitter, target, name, tensor, self._shapes.get(target), are_finite)
