@@ -59,7 +59,7 @@ oldest: $(STAMP)
 	$(BIN)/python -m uv venv --quiet --clear --python $(BIN)/python $(OLDEST)
 	$(BIN)/python tools/requirements.py evaluate diffusers gguf peft > $(OLDEST)/requirements.txt
 	$(UV_INSTALL) --resolution lowest-direct --requirement $(OLDEST)/requirements.txt
-	$(UV_INSTALL) pytest pytest-xdist matplotlib
+	$(UV_INSTALL) pytest pytest-xdist matplotlib ftfy
 	$(UV_INSTALL) --no-deps -C cmake.define.TRTCONVERT_CUDA_ARCHITECTURES=90a .
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PARALLEL)
 
