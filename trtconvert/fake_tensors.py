@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trtconvert.mixed_types import tensors_in
+from trtconvert.mixed_types import tensors_in, writes_in_place
 
 
 @contextmanager
 def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
-    """Computes with fake tensors inside the block. Existing tensors may take part. What small ones other than parameters decide
-    alone has values.
+    """Computes with fake tensors inside the block. Existing tensors may take part. Results of small existing tensors have values,
+    unless a parameter takes part, see `_Values`.
 
     Args:
         module: its parameters are fake inside the block. A U-Net takes half the time then, as torch remembers the shapes of an
@@ -44,13 +44,14 @@ def shapes_alone(module: nn.Module | None = None) -> Iterator[FakeTensorMode]:
 
 
 _FEW = 1024
-"""Most numbers of a tensor whose results have values. Models read numbers and decide branches by such buffers."""
+"""Size limit, in elements, of tensors whose results have values. Models read numbers from such buffers, and branch on them."""
 
 
 class _Values(TorchFunctionMode):
-    """Computes with values what small tensors with values decide alone. Parameters do not count: layers are told by them.
+    """Gives results values if all tensor arguments are small, have values, and are not parameters. Layers are identified by their
+    parameters, which therefore stay fake.
 
-    Results are copies. Functions in place compute with values on such copies, and leave a model's tensors alone.
+    Each result is a copy. A function in place writes into such a copy, never into a tensor of the model.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,8 @@ class _Values(TorchFunctionMode):
         named = kwargs or {}
         read = [*tensors_in([*args, *named.values()], floating=False)]
         known = bool(read) and all(type(x) is Tensor and x.numel() <= _FEW for x in read)
-        if not known or ((writes := _writes(func, named)) and read[0] not in self._made):
+        writes = writes_in_place(func) or getattr(func, "__name__", "") == "__set__"
+        if not known or (writes and read[0] not in self._made):
             return func(*args, **named)
         with unset_fake_temporarily():
             result = func(*args, **named)
@@ -71,21 +73,6 @@ class _Values(TorchFunctionMode):
         copied = x.clone()
         self._made[copied] = True
         return copied
-
-
-def _writes(func: Callable[..., Any], named: Mapping[str, Any]) -> bool:
-    """Returns whether a function of torch writes into its first argument, or into an output that is given."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _WRITING or named.get("out") is not None
-
-
-_WRITING = {
-    "__set__",
-    "__setitem__",
-    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")),
-}
-_WRITING |= {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
 
 
 @contextmanager

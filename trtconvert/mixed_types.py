@@ -118,6 +118,30 @@ def tensors_in(values: Iterable[Any], floating: bool = True) -> Iterable[Tensor]
             yield x
 
 
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_IN_PLACE = frozenset(("__setitem__", *(f"__i{name}__" for name in _OPERATORS)))
+
+
+def writes_in_place(func: Callable[..., Any]) -> bool:
+    """Returns whether a function of torch writes into its first argument. torch passes most operators by their method: `add_`."""
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def _narrowest(tensors: Iterable[Tensor]) -> torch.dtype | None:
     return min((x.dtype for x in tensors), key=lambda dtype: dtype.itemsize, default=None)
 

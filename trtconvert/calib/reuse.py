@@ -51,7 +51,7 @@ NOISE_LIKE = 0.9
 """Correlation of the first prediction with the denoiser's input above which the model is taken to predict noise."""
 
 _ELEMENTS = 2**16
-"""Elements of a prediction that products are computed of at once: FP64 copies of a video's trajectory would take gigabytes."""
+"""Elements of each prediction in one FP64 copy: copies of a whole video's trajectory would take gigabytes."""
 
 _ROUNDING = 1e-6
 """Room for the rounding of a share of steps: 0.29 of 100 steps are 28.999999999999996."""
@@ -275,9 +275,10 @@ class _Stated:
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`."""
         apart = (torch.tensor(timesteps, dtype=torch.float64)[:, None] - self._timesteps).abs()
-        known = apart.amin(1) <= self._room[apart.argmin(1)]
+        distances, steps = apart.min(1)
+        known = distances <= self._room[steps]
         self.asked |= bool(known.any())
-        nearest = [int(step) if knows else None for step, knows in zip(apart.argmin(1), known, strict=True)]
+        nearest = [int(step) if knows else None for step, knows in zip(steps, known, strict=True)]
         of = self._schedule
         return Schedule(
             tuple(step is None or of.computed[step] for step in nearest),
@@ -288,8 +289,8 @@ class _Stated:
 
 
 def _room_around(timesteps: Tensor) -> Tensor:
-    """[N] distance at which a scheduler's timestep may be the denoiser's: half of that to the next timestep, because a pipeline
-    may round timesteps to the type of its latents."""
+    """[N] largest distance between a scheduler's timestep and the same timestep at the denoiser: half the gap to the nearest
+    other timestep, because a pipeline may round timesteps to the type of its latents."""
     gaps = timesteps.diff().abs()
     between = torch.minimum(torch.cat([gaps[:1], gaps]), torch.cat([gaps, gaps[-1:]])) / 2
     return between.clamp_min(SAME * float(timesteps.abs().max()))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trtconvert.mixed_types import writes_in_place
 from trtconvert.unfused.layout import Layout
 from trtconvert.unfused.products import PRODUCTS, Product, product_of
 from trtconvert.unfused.steps import (
@@ -165,7 +166,7 @@ class Unfused:
             return
         results = [x for x in _with_entries_of_lists([result]) if isinstance(x, Tensor)]
         name = _name_of(func)
-        writes = func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+        writes = writes_in_place(func)
         for place, x in enumerate(_with_entries_of_lists([*args, *named.values()])):
             known = self._of(x)
             if known is None or not (results or writes) or (place and func in OF_FIRST):
