@@ -16,6 +16,7 @@ from trtconvert.engine.logs import Log, lacks_memory, make_log
 from trtconvert.engine.signals import DeferredSignals
 from trtconvert.engine.timing_cache import load_timings, store_timings
 from trtconvert.errors import TrtconvertError, several
+from trtconvert.files import threads
 
 _NO_KERNEL = "could not find any implementation"
 """Logged if every kernel of a node was skipped. Warnings tell whether memory was the reason."""
@@ -76,6 +77,7 @@ def build_plan(
             builder = trt.Builder(log.logger)
         except TypeError as error:  # the bindings' error for a null pointer
             raise _builder_refusal(log, title) from error
+        builder.max_threads = threads()
         if _scopes and not any(_scopes):
             _scopes[0].append(builder)
         # TensorRT 11 and TensorRT-RTX have no flag: every network is strongly typed.

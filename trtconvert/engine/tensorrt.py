@@ -398,7 +398,7 @@ def _tell_convs(left: Mapping[str, str], watch: BuildWatcher) -> None:
 _TIMED_RUNS = 8
 """Averaged timings of each kernel of a denoiser, as in trtexec. TensorRT's default is one, which is noisier."""
 
-_TIMED_RUNS_OF_OTHERS = 2
+_TIMED_RUNS_OF_OTHERS = 1
 """The same for text encoders and the VAE, which run once for an image: timing the VAE's kernels takes most of its build."""
 
 
