@@ -49,6 +49,7 @@ struct Work {
   OneTileLayout layout;
   uint32_t s_memory;
   uint8_t* memory;
+  const uint8_t* visible;  // with a key mask, the keys that it shows, in shared memory
 };
 
 // A prefetch hint, so it may precede wait_for_previous_kernel().
@@ -86,6 +87,25 @@ __device__ __forceinline__ int raw_key_offset(int keys, int key, int chunk) {
   return ((chunk / 4 * keys + key) * 4 + chunk % 4) * 16;
 }
 
+// Lists the keys that the key mask shows, one key a thread; returns their number. Called by the whole thread block.
+__device__ __forceinline__ int list_visible_keys(const Params& p, int b, uint8_t (&visible)[kKeyTile]) {
+  static_assert(kThreads == kKeyTile);
+  __shared__ int warp_counts[kWarps];
+  const int key = threadIdx.x, lane = key % 32, warp = key / 32;
+  const bool is_visible = key < num_keys_of(p, b) && p.key_mask[b * p.key_mask_strides[0] + key * p.key_mask_strides[1]] != 0;
+  const unsigned of_warp = __ballot_sync(0xffffffffu, is_visible);
+  if (lane == 0) warp_counts[warp] = __popc(of_warp);
+  __syncthreads();
+  int place = __popc(of_warp & ((1u << lane) - 1)), count = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    place += w < warp ? warp_counts[w] : 0;
+    count += warp_counts[w];
+  }
+  if (is_visible) visible[place] = uint8_t(key);
+  __syncthreads();
+  return count;
+}
+
 // Enqueues the copies of K, of V in another group. Keys that do not exist become zeros, whatever their memory holds, and
 // channels of K beyond head_dim.
 template <int kDimQk, int kDimPv>
@@ -97,6 +117,7 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
     return static_cast<const uint8_t*>(tensor) +
            (w.b * strides.batch + w.kv_head * strides.head + lane * 8) * element_size;
   };
+  const auto from = [&](int key) { return int64_t(w.visible ? w.visible[key] : key); };
   const bool has_channels = lane * 8 < p.head_dim;
   const Tensors& tensors = p.parts[0];  // so few keys are all of them
   const uint8_t* const k = source(tensors.k, tensors.k_strides);
@@ -105,7 +126,7 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
       const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + raw_key_offset(w.layout.keys, key, lane),
-                    exists ? k + key * tensors.k_strides.token * element_size : tensors.k, exists);
+                    exists ? k + from(key) * tensors.k_strides.token * element_size : tensors.k, exists);
     }
   commit_copies();
   const uint8_t* const v = source(tensors.v, tensors.v_strides);
@@ -114,7 +135,7 @@ __device__ __forceinline__ void copy_keys_and_values(const Params& p, const Work
     for (int key = threadIdx.x / Lanes; key < w.layout.keys; key += kThreads / Lanes) {
       const bool exists = has_channels && key < w.num_keys;
       copy_or_clear(w.s_memory + w.layout.values() + lane * w.layout.value_pitch() + key * 16,
-                    exists ? v + key * tensors.v_strides.token * element_size : tensors.v, exists);
+                    exists ? v + from(key) * tensors.v_strides.token * element_size : tensors.v, exists);
     }
   commit_copies();
 }
@@ -580,7 +601,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kDimQk>)
   w.kv_head = w.head / p.group;
   prefetch_tables(p, w);
   wait_for_previous_kernel();
-  w.num_keys = num_keys_of(p, w.b);
+  __shared__ uint8_t visible[kKeyTile];
+  w.visible = p.has_key_mask ? visible : nullptr;
+  w.num_keys = p.has_key_mask ? list_visible_keys(p, w.b, visible) : num_keys_of(p, w.b);
 
   // The loads come first: the element's mode takes two more trips to memory.
   copy_keys_and_values<kDimQk, kDimPv>(p, w);

@@ -24,11 +24,11 @@ constexpr int kFewestKeys = 96;  // of a layout
 
 inline OneTileLayout one_tile_layout(const Params& p) { return {p.dims, p.num_keys <= 80 ? kFewestKeys : kKeyTile}; }
 
-// Norms, rotations and gathered keys need the pre-pass, masks take too many registers, and the log-sum-exp is not computed. The
-// largest numbers of keys with many channels do not fit.
+// Norms, rotations and keys with an index need the pre-pass, masks other than key masks take too many registers, and the log-sum-exp
+// is not computed. The largest numbers of keys with many channels do not fit.
 inline bool is_one_tile(const Params& p) {
   return p.num_keys <= kKeyTile && p.mask_kind == TRTCONVERT_MASK_NONE && !p.rotary && !p.q_norm &&
-         !p.block_mask_heads && !p.source_keys && !p.lse &&
+         !p.block_mask_heads && (!p.source_keys || p.has_key_mask) && !p.lse &&
          one_tile_layout(p).bytes() <= kSharedLimit;
 }
 

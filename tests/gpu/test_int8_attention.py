@@ -171,6 +171,13 @@ def test_key_masks_leave_keys_out(mode: Mode, dim: int, keys: int, lengths: list
     index, counts = reference.visible_keys(visible, of_batch, k)
     expected = kernel._run_cuda(q, k, v, timestep, tables, key_index=index, key_lengths=counts, **options)
     torch.testing.assert_close((out, lse), expected, rtol=0, atol=0)
+    few = kernel._run_cuda(
+        q, *reference.gather_keys(k, v, index), timestep, tables, key_lengths=counts, **options | {"return_lse": False}
+    )
+    out = kernel._run_cuda(
+        q, k, v, timestep, tables, mask=visible, key_lengths=of_batch, **options | {"return_lse": False}
+    )
+    torch.testing.assert_close(out, few, rtol=0, atol=0)
     assert (out[1] == 0).all() and torch.isfinite(out).all()
     tables = computed_as((q, k, v), tables, mask=visible, target_arch=target_arch)
     exact = reference.attention(
