@@ -1,18 +1,20 @@
-"""Components that another process exports while the denoiser is calibrated."""
+"""Models that another process exports while the GPU computes."""
 
 import sys
 
 import pytest
 from converted_pipelines import recipe_of, save
 from rich.console import Console
+from support import tiny_recipe
 
 from trtconvert import pipeline
 from trtconvert.cache import Cache
 from trtconvert.errors import UserError
 from trtconvert.models.placed import Place
 from trtconvert.progress import Reporter
+from trtconvert.recipe import load_recipe
 from trtconvert.stages import ahead
-from trtconvert.stages.ahead import ExportsAhead
+from trtconvert.stages.ahead import ExportAhead
 from trtconvert.stages.build import Build
 from trtconvert.stages.components import component_stages
 
@@ -24,20 +26,30 @@ def small_build(folder, place, components):
     return Build(recipe, "weights", place, Cache(folder / "cache"), Reporter(Console(quiet=True)))
 
 
+def ahead_of(build):
+    return ExportAhead(build, "components", component_stages)
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Exports ahead on a CPU too."""
+    for module in (pipeline, ahead):
+        monkeypatch.setattr(module, "pays", lambda build: True)
+
+
 @pytest.mark.soak  # tests/gpu has builds that do so
-def test_another_process_exports_components_into_the_cache(tmp_path):
+def test_another_process_exports_components_into_the_cache(tmp_path, everywhere):
     save(tmp_path / "pipeline", "stable_diffusion")
     build = small_build(tmp_path, Place("cpu", "float32", ""), {"text_encoder": {}})
-    with ExportsAhead(build).ended() as exports:
+    with ahead_of(build).ended() as exports:
         exports.start()
         exports.wait()
     assert component_stages(build)["text_encoder"].reused
 
 
 @pytest.mark.soak
-def test_a_build_with_exports_ahead_calibrates_first(tmp_path, monkeypatch):
+def test_a_build_with_exports_ahead_calibrates_first(tmp_path, everywhere):
     save(tmp_path / "pipeline", "stable_diffusion")
-    monkeypatch.setattr(pipeline, "pays", lambda build: True)
     report = Reporter(Console(quiet=True))
     recipe = recipe_of(tmp_path, "stable_diffusion", {"text_encoder": {}})
     made = pipeline.build(recipe, tmp_path / "bundle", Cache(tmp_path / "cache"), report)
@@ -49,24 +61,34 @@ def test_a_build_with_exports_ahead_calibrates_first(tmp_path, monkeypatch):
     assert "text_encoder" in made.manifest.components
 
 
-def test_a_build_prints_the_errors_of_exports_that_another_process_met(tmp_path, monkeypatch):
+def test_another_process_exports_the_denoiser_beside_the_reference(tmp_path, everywhere):
+    report = Reporter(Console(quiet=True))
+    cache, recipe = Cache(tmp_path / "cache"), load_recipe(tiny_recipe(tmp_path))
+    pipeline.build(recipe, tmp_path / "bundle", cache, report)
+    assert "export" in report.reused and "reference" not in report.reused
+    again = Reporter(Console(quiet=True))
+    pipeline.build(recipe, tmp_path / "bundle", cache, again)  # a process would take longer than reading the cache
+    assert "export denoiser" in report.seconds and "export denoiser" not in again.seconds
+
+
+def test_a_build_prints_the_errors_of_exports_that_another_process_met(tmp_path, everywhere, monkeypatch):
     save(tmp_path / "pipeline", "stable_diffusion")
     build = small_build(tmp_path, Place("cpu", "float32", ""), {"text_encoder_9": {}})
     for program in ("false", "no such program"):
         monkeypatch.setattr(sys, "executable", program)
-        with ExportsAhead(build).ended() as exports:
+        with ahead_of(build).ended() as exports:
             exports.start()
             exports.wait()
     with pytest.raises(UserError, match="has no text_encoder_9"):
         component_stages(build)
 
 
-def test_the_process_ends_with_the_build(tmp_path, monkeypatch):
+def test_the_process_ends_with_the_build(tmp_path, everywhere, monkeypatch):
     build = small_build(tmp_path, Place("cpu", "float32", ""), {"text_encoder": {}})
     (tmp_path / "waiting").write_text("#!/bin/sh\nexec sleep 1000\n")
     (tmp_path / "waiting").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "waiting"))
-    exports = ExportsAhead(build)
+    exports = ahead_of(build)
     with pytest.raises(UserError), exports.ended():
         exports.start()
         raise UserError("no", expected="yes", got="no", remedy="yes")
@@ -74,15 +96,14 @@ def test_the_process_ends_with_the_build(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("components", "place", "cores", "expected"),
+    ("place", "cores", "expected"),
     [
-        ({"all": {}}, Place("cuda", "float16", ""), 16, True),
-        ({"all": {}}, Place("cuda", "float16", ""), 2, False),
-        ({"all": {}}, Place("cuda", "float16", "", offload=True), 16, False),
-        ({"all": {}}, Place("cpu", "float32", ""), 16, False),
-        ({}, Place("cuda", "float16", ""), 16, False),
+        (Place("cuda", "float16", ""), 16, True),
+        (Place("cuda", "float16", ""), 2, False),
+        (Place("cuda", "float16", "", offload=True), 16, False),
+        (Place("cpu", "float32", ""), 16, False),
     ],
 )
-def test_another_process_exports_where_a_gpu_calibrates(tmp_path, monkeypatch, components, place, cores, expected):
+def test_another_process_exports_where_a_gpu_computes(tmp_path, monkeypatch, place, cores, expected):
     monkeypatch.setattr(ahead, "threads", lambda: cores)
-    assert ahead.pays(small_build(tmp_path, place, components)) == expected
+    assert ahead.pays(small_build(tmp_path, place, {"all": {}})) == expected

@@ -39,7 +39,7 @@ from trtconvert.models.placement import choose_place, tell_place
 from trtconvert.models.saved import copy_without_models, pipeline_folder, with_dtype
 from trtconvert.progress import Reporter
 from trtconvert.recipe import ONNX, PlanSection, Recipe, changed_paths, with_paths
-from trtconvert.stages.ahead import ExportsAhead, pays
+from trtconvert.stages.ahead import ExportAhead, pays
 from trtconvert.stages.build import Build
 from trtconvert.stages.calibrate import calibrate_stage
 from trtconvert.stages.common import (
@@ -246,9 +246,9 @@ class _Results:
 def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
     engine_build = EngineBuild(build.recipe.engine, backend, build.cache, build.report)
     calibrated = None
-    if pays(build):
+    if build.recipe.components and pays(build):
         named_components(build)  # wrong names show before the calibration
-        with ExportsAhead(build).ended() as ahead:
+        with ExportAhead(build, "components", component_stages).ended() as ahead:
             calibrated = calibrate_stage(build, ahead.start)
             ahead.wait()
         build.source.leave_gpu()  # makes room for building engines of components
@@ -261,8 +261,10 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
     searched = search_stage(build, calibrated)
     steps = steps_stage(build, plan_stages(build, calibrated, searched))
     planned = steps.planned
-    reference = reference_stage(build)
-    errors = errors_stage(build, planned) if build.place.on_gpu else None
+    with ExportAhead(build, "denoiser", export_stage, planned).ended() as ahead:
+        reference = reference_stage(build, ahead.start)
+        errors = errors_stage(build, planned, ahead.start) if build.place.on_gpu else None
+        ahead.wait()
     build.source.leave_gpu()  # makes room for building and timing engines
     exported = export_stage(build, planned)
     built = engine_stages(engine_build, COMPONENT, component_of(exported), exported)

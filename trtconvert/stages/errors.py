@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,12 @@ if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 
-def errors_stage(build: Build, planned: Planned) -> Stage:
-    """Measures the error of each converted site and layer at its own output, on a GPU. Writes decibels by timestep bin."""
+def errors_stage(build: Build, planned: Planned, meanwhile: Callable[[], None] = lambda: None) -> Stage:
+    """Measures the error of each converted site and layer at its own output, on a GPU. Writes decibels by timestep bin.
+
+    Args:
+        meanwhile: starts work that may run beside this stage; not called if the cache has the stage.
+    """
     recipe = build.recipe
     section = recipe.verify
     asked = {"seed": section.seed, "samples": section.samples, "bins": recipe.calibration.bins}
@@ -27,6 +32,7 @@ def errors_stage(build: Build, planned: Planned) -> Stage:
         from trtconvert.calib.data import batches_of, samples_for_errors
         from trtconvert.evaluate import verify
 
+        meanwhile()
         source = build.source.placed()
         sites, layers = int8_in_torch(recipe, source, planned)
         samples = samples_for_errors(planned.calibrated.chosen_sites, section.samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 
-def reference_stage(build: Build) -> Stage:
-    """Draws samples in full precision for comparison with INT8. Writes the images, and a denoiser call of every timestep bin."""
+def reference_stage(build: Build, meanwhile: Callable[[], None] = lambda: None) -> Stage:
+    """Draws samples in full precision for comparison with INT8. Writes the images, and a denoiser call of every timestep bin.
+
+    Args:
+        meanwhile: starts work that may run beside this stage; not called if the cache has the stage.
+    """
     recipe, place = build.recipe, build.place
     section, bins = recipe.verify, recipe.calibration.bins
     drawn = section.model_dump(mode="json", include={"samples", "steps", "sampler", "seed"})
@@ -32,6 +37,7 @@ def reference_stage(build: Build) -> Stage:
         from trtconvert.calib.finite_calls import require_finite_samples
         from trtconvert.evaluate import verify
 
+        meanwhile()
         bar.total(len(batches_of(section.samples, verify.BATCH)) + 1)
         with build.crew.sharing(_drawn):
             images, recorder = _drawn(build, bar)
