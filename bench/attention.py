@@ -1,6 +1,6 @@
 """Attention on one GPU: our modes beside cuDNN and FlashAttention and, where importable, SageAttention and more.
 
-    python bench/attention.py [--sweep] [--energy SECONDS] [--output FOLDER]
+    python bench/attention.py [--sweep | --prompts] [--energy SECONDS] [--output FOLDER]
     python bench/attention.py --sinks
 
 Peers that need a package: SageAttention (sageattention), flash-attn-4, FlashAttention-3 in BF16 and FP8 (fa3-fwd), cuDNN's FP8
@@ -39,13 +39,14 @@ from trtconvert.models.recorded_calls import relative_error
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of one call, with as many keys as queries, or the keys of a prompt."""
+    """The shape of one call, with as many keys as queries, or the keys of a prompt; `masked`: under a key mask that shows all."""
 
     batch: int
     heads: int
     queries: int
     dim: int
     prompt: int = 0
+    masked: bool = False
 
     @property
     def keys(self) -> int:
@@ -53,14 +54,20 @@ class Shape:
 
     def __str__(self) -> str:
         keys = f", {self.prompt} keys" if self.prompt else ""
-        return f"{self.batch} {self.heads} {self.queries} {self.dim}{keys}"
+        return f"{self.batch} {self.heads} {self.queries} {self.dim}{keys}{', masked' * self.masked}"
+
+    def mask(self) -> Tensor | None:
+        """[B, 1, 1, M] the key mask."""
+        return torch.ones(self.batch, 1, 1, self.keys, dtype=torch.bool, device="cuda") if self.masked else None
 
 
 SHAPES = [Shape(1, 24, 1024, 128), Shape(1, 24, 4096, 128), Shape(1, 24, 16384, 128)]
 SHAPES += [Shape(2, 10, 4096, 64), Shape(1, 24, 16384, 64), Shape(2, 8, 4096, 40)]
 # Attention of SDXL and SD 1.5 to a prompt, and the longest prompt for the kernel of one tile of keys.
 PROMPTS = [Shape(2, 20, 1024, 64, 77), Shape(2, 10, 4096, 64, 77), Shape(2, 8, 4096, 40, 77), Shape(2, 8, 1024, 80, 77)]
-PROMPTS += [Shape(1, 24, 4096, 128, 128)]
+# Of Flux, of PixArt-Σ with its 300 tokens and with fewer, and of LTX-Video.
+PROMPTS += [Shape(1, 24, 4096, 128, 128), Shape(2, 16, 4096, 72, 300, True), Shape(2, 16, 4096, 72, 120, True)]
+PROMPTS += [Shape(1, 32, 4992, 64, 128, True)]
 SWEEP = [Shape(1, 24, n, 128) for n in (512, 2048, 8192, 32768)] + [Shape(b, 10, 4096, 64) for b in (1, 8, 16, 32)]
 EIGHT_BIT_PEAK = 1979.0  # TFLOP/s of an H100 or H200: the ceiling of both products in 8 bits
 ROUNDS, REPEATS, WARM_UP, ROTATION = 4, 9, 3, 3
@@ -88,16 +95,19 @@ class Figure:
         return 4 * s.batch * s.heads * s.queries * s.keys * s.dim / self.microseconds / 1e6
 
 
-def sdpa(backend: SDPBackend) -> Attention:
+def sdpa(backend: SDPBackend, mask: Tensor | None = None) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, mask)
 
     return attend
 
 
-def peers() -> dict[str, Attention]:
-    """Returns the installed peers, by name."""
+def peers(mask: Tensor | None = None) -> dict[str, Attention]:
+    """Returns the installed peers that take the mask, by name."""
+    if mask is not None:
+        backends = {"cuDNN FP16": SDPBackend.CUDNN_ATTENTION, "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION}
+        return {name: sdpa(backend, mask) for name, backend in backends.items()}
     found = {"cuDNN FP16": sdpa(SDPBackend.CUDNN_ATTENTION), "FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION)}
     with contextlib.suppress(ImportError):
         found["SageAttention"] = importlib.import_module("sageattention").sageattn
@@ -239,11 +249,11 @@ def _to_fp8(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return [(x / s[:, :, None, None]).to(torch.float8_e4m3fn) for x, s in zip(tensors, scales, strict=True)], scales
 
 
-def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor]) -> Attention:
+def ours(mode: Mode, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None = None) -> Attention:
     tables = reference.tables_from_data(*inputs, mode)
     timestep = torch.zeros(inputs[0].shape[0], device="cuda")
     # The dispatcher of torch's custom operators would take longer than a short launch.
-    return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, tables, scaling="dynamic")
+    return lambda q, k, v: kernel._run_cuda(q, k, v, timestep, tables, mask=mask, scaling="dynamic")
 
 
 def time_calls(calls: Sequence[Callable[[], object]]) -> list[float]:
@@ -336,9 +346,9 @@ def candidates(shape: Shape) -> list[Candidate]:
     """Returns the kernels that take this shape, each called once."""
     sets = [inputs_of(shape) for _ in range(ROTATION)]
     expected = exact(*sets[0]) if shape.queries <= LARGEST_EXACT else None
-    by_name = {name: [attend] * ROTATION for name, attend in peers().items()}
+    by_name = {name: [attend] * ROTATION for name, attend in peers(shape.mask()).items()}
     for mode in Mode:
-        by_name[f"mode {int(mode)} {mode.name.lower()}"] = [ours(mode, inputs) for inputs in sets]
+        by_name[f"mode {int(mode)} {mode.name.lower()}"] = [ours(mode, inputs, shape.mask()) for inputs in sets]
     found = []
     for name, attends in by_name.items():
         calls = [lambda a=a, x=x: a(*x) for a, x in zip(attends, sets, strict=True)]
@@ -446,7 +456,9 @@ def sink_table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="also N 512…32768 and B 1…32")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--sweep", action="store_true", help="also N 512…32768 and B 1…32")
+    which.add_argument("--prompts", action="store_true", help="only attention to prompts")
     parser.add_argument(
         "--energy", type=float, default=0.0, metavar="SECONDS", help="sample power this long per kernel"
     )
@@ -458,7 +470,7 @@ def main() -> None:
         print(f"{title}, torch {torch.__version__}\n\n{sink_table()}")
         return
     by_shape = []
-    for shape in SHAPES + PROMPTS + (SWEEP if arguments.sweep else []):
+    for shape in PROMPTS if arguments.prompts else SHAPES + PROMPTS + (SWEEP if arguments.sweep else []):
         by_shape.append(measure(shape))
         torch.cuda.empty_cache()
     if arguments.energy:
