@@ -243,7 +243,7 @@ def _microseconds(us: float) -> str:
 def _calibration(made: Provenance) -> str:
     text = f"{sum(made.observed)} denoiser calls on {made.data}, {made.bins} timestep bins, statistic {made.statistic}"
     if made.skipped:
-        text += f"; {len(made.skipped)} bad samples skipped: {'; '.join(made.skipped)}"
+        text += f"; {len(made.skipped)} skipped as bad: {'; '.join(made.skipped)}"
     return text
 
 

@@ -108,7 +108,7 @@ def test_skipped_samples_are_counted_and_listed(tmp_path):
     arguments = ("--data", tmp_path / "images", "-n", 8, "-o", output, "--cache", tmp_path / "cache")
     outcome = run("calibrate", RECIPE, *arguments, "--skip-bad")
     assert outcome.exit_code == 0, outcome.output
-    assert "1 bad samples left out:" in outcome.output and "03.png" in outcome.output
+    assert "1 skipped as bad:" in outcome.output and "03.png" in outcome.output
     made = Calibration.load(output)
     assert len(made.provenance.skipped) == 1
     # The default statistic counts clipped elements, too.
@@ -135,7 +135,7 @@ def test_a_build_leaves_bad_samples_out_only_when_it_is_asked_to(tmp_path, digit
     assert outcome.exit_code == 0, outcome.output
     assert len(Calibration.load(tmp_path / "bundle" / "calibration.safetensors").provenance.skipped) == 1
     for told in (outcome.output, run("inspect", tmp_path / "bundle").output):
-        assert "1 bad samples left out" in " ".join(told.replace("│", " ").split())
+        assert "1 skipped as bad:" in " ".join(told.replace("│", " ").split())
     # A build that skips nothing does not reuse a calibration with skipped samples.
     refusal(run(*arguments), "is damaged at sample 2")
 

@@ -117,5 +117,5 @@ def summary(made: Calibration) -> list[str]:
         )
         lines.append(f"clipped elements: at most {worst[0]:.3%} of a head, in {worst[2]} of {worst[1]}")
     if p.skipped:
-        lines += [f"{len(p.skipped)} bad samples left out:", *(f"  {bad}" for bad in p.skipped)]
+        lines += [f"{len(p.skipped)} skipped as bad:", *(f"  {bad}" for bad in p.skipped)]
     return lines
