@@ -16,7 +16,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, rows_of_groups
+from trtconvert.noted import Groups, GroupsOfCalls, Noted, Notes, TensorFields, rows_of_groups, samples_of
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -112,7 +112,10 @@ class RangeObserver:
         """
         taken = self.notes.take()
         reduced = {
-            site: {name: torch.cat([entry.reduced[name] for _, entry in seen]).float() for name in seen[0][1].reduced}
+            site: {
+                name: samples_of(seen, lambda entry, name=name: entry.reduced[name]).float()
+                for name in seen[0].entry.reduced
+            }
             for site, seen in taken.items()
         }
         # The extremes are NaN or Inf if any element is, and so is the largest of the extremes.
@@ -120,8 +123,9 @@ class RangeObserver:
             site: torch.stack([x.abs().amax((1, 2)).isfinite() for x in of.values()]) for site, of in reduced.items()
         }
 
-        def rows(site: str, entries: Sequence[_Extremes], groups: Groups) -> Rows:
-            return _rows(reduced[site], torch.tensor([entry.tokens for entry in entries]), groups)
+        def rows(site: str, seen: Sequence[Noted[_Extremes]], groups: Groups) -> Rows:
+            tokens = [count for noted in seen for count in noted.in_calls(noted.entry.tokens)]
+            return _rows(reduced[site], torch.tensor(tokens), groups)
 
         def refusal(site: str, sample: int, timestep: float) -> UserError:
             broken = (~finite[site][:, sample]).long().argmax()
