@@ -1,7 +1,7 @@
 """Statistics of finished batches on disk, so that an interrupted calibration resumes.
 
-Rows are stored in one file per batch. The process that wrote a file reads it again only if memory has no room for its rows. Counts
-of elements are sums: one file per process, replaced after each batch, which lists its batches.
+Rows are stored in one file per batch. The process that wrote a file reads it again only if memory has no room for its rows.
+Counts of elements are sums: one file per process, replaced after each batch, which lists its batches.
 """
 
 from __future__ import annotations
