@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,8 +51,14 @@ class Rows(TensorFields):
     v_high: Tensor
     v_total: Tensor
 
-    def of_bin(self, index: int) -> Rows:
-        return self.select(self.bin == index)
+    def by_bin(self) -> dict[int, Rows]:
+        """Returns the rows of each bin that has some, in ascending order of the bins."""
+        ordered = self.select(self.bin.argsort(stable=True))
+        bins, counts = (found.tolist() for found in ordered.bin.unique_consecutive(return_counts=True))
+        ends = accumulate(counts)
+        return {
+            index: ordered.select(slice(end - count, end)) for index, count, end in zip(bins, counts, ends, strict=True)
+        }
 
     def mean(self, name: str) -> Tensor:
         """[Hkv, D] FP32 mean of "k" or "v" over all rows."""
@@ -173,20 +180,20 @@ def _non_finite(site: str, reduced: str, timestep: float) -> UserError:
 
 def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
     """Returns `k_offset` and `v_offset` of every site: means [T, Hkv, D] of each bin, or of the nearest bin with rows."""
-    return {
-        site: {
-            f"{name}_offset": spread({i: rows.of_bin(i).mean(name) for i in seen_bins(rows)}, bins)
+    found = {}
+    for site, rows in records.items():
+        by_bin = rows.by_bin()
+        found[site] = {
+            f"{name}_offset": spread({index: seen.mean(name) for index, seen in by_bin.items()}, bins)
             for name in ("k", "v")
         }
-        for site, rows in records.items()
-    }
+    return found
 
 
 def ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, bins: int) -> dict[str, Tensor]:
     """Returns ranges about the means, a quantile of the calls' maxima: "q" [T, H], "k" [T, Hkv] and "v" [T, Hkv, D]."""
     by_bin: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
-    for index in seen_bins(rows):
-        seen = rows.of_bin(index)
+    for index, seen in rows.by_bin().items():
         maxima = {
             "q": seen.q_amax,
             "k": seen.amax("k", means["k_offset"][index]).amax(-1),

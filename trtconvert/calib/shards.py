@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.blocks import BlockRows
 from trtconvert.attention.ranges import Rows
 from trtconvert.calib.histogram import Histograms
 from trtconvert.calib.layer_observer import LayerRows
+from trtconvert.calib.record import RowWriter
 from trtconvert.files import whole_file
 
 _ROWS, _ELEMENTS = "rows-", "elements-"
@@ -170,9 +170,11 @@ class Shards(Mapping[str, Rows]):
             return file.metadata()
 
     def _save(self, stem: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-        with whole_file(self._path(stem)) as partial:
-            # Python's write reports a full disk; safetensors' own does not.
-            partial.write_bytes(save(dict(tensors), metadata))
+        # Readers need tensors at multiples of their elements' size.
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        # Python's write reports a full disk; safetensors' own does not, and copies all tensors before.
+        with whole_file(self._path(stem)) as partial, partial.open("wb") as file:
+            RowWriter(file, 0, {}, dict(ordered), metadata)
 
 
 def _narrow(counts: Tensor) -> Tensor:
