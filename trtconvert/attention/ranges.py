@@ -156,7 +156,7 @@ def _rows(reduced: dict[str, Tensor], tokens: Tensor, groups: Groups) -> Rows:
 
     q_amax = torch.maximum(reduced["q_high"], -reduced["q_low"]).amax(-1)
     return Rows(
-        bin=groups.bin.clone(),  # tensors of a safetensors file may not share memory
+        bin=groups.bin,
         tokens=tokens[groups.call] * groups.counts,
         q_amax=over_group(q_amax, torch.amax),
         k_low=over_group(reduced["k_low"], torch.amin),

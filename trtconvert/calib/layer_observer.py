@@ -147,7 +147,7 @@ class LayerObserver:
         starts = groups.counts.cumsum(0) - groups.counts
         taken = groups.order[starts[:, None] + each % groups.counts[:, None]]
         return LayerRows(
-            bin=groups.bin.clone(),  # tensors of a safetensors file may not share memory
+            bin=groups.bin,
             rows=rows[groups.call] * groups.counts,
             low=groups.over(low, torch.amin).cpu(),
             high=groups.over(high, torch.amax).cpu(),

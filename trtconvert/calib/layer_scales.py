@@ -332,20 +332,17 @@ def _fitted(choices: Sequence[_Choice], seen: _Points, weight: Tensor) -> _Moved
     of_x = seen.amax_of_calls(offset).amax(1)
     factor = _factors(of_x, of_weight, [choice.exponent for choice in choices])
     scaled = weight / factor[:, None]
-    stored, scale = quantise_weight(scaled.flatten(0, 1))
-    difference = (stored.float() * scale[:, None]).view_as(scaled) - scaled
-    return _Moved(offset, factor, scaled.double().square().sum(1), difference.double().square().sum(1))
+    return _Moved(offset, factor, scaled, scaled.double().square().sum(1))
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """Offsets and factors of C choices; squared norms of the weights of each channel of x̂, and of their change by quantisation.
-    All are [C, K]."""
+    """Offsets and factors [C, K] of C choices; weights of x̂ [C, N', K], and squared norms [C, K] of those of each channel."""
 
     offset: Tensor
     factor: Tensor
+    weight: Tensor
     squares: Tensor
-    differences: Tensor
 
     def errors_on(self, held: _Points, fitted: _Points, met: Tensor) -> Tensor:
         """Returns the errors [C] on `held` with the scales that are best for `fitted`.
@@ -356,7 +353,13 @@ class _Moved:
         # The weights' error multiplies x, not x̂: see `layer_tables`.
         squares = (held.x * self.factor[:, None]).double().square().mean(1) * met
         limits = self._scaled(fitted).best_limits()
-        return self._scaled(held).errors_at(limits[:, None])[:, 0] + (squares * self.differences).sum(1)
+        return self._scaled(held).errors_at(limits[:, None])[:, 0] + (squares * self._weight_errors()).sum(1)
+
+    def _weight_errors(self) -> Tensor:
+        """[C, K] squared norms of the change of each channel's weights by quantisation."""
+        stored, scale = quantise_weight(self.weight.flatten(0, 1))
+        difference = (stored.float() * scale[:, None]).view_as(self.weight) - self.weight
+        return difference.double().square().sum(1)
 
     def scales_for(self, points: _Points, statistic: str, quantile: float) -> Tensor:
         """Returns the scales [T] of the only choice for T bins."""
