@@ -223,7 +223,10 @@ _Rows = TypeVar("_Rows")
 
 def samples_of(seen: Sequence[Noted[Any]], tensor: Callable[[Any], Tensor]) -> Tensor:
     """Returns a tensor [B, …] of a module's entries over the samples of all calls; tensor: takes it from an entry."""
-    return torch.cat([tensor(noted.entry).flatten(0, 1) for noted in seen])
+    found = [tensor(noted.entry) for noted in seen]
+    if len({x.shape[1:] for x in found}) > 1:  # calls with other numbers of samples
+        return torch.cat([x.flatten(0, 1) for x in found])
+    return torch.cat(found).flatten(0, 1)  # flattening the parts of a replay would copy them
 
 
 def rows_of_groups(

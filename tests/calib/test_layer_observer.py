@@ -70,6 +70,13 @@ def test_successive_calls_keep_rows_of_other_places():
     assert len(samples.flatten(0, 1).unique(dim=0)) == 8 * ROWS
 
 
+def test_calls_may_have_different_numbers_of_samples():
+    few, more = random(2, 8, 16), random(3, 8, 16, seed=1)
+    rows = observed(call(few, [1.0, 9.0]), call(more, [1.0, 1.0, 9.0]))["layer"]
+    assert rows.bin.tolist() == [0, 3, 0, 3] and rows.rows.tolist() == [8, 8, 16, 8]
+    assert torch.equal(rows.low, torch.stack([x.amin((0, 1)) for x in (few[:1], few[1:], more[:2], more[2:])]))
+
+
 def test_half_precision_is_kept_as_it_is():
     x = random(1, 8, 16).half()
     rows = observed(call(x, [1.0]))["layer"]
