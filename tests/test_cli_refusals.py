@@ -210,13 +210,17 @@ def test_a_recipe_is_refused_by_the_program_too(tmp_path):
     assert contents(tmp_path).keys() == {"recipe.yaml"}
 
 
-def test_a_missed_gate_ends_the_build_and_keeps_the_earlier_bundle(tiny_build, tmp_path):
+@pytest.mark.parametrize("has_place", [True, False])
+def test_a_missed_gate_ends_the_build_and_keeps_the_earlier_bundle(tiny_build, tmp_path, has_place):
     cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")
     output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")
     before = contents(output)
+    if not has_place:
+        (tmp_path / "bundle.missed").write_text("a file of the user")
     recipe = tiny_recipe(tmp_path, verify={"min_site_sqnr": 200})
     outcome = run("build", recipe, "-o", output, "--cache", cache)
     assert outcome.exit_code == 1
+    assert ("could not be kept" in outcome.output) != has_place
     for part in ("gate missed", "expected: >= 200", "got: ", "the worst site is denoiser in timestep bin", "remedy: "):
         assert part in outcome.output
     assert contents(output) == before

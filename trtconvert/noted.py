@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, islice
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -31,6 +32,23 @@ class TensorFields:
         return type(self)(**{name: x[chosen] for name, x in self.tensors().items()})
 
 
+@dataclass(frozen=True)
+class Noted(Generic[Entry]):
+    """The entry of a module in some calls.
+
+    Attributes:
+        places: of the calls among those of all modules, ascending.
+        entry: its tensors have the calls as a first dimension; its plain values hold for all of the calls.
+    """
+
+    places: Sequence[int]
+    entry: Entry
+
+    def in_calls(self, value: int) -> list[int]:
+        """Returns a plain value of the entry for each call."""
+        return [value] * len(self.places)
+
+
 class Notes(Generic[Entry]):
     """Entries by the name of the called module. An entry is a dataclass of tensors, dicts of tensors and plain values.
 
@@ -39,27 +57,56 @@ class Notes(Generic[Entry]):
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[str, Entry]] = []
+        self._items: deque[tuple[str, Entry] | _Replay] = deque()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._items)
 
     def add(self, name: str, entry: Entry) -> None:
-        self._entries.append((name, entry))
+        self._items.append((name, entry))
 
-    def take(self) -> dict[str, list[tuple[int, Entry]]]:
-        """Returns the entries since the last `take` by name, each with its place among the entries of all names."""
-        found: dict[str, list[tuple[int, Entry]]] = {}
-        for place, (name, entry) in enumerate(self._entries):
-            found.setdefault(name, []).append((place, entry))
-        self._entries = []
+    def add_replay(self, packed: PackedEntries, numbers: list[Tensor]) -> None:
+        """Adds the entries of a replay, see `PackedEntries.add_copies`."""
+        self._items.append(_Replay(packed, numbers))
+
+    def take(self) -> dict[str, list[Noted[Entry]]]:
+        """Returns the entries since the last `take` by name, in the order of the calls."""
+        found: dict[str, list[Noted[Entry]]] = {}
+        items, self._items = self._items, deque()
+        drained = (items.popleft() for _ in range(len(items)))  # frees the numbers of replays on the way
+        place = 0
+        for packed, group in groupby(drained, lambda item: item.packed if isinstance(item, _Replay) else None):
+            if packed is None:
+                for name, entry in group:  # type: ignore[misc]  # no replay is among them
+                    alone = _with_tensors(entry, lambda x: x.unsqueeze(0))
+                    found.setdefault(name, []).append(Noted(range(place, place + 1), alone))
+                    place += 1
+                continue
+            for entries, calls in packed.entries_of(replay.numbers for replay in group):  # type: ignore[union-attr]
+                for index, (name, entry) in enumerate(entries):
+                    places = range(place + index, place + calls * len(entries), len(entries))
+                    found.setdefault(name, []).append(Noted(places, entry))
+                place += calls * len(entries)
         return found
 
     def cut(self, start: int) -> list[tuple[str, Entry]]:
-        """Removes and returns the entries from place `start` on."""
-        cut = self._entries[start:]
-        del self._entries[start:]
-        return cut
+        """Removes and returns the entries from place `start` on, none of which is a replay's."""
+        return [self._items.pop() for _ in range(len(self._items) - start)][::-1]  # type: ignore[misc]
+
+
+def _with_tensors(entry: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns an entry with changed tensors."""
+
+    def changed(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return change(x)
+        return {name: changed(y) for name, y in x.items()} if isinstance(x, dict) else x
+
+    return replace(entry, **{name: changed(x) for name, x in vars(entry).items()})
+
+
+_TOGETHER = 8
+"""Replays whose numbers are joined at once, which takes as much memory again for a while."""
 
 
 class PackedEntries:
@@ -81,20 +128,41 @@ class PackedEntries:
             kind: torch.cat([tensors[key].reshape(-1) for key in members]) for kind, members in self._members.items()
         }
 
+        names = [name for name, _ in entries]
+        self._together = _TOGETHER if len({*names}) == len(names) else 1  # the calls of a name stay in order
+
     def add_copies(self, notes: Notes[Any]) -> None:
         """Adds the entries to notes, with copies of the numbers that the last replay left."""
-        copies: dict[int, Tensor] = {}
-        for kind, members in self._members.items():
-            parts = self._packed[kind].clone().split([shape.numel() for shape in members.values()])
-            copies |= {key: part.view(shape) for (key, shape), part in zip(members.items(), parts, strict=True)}
+        notes.add_replay(self, [packed.clone() for packed in self._packed.values()])
 
-        def copied(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return copies[id(x)]
-            return {name: copied(y) for name, y in x.items()} if isinstance(x, dict) else x
+    def entries_of(self, replays: Iterable[list[Tensor]]) -> Iterator[tuple[list[tuple[str, Any]], int]]:
+        """Joins replays, given the numbers that each left.
 
-        for name, entry in self._entries:
-            notes.add(name, replace(entry, **{f.name: copied(getattr(entry, f.name)) for f in fields(entry)}))
+        Yields:
+            The entries of some replays, as in `Noted`, and their number.
+        """
+        replays = iter(replays)
+        while some := [*islice(replays, self._together)]:
+            calls, joined = len(some), self._joined(some)
+            some.clear()  # frees the copies
+            yield [(name, _with_tensors(entry, lambda x, of=joined: of[id(x)])) for name, entry in self._entries], calls
+
+    def _joined(self, replays: Sequence[list[Tensor]]) -> dict[int, Tensor]:
+        """Returns each tensor of the entries, [calls, …], by its identity."""
+        found: dict[int, Tensor] = {}
+        for members, copies in zip(self._members.values(), zip(*replays, strict=True), strict=True):
+            parts = torch.stack(copies).split([shape.numel() for shape in members.values()], 1)
+            for (key, shape), part in zip(members.items(), parts, strict=True):
+                found[key] = part.view(len(replays), *shape)
+        return found
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A replay of a recorded forward, and copies of the numbers that it left."""
+
+    packed: PackedEntries
+    numbers: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -153,11 +221,19 @@ class GroupsOfCalls:
 _Rows = TypeVar("_Rows")
 
 
+def samples_of(seen: Sequence[Noted[Any]], tensor: Callable[[Any], Tensor]) -> Tensor:
+    """Returns a tensor [B, …] of a module's entries over the samples of all calls; tensor: takes it from an entry."""
+    found = [tensor(noted.entry) for noted in seen]
+    if len({x.shape[1:] for x in found}) > 1:  # calls with other numbers of samples
+        return torch.cat([x.flatten(0, 1) for x in found])
+    return torch.cat(found).flatten(0, 1)  # flattening the parts of a replay would copy them
+
+
 def rows_of_groups(
-    taken: Mapping[str, Sequence[tuple[int, Any]]],
+    taken: Mapping[str, Sequence[Noted[Any]]],
     finite: Mapping[str, Tensor],
     groups: GroupsOfCalls,
-    rows: Callable[[str, Sequence[Any], Groups], _Rows],
+    rows: Callable[[str, Sequence[Noted[Any]], Groups], _Rows],
     refusal: Callable[[str, int, float], Exception],
 ) -> dict[str, _Rows]:
     """Computes the rows of each name from its entries, or raises the refusal of the first call with NaN or Inf.
@@ -166,21 +242,21 @@ def rows_of_groups(
         taken: see `Notes.take`; the entries have a `timestep` [B]; finite: [N] true for samples without NaN and Inf.
         rows: of a name, its entries and their groups; refusal: of a name, a sample's number and its timestep.
     """
-    of_names = [torch.cat([entry.timestep for _, entry in seen]) for seen in taken.values()]
+    of_names = [samples_of(seen, lambda entry: entry.timestep) for seen in taken.values()]
     # All names share one transfer from the GPU, as every transfer synchronises.
     timesteps = torch.cat(of_names).cpu().split([len(x) for x in of_names]) if of_names else ()
     good = torch.stack([x.all() for x in finite.values()]).cpu() if finite else torch.ones(0)
     found: dict[str, _Rows] = {}
     damaged: list[tuple[int, Exception]] = []
     for (name, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
-        sizes = [len(entry.timestep) for _, entry in seen]
+        sizes = [size for noted in seen for size in noted.in_calls(noted.entry.timestep.shape[1])]
         if is_good:
-            found[name] = rows(name, [entry for _, entry in seen], groups(sizes, timestep))
+            found[name] = rows(name, seen, groups(sizes, timestep))
         else:
             sample = int((~finite[name]).long().argmax())
-            damaged.append(
-                (seen[bisect_right([*accumulate(sizes)], sample)][0], refusal(name, sample, timestep[sample].item()))
-            )
+            places = [place for noted in seen for place in noted.places]
+            call = bisect_right([*accumulate(sizes)], sample)
+            damaged.append((places[call], refusal(name, sample, timestep[sample].item())))
     if damaged:
         raise min(damaged, key=lambda item: item[0])[1]
     return found

@@ -88,7 +88,7 @@ def optimize(
     bundle = Path(folder or default_folder() / "optimized") / _key(pipe, name, sections)
     report = Reporter(Console(highlight=False, stderr=True, quiet=quiet))
     cache = Cache(default_folder())
-    with _usual_defaults():
+    with _usual_defaults(gpu):
         if not (bundle / MANIFEST).is_file():
             with temporary_folder() as place:
                 save(pipe, place / "pipeline")
@@ -101,11 +101,15 @@ def optimize(
 
 
 @contextmanager
-def _usual_defaults() -> Iterator[None]:
-    """In the block new tensors are FP32 and on the CPU, and nothing is cast, as builds expect, whatever the program does."""
+def _usual_defaults(gpu: torch.device | None) -> Iterator[None]:
+    """In the block new tensors are FP32, on the CPU and usable by autograd, and nothing is cast, as builds expect, whatever the
+    program does. The GPU is the current one."""
     import torch
 
     with ExitStack() as stack:
+        if gpu is not None:
+            stack.enter_context(torch.cuda.device(gpu))
+        stack.enter_context(torch.inference_mode(False))
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
         if torch.get_default_device().type != "cpu":
@@ -116,9 +120,7 @@ def _usual_defaults() -> Iterator[None]:
 
 
 def _loaded(bundle: Path, gpu: torch.device | None, report: Reporter, cache: Cache) -> LoadedBundle:
-    """Loads the bundle on the CPU or a GPU, and compiles it for the GPU if no engine fits."""
-    import torch
-
+    """Loads the bundle on the CPU or the current GPU, and compiles it for the GPU if no engine fits."""
     from trtconvert import runtime
     from trtconvert.compile import compile_bundle
 
@@ -127,8 +129,7 @@ def _loaded(bundle: Path, gpu: torch.device | None, report: Reporter, cache: Cac
     try:
         return runtime.load(bundle, backend="tensorrt", device=gpu)
     except BackendUnavailable:  # the engine is for another GPU or TensorRT
-        with torch.cuda.device(gpu):
-            compile_bundle(bundle, report, cache)
+        compile_bundle(bundle, report, cache)
         return runtime.load(bundle, backend="tensorrt", device=gpu)
 
 

@@ -272,7 +272,10 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
     try:
         quality, built = check_gates(build.recipe, planned, verified, built)
     except GateError:
-        build.report.notice(f"the samples that missed the gate are in {_keep_evidence(verified, output)}")
+        try:
+            build.report.notice(f"the samples that missed the gate are in {_keep_evidence(verified, output)}")
+        except OSError as error:  # the gate is what the user needs to know
+            build.report.notice(f"the samples that missed the gate could not be kept: {error}")
         raise
     quality = quality.model_copy(update={"component_errors": component_errors})
     return _Results(

@@ -270,7 +270,7 @@ def test_samples_of_one_call_go_to_their_own_bins():
     rows = observer.finish()["site"]
     assert rows.bin.tolist() == [0, 1]
     assert rows.q_amax.flatten().tolist() == [3.0, 4.0]
-    assert rows.of_bin(1).mean("v").unique().tolist() == [3.0]
+    assert rows.by_bin()[1].mean("v").unique().tolist() == [3.0]
     assert rows.tokens.tolist() == [4, 4]
 
 
@@ -285,7 +285,7 @@ def test_frames_of_a_sample_are_observed_together():
     assert folded.bin.tolist() == [0, 1] and folded.tokens.tolist() == [15, 15]
     for name, x in joined.tensors().items():
         if name != "bin":
-            torch.testing.assert_close(folded.of_bin(0).tensors()[name], x, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(folded.by_bin()[0].tensors()[name], x, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_merge_by_concatenation():

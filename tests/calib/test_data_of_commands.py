@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from trtconvert.calib.calibration import Calibration
 from trtconvert.errors import UserError
 from trtconvert.progress import Reporter
 from trtconvert.recipe import AttentionSection, CalibrationSection, load_recipe
+from trtconvert.stages.calibrate import _refuse_unfit_steps as refuse_unfit_steps
 
 
 @pytest.mark.parametrize(
@@ -288,3 +290,24 @@ def test_options_of_the_command_line_replace_the_recipe_s(tmp_path):
     recipe = load_recipe(RECIPE)
     changed = _with_data(RECIPE, "package.module:function", 5, Reporter(Console(quiet=True))).calibration
     assert (changed.data, changed.samples, changed.steps) == ("package.module:function", 5, recipe.calibration.steps)
+
+
+def test_numbers_of_steps_are_checked_where_the_calibration_draws(tmp_path):
+    """A file of a calibration has no steps, and the recipe could not set any."""
+
+    def few(denoiser, seeds, **options):
+        if options["steps"] > 10:
+            raise UserError("too many steps", expected="1 to 10", got=str(options["steps"]), remedy="lower it")
+        return model.sample(denoiser, seeds, **options)
+
+    model = tiny_models.build()
+    limited = replace(model, sample=few)
+    (tmp_path / "a.txt").write_text("a house\n")
+    made = {"from": "made.safetensors", "bins": 2}
+    for section, refused in (({"data": "a.txt", "steps": 20}, True), ({"data": "a.txt", "steps": 4}, False)):
+        recipe = load_recipe(tiny_recipe(tmp_path, calibration=section))
+        with pytest.raises(UserError, match=r"calibration\.steps") if refused else nullcontext():
+            refuse_unfit_steps(recipe, limited)
+    path = tiny_recipe(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"calibration": made}))
+    refuse_unfit_steps(load_recipe(path), limited)

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny_layers import CHOSEN, build, random
 
+from trtconvert.calib import shards
 from trtconvert.calib.layer_observer import ROWS, LayerObserver, LayerRows
 from trtconvert.calib.shards import Shards
 from trtconvert.errors import UserError
@@ -66,6 +68,13 @@ def test_successive_calls_keep_rows_of_other_places():
     x = random(1, 1024, 16)
     samples = observed(*(call(x, [1.0]) for _ in range(8)))["layer"].sample
     assert len(samples.flatten(0, 1).unique(dim=0)) == 8 * ROWS
+
+
+def test_calls_may_have_different_numbers_of_samples():
+    few, more = random(2, 8, 16), random(3, 8, 16, seed=1)
+    rows = observed(call(few, [1.0, 9.0]), call(more, [1.0, 1.0, 9.0]))["layer"]
+    assert rows.bin.tolist() == [0, 3, 0, 3] and rows.rows.tolist() == [8, 8, 16, 8]
+    assert torch.equal(rows.low, torch.stack([x.amin((0, 1)) for x in (few[:1], few[1:], more[:2], more[2:])]))
 
 
 def test_half_precision_is_kept_as_it_is():
@@ -149,10 +158,10 @@ def test_a_layer_that_is_called_twice_is_two():
 
 
 def test_a_missing_layer_is_no_empty_one(tmp_path):
-    shards = Shards(tmp_path)
-    shards.write(0, {}, [], observed(call(random(1, 8, 16), [1.0])))
+    kept = Shards(tmp_path)
+    kept.write(0, {}, [], observed(call(random(1, 8, 16), [1.0])))
     with pytest.raises(KeyError, match="another"):
-        shards.layer("another")
+        kept.layer("another")
 
 
 def test_a_batch_that_another_process_replaced_is_read_anew(tmp_path):
@@ -163,3 +172,16 @@ def test_a_batch_that_another_process_replaced_is_read_anew(tmp_path):
         assert float(reading.layer("layer").high.max()) == value
     writing.write(1, {}, [], observed(call(torch.full((1, 8, 16), 3.0), [1.0])))
     assert reading.layer("layer").high.amax(1).tolist() == [2, 3]
+
+
+def test_rows_that_memory_has_room_for_are_not_read_from_their_files(tmp_path, monkeypatch):
+    rows = [observed(call(torch.full((1, 8, 16), value), [1.0])) for value in (1.0, 2.0, 3.0)]
+    size = sum(x.nbytes for x in rows[0]["layer"].tensors().values())
+    own, opened = Shards(tmp_path, room=2 * size), []
+    for index, of_batch in enumerate(rows):
+        own.write(index, {}, [], of_batch)
+    monkeypatch.setattr(shards, "safe_open", lambda path, **how: opened.append(path.stem) or safe_open(path, **how))
+    assert_equal(own.layer("layer"), LayerRows.cat([of_batch["layer"] for of_batch in rows]))
+    assert opened == ["rows-000002"]
+    Shards(tmp_path).write(0, {}, [], observed(call(torch.full((1, 8, 16), 4.0), [1.0])))
+    assert own.layer("layer").high.amax(1).tolist() == [4, 2, 3] and opened[1:] == ["rows-000000"]

@@ -10,6 +10,7 @@ from tiny_layers import Called, layers_of, random
 from torch import nn
 from torch.nn import functional as F
 
+from trtconvert.calib import layer_scales
 from trtconvert.calib.layer_observer import LayerObserver, LayerRows
 from trtconvert.calib.layer_scales import LEAST_DELTA, LayerScales, choose_scales, layer_tables
 from trtconvert.linear.modes import LayerMode
@@ -330,3 +331,32 @@ def test_deltas_have_scales_of_their_own_and_those_of_what_does_not_change_are_n
     assert still.change_scale is not None and float(still.change_scale) >= float(still.x_scale) * LEAST_DELTA
     assert still.flaw(64, 1) == "" and "change_scale" in replace(still, change_scale=still.change_scale / 9).flaw(64, 1)
     assert "change_scale" not in chosen(layer, model, rows).tensors()
+
+
+# Evaluations together -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("statistic", ["least-error", "maxima"])
+def test_bins_have_the_scales_that_they_have_alone(statistic):
+    """With different numbers of calls, not in order."""
+    layer, model = layer_and_model()
+    bins = [2, 0, 2, 1, 2, 0]
+    given = [(random(2, 32, 64, seed=seed) * (1 + seed), 250.0 * index) for seed, index in enumerate(bins)]
+    options = {"statistic": statistic, "equalise": False, "offsets": False}
+    rows = rows_of(*given, bins=4)
+    together = chosen(layer, model, rows, 4, **options).x_scale
+    alone = [chosen(layer, model, rows.select(rows.bin == index), 4, **options).x_scale[0] for index in range(3)]
+    assert together.tolist() == [*map(float, alone), float(alone[2])]
+
+
+@pytest.mark.parametrize("most", [1, 20_000])
+def test_less_memory_gives_the_same_scales(monkeypatch, most):
+    layer, model = layer_and_model()
+    spread = torch.ones(64)
+    spread[[3, 40]] = 50.0
+    rows = rows_of(*((x * spread, timestep) for x, timestep in calls(lambda x: x)))
+    expected = chosen(layer, model, rows)
+    monkeypatch.setattr(layer_scales, "MOST_NUMBERS", most)
+    found = chosen(layer, model, rows)
+    assert expected.x_factor.unique().numel() > 1
+    assert all(torch.equal(x, found.tensors()[name]) for name, x in expected.tensors().items())

@@ -72,9 +72,10 @@ class Noting:
     def assert_noted(self, given: list[tuple[Tensor, Tensor]]) -> None:
         """The notes are those of these calls."""
         found = self.notes.take()["a"]
-        assert [place for place, _ in found] == [*range(len(given))]
-        for (x, _), (_, entry) in zip(given, found, strict=True):
-            assert torch.equal(entry.x, x.amin(0)) and torch.equal(entry.of["high"], x.amax(0))
+        assert [place for noted in found for place in noted.places] == [*range(len(given))]
+        low, high = (torch.cat([of(noted.entry) for noted in found]) for of in (lambda e: e.x, lambda e: e.of["high"]))
+        for (x, _), of_low, of_high in zip(given, low, high, strict=True):
+            assert torch.equal(of_low, x.amin(0)) and torch.equal(of_high, x.amax(0))
 
 
 def calls(count: int, rows: int = 3, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:

@@ -125,8 +125,9 @@ def test_copies_of_entries_share_what_the_entries_share():
     notes.add("a", Entry(x, {"same": x}))
     packed = PackedEntries(notes.cut(0))
     packed.add_copies(notes)
-    ((_, copy),) = notes.take()["a"]
-    assert copy.x is copy.of["same"] and copy.x is not x and torch.equal(copy.x, x)
+    (noted,) = notes.take()["a"]
+    copy = noted.entry
+    assert copy.x is copy.of["same"] and copy.x is not x and torch.equal(copy.x, x[None])
 
 
 def test_copies_of_entries_have_their_types_and_shapes():
@@ -139,12 +140,40 @@ def test_copies_of_entries_have_their_types_and_shapes():
     first = notes.take()
     packed.add_copies(notes)
     for number, x in enumerate(given):
-        ((_, copy),) = first[f"{number}"]
+        (noted,) = first[f"{number}"]
+        copy = noted.entry
         assert copy.of["number"] == number
         for found, expected in ((copy.x, x), (copy.of["doubled"], 2 * x)):
-            assert found.dtype == expected.dtype and torch.equal(found, expected)
+            assert found.dtype == expected.dtype and torch.equal(found, expected[None])
             found.zero_()
-    assert torch.equal(notes.take()["0"][0][1].x, given[0])
+    assert torch.equal(notes.take()["0"][0].entry.x[0], given[0])
+
+
+@pytest.mark.parametrize("names", ["ab", "aa"])
+def test_calls_stay_in_order_between_and_among_replays(names):
+    """Ten replays are joined in two parts; a module that a forward calls twice is not joined over calls."""
+    notes: Notes[Entry] = Notes()
+    value = torch.zeros(1)
+    for name in names:
+        notes.add(name, Entry(value, {}))
+    packed, given = PackedEntries(notes.cut(0)), iter(range(1, 100))
+
+    def replay():
+        for tensor in packed._packed.values():
+            tensor.fill_(next(given))
+        packed.add_copies(notes)
+
+    notes.add("a", Entry(torch.full((1,), next(given)), {}))
+    for _ in range(10):
+        replay()
+    notes.add("a", Entry(torch.full((1,), next(given)), {}))
+    replay()
+    taken = notes.take()
+    each = {name: [place for noted in seen for place in noted.places] for name, seen in taken.items()}
+    assert sorted(place for places in each.values() for place in places) == [*range(24)] and not len(notes)
+    assert all(places == sorted(places) for places in each.values())
+    calls = torch.cat([noted.entry.x for noted in taken["a"]])[:, 0].tolist()
+    assert calls == [1, *(call for call in range(2, 12) for _ in range(names.count("a"))), 12, *[13] * names.count("a")]
 
 
 def always(model, function, **named):

@@ -123,6 +123,17 @@ def test_engines_are_built_on_the_gpu_that_was_asked_for(tmp_path, two_gpus, mon
     assert two_gpus == [torch.device("cuda:1")]
 
 
+@torch.inference_mode()
+def test_the_conversion_computes_on_the_gpu_that_was_asked_for_and_with_gradients(tmp_path, two_gpus, monkeypatch):
+    def built(*_):
+        assert two_gpus == [torch.device("cuda:1")] and not torch.zeros(1).is_inference()
+        raise Begun(tmp_path)
+
+    monkeypatch.setattr("trtconvert.pipeline.build", built)
+    with pytest.raises(Begun):
+        trtconvert.optimize(tiny_pipelines.with_text("stable_diffusion"), tmp_path, device="cuda:1", quiet=True)
+
+
 def test_other_objects_and_contradictory_arguments_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"(?s)cannot be optimized.*got: Linear"):
         trtconvert.optimize(torch.nn.Linear(2, 2), tmp_path, device="cpu")

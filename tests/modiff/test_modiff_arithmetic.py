@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,21 @@ def test_the_kernels_in_the_interpreter():
     for found in every:
         assert found["codes"] == found["rows"] == found["a_hat"] == found["nan"] == 0
         assert max(found["y"], found["o_hat"], found["measured"]) < SAME_FLOAT
+
+
+def test_inputs_of_more_parts_than_the_kernels_take_are_computed_in_torch(monkeypatch):
+    from trtconvert.modiff import products
+
+    kernels = ModuleType("kernels")
+    monkeypatch.setattr(products, "_kernels", lambda: kernels)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    assert [products._triton(on_gpu, [8] * parts) for parts in (1, 2, 3)] == [kernels, kernels, None]
+
+
+def test_no_rows_have_no_codes():
+    rows = reference.quantiser(-torch.ones(1, 2), torch.ones(1, 2), 8, True, False)
+    assert reference.quantise_delta(torch.empty(0, 16), torch.empty(0, 16), rows, [16]).shape == (0, 16)
+    assert rows.isfinite().all()
 
 
 def test_nan_spoils_its_sample_alone():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,6 +184,12 @@ def test_other_files_are_refused(calibration: Calibration, tmp_path: Path):
         tensors[f"blocks.0.mix:{kind}"] = spoil(tensors[f"blocks.0.mix:{kind}"]).contiguous()
         save_file(tensors, path, metadata)
         with pytest.raises(UserError, match=r"blocks\.0\.mix"):
+            Calibration.load(path)
+    calibration.save(path)
+    said = json.loads(safetensors_header(path)["__metadata__"]["trtconvert"])
+    for number in (10**400, math.nan, 0.0):
+        save_file(load_file(path), path, {"trtconvert": json.dumps(said | {"timestep_max": number})})
+        with pytest.raises(UserError, match="is no calibration"):
             Calibration.load(path)
 
 

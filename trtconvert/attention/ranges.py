@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, rows_of_groups
+from trtconvert.noted import Groups, GroupsOfCalls, Noted, Notes, TensorFields, rows_of_groups, samples_of
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -50,8 +51,14 @@ class Rows(TensorFields):
     v_high: Tensor
     v_total: Tensor
 
-    def of_bin(self, index: int) -> Rows:
-        return self.select(self.bin == index)
+    def by_bin(self) -> dict[int, Rows]:
+        """Returns the rows of each bin that has some, in ascending order of the bins."""
+        ordered = self.select(self.bin.argsort(stable=True))
+        bins, counts = (found.tolist() for found in ordered.bin.unique_consecutive(return_counts=True))
+        ends = accumulate(counts)
+        return {
+            index: ordered.select(slice(end - count, end)) for index, count, end in zip(bins, counts, ends, strict=True)
+        }
 
     def mean(self, name: str) -> Tensor:
         """[Hkv, D] FP32 mean of "k" or "v" over all rows."""
@@ -112,7 +119,10 @@ class RangeObserver:
         """
         taken = self.notes.take()
         reduced = {
-            site: {name: torch.cat([entry.reduced[name] for _, entry in seen]).float() for name in seen[0][1].reduced}
+            site: {
+                name: samples_of(seen, lambda entry, name=name: entry.reduced[name]).float()
+                for name in seen[0].entry.reduced
+            }
             for site, seen in taken.items()
         }
         # The extremes are NaN or Inf if any element is, and so is the largest of the extremes.
@@ -120,8 +130,9 @@ class RangeObserver:
             site: torch.stack([x.abs().amax((1, 2)).isfinite() for x in of.values()]) for site, of in reduced.items()
         }
 
-        def rows(site: str, entries: Sequence[_Extremes], groups: Groups) -> Rows:
-            return _rows(reduced[site], torch.tensor([entry.tokens for entry in entries]), groups)
+        def rows(site: str, seen: Sequence[Noted[_Extremes]], groups: Groups) -> Rows:
+            tokens = [count for noted in seen for count in noted.in_calls(noted.entry.tokens)]
+            return _rows(reduced[site], torch.tensor(tokens), groups)
 
         def refusal(site: str, sample: int, timestep: float) -> UserError:
             broken = (~finite[site][:, sample]).long().argmax()
@@ -145,7 +156,7 @@ def _rows(reduced: dict[str, Tensor], tokens: Tensor, groups: Groups) -> Rows:
 
     q_amax = torch.maximum(reduced["q_high"], -reduced["q_low"]).amax(-1)
     return Rows(
-        bin=groups.bin.clone(),  # tensors of a safetensors file may not share memory
+        bin=groups.bin,
         tokens=tokens[groups.call] * groups.counts,
         q_amax=over_group(q_amax, torch.amax),
         k_low=over_group(reduced["k_low"], torch.amin),
@@ -169,20 +180,20 @@ def _non_finite(site: str, reduced: str, timestep: float) -> UserError:
 
 def offsets(records: Records, bins: int) -> dict[str, dict[str, Tensor]]:
     """Returns `k_offset` and `v_offset` of every site: means [T, Hkv, D] of each bin, or of the nearest bin with rows."""
-    return {
-        site: {
-            f"{name}_offset": spread({i: rows.of_bin(i).mean(name) for i in seen_bins(rows)}, bins)
+    found = {}
+    for site, rows in records.items():
+        by_bin = rows.by_bin()
+        found[site] = {
+            f"{name}_offset": spread({index: seen.mean(name) for index, seen in by_bin.items()}, bins)
             for name in ("k", "v")
         }
-        for site, rows in records.items()
-    }
+    return found
 
 
 def ranges_of_maxima(rows: Rows, means: Mapping[str, Tensor], quantile: float, bins: int) -> dict[str, Tensor]:
     """Returns ranges about the means, a quantile of the calls' maxima: "q" [T, H], "k" [T, Hkv] and "v" [T, Hkv, D]."""
     by_bin: dict[str, dict[int, Tensor]] = {"q": {}, "k": {}, "v": {}}
-    for index in seen_bins(rows):
-        seen = rows.of_bin(index)
+    for index, seen in rows.by_bin().items():
         maxima = {
             "q": seen.q_amax,
             "k": seen.amax("k", means["k_offset"][index]).amax(-1),

@@ -50,6 +50,7 @@ from trtconvert.linear.sites import Layer, LayerFinder, TensorRef, layer_hooks, 
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import intercepted
 from trtconvert.models.drawings import with_progress
+from trtconvert.models.offloading import host_memory_free
 from trtconvert.models.placed import Place
 from trtconvert.provenance import Provenance
 from trtconvert.recipe import AttentionSection, CalibrationSection, LayersSection, Recipe
@@ -57,6 +58,9 @@ from trtconvert.runtime.signature import shape_of
 
 COVERAGE_SHARE = 16
 """One in this many samples, the first ones, runs a second time to measure how well the scales cover the data."""
+
+_HELD_BYTES, _HELD_SHARE = 2**32, 0.25
+"""Most memory for the rows of finished batches, in bytes and of the host's free memory. Files hold them too."""
 
 _INDICES = "'indices' to have one of the following scalar types"
 """In torch's error for a table that is read at numbers with fractions."""
@@ -215,7 +219,9 @@ def calibrate(
     modulated = modulated_groups(layers, of_layers)
     if modulated:
         refuse_without_order(section)
-    shards, bad = Shards(work), BadSamples(skip_bad)
+    # Rank 0 alone reads the rows.
+    room = min(_HELD_BYTES, int(_HELD_SHARE * host_memory_free())) if ranks.rank == 0 else 0
+    shards, bad = Shards(work, room), BadSamples(skip_bad)
     data = open_data(with_progress(model, bar), section, bad)
     with_elements = section.statistic != "batch-max"
     if data.count is not None:

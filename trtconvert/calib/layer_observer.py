@@ -15,7 +15,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
 from trtconvert.linear.sites import LayerCall
-from trtconvert.noted import Groups, GroupsOfCalls, Notes, TensorFields, rows_of_groups
+from trtconvert.noted import Groups, GroupsOfCalls, Noted, Notes, TensorFields, rows_of_groups, samples_of
 
 ROWS = 2
 """Whole rows that are stored of each call and timestep bin."""
@@ -127,14 +127,14 @@ class LayerObserver:
             turn.zero_()
         taken = self.notes.take()
         low, high = (
-            {layer: torch.cat([getattr(entry, name) for _, entry in seen]) for layer, seen in taken.items()}
+            {layer: samples_of(seen, lambda entry, name=name: getattr(entry, name)) for layer, seen in taken.items()}
             for name in ("low", "high")
         )
         finite = {layer: (low[layer].isfinite() & high[layer].isfinite()).all(1) for layer in taken}
 
-        def rows(layer: str, entries: Sequence[_Seen], groups: Groups) -> LayerRows:
-            counts = torch.tensor([entry.rows for entry in entries])
-            sample = torch.cat([entry.sample for entry in entries])
+        def rows(layer: str, seen: Sequence[Noted[_Seen]], groups: Groups) -> LayerRows:
+            counts = torch.tensor([count for noted in seen for count in noted.in_calls(noted.entry.rows)])
+            sample = samples_of(seen, lambda entry: entry.sample)
             return self._entries(counts, groups, low[layer], high[layer], sample)
 
         groups = GroupsOfCalls(lambda timestep: timestep_bin(timestep, self._timestep_max, self._bins), self._bins)
@@ -147,7 +147,7 @@ class LayerObserver:
         starts = groups.counts.cumsum(0) - groups.counts
         taken = groups.order[starts[:, None] + each % groups.counts[:, None]]
         return LayerRows(
-            bin=groups.bin.clone(),  # tensors of a safetensors file may not share memory
+            bin=groups.bin,
             rows=rows[groups.call] * groups.counts,
             low=groups.over(low, torch.amin).cpu(),
             high=groups.over(high, torch.amax).cpu(),

@@ -10,10 +10,10 @@ independent, so that no product with the weights is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import accumulate
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -225,8 +225,10 @@ def choose_scales(
         return min(pays, key=lambda choice: sum(found[choice]), default=plain)
 
     def scale_by_bin(points: _Points, moved: _Moved) -> Tensor:
-        scales = {index: _scale_of(here, moved, statistic, percentile / 100) for index, here in points.by_bin().items()}
-        return torch.stack([scales[index] for index in nearest_bins(list(scales), bins)])
+        scales: dict[int, Tensor] = {}
+        for alike, indices in points.by_bin():
+            scales |= zip(indices, moved.scales_for(alike, statistic, percentile / 100), strict=True)
+        return torch.stack([scales[index] for index in nearest_bins(sorted(scales), bins)])
 
     best = _Choice()
     if offsets and layers[0].kind == "linear":
@@ -255,30 +257,42 @@ def _joined(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _factor(of_x: Tensor, of_weight: Tensor, exponent: float) -> Tensor:
-    """[K] factors of activations with eight significant bits and a geometric mean of about 1."""
-    floor_x, floor_weight = of_x.amax() * 1e-5 + 1e-12, of_weight.amax() * 1e-5 + 1e-12
-    factor = of_weight.clamp_min(floor_weight) ** (1 - exponent) / of_x.clamp_min(floor_x) ** exponent
-    factor = factor / factor.log().mean().exp()
+def _factors(of_x: Tensor, of_weight: Tensor, exponents: Sequence[float | None]) -> Tensor:
+    """[C, K] factors of activations with eight significant bits and a geometric mean of about 1, from [C, K] and [K] largest
+    magnitudes; 1 for an exponent of None."""
+    of_x = of_x.clamp_min(of_x.amax(1, keepdim=True) * 1e-5 + 1e-12)
+    of_weight = of_weight.clamp_min(of_weight.amax() * 1e-5 + 1e-12)
+    factors = [
+        torch.ones_like(of_weight) if exponent is None else of_weight ** (1 - exponent) / x**exponent
+        for x, exponent in zip(of_x, exponents, strict=True)
+    ]
+    factor = torch.stack(factors)
+    factor = factor / factor.log().mean(1, keepdim=True).exp()
     return short_scale(factor.clamp(2.0**-10, 2.0**10))
 
 
 class _Points:
-    """Whole rows, and the extremes of every call that the rows miss; extremes count by their frequency."""
+    """Whole rows, and the extremes of every call that the rows miss; extremes count by their frequency.
+
+    Args:
+        rows: of all calls; or of some timestep bins with equally many calls, as a first dimension.
+    """
 
     def __init__(self, rows: LayerRows) -> None:
         self._rows = rows
-        self.x = rows.sample.flatten(0, 1)
+        self.x = rows.sample.flatten(-3, -2)
+        self.share_of_extremes = 1 / rows.rows.to(self.x.dtype).unsqueeze(-1)
+        """[…, R, 1] frequency of an extreme among the rows of its call."""
 
-    def by_bin(self) -> dict[int, _Points]:
-        """Returns the points of each observed bin, by ascending bin."""
-        ordered = self._rows.select(self._rows.bin.argsort(stable=True))
-        bins, counts = (found.tolist() for found in ordered.bin.unique_consecutive(return_counts=True))
-        ends = list(accumulate(counts))
-        return {
-            index: _Points(ordered.select(slice(end - count, end)))
-            for index, count, end in zip(bins, counts, ends, strict=True)
-        }
+    def by_bin(self) -> Iterator[tuple[_Points, list[int]]]:
+        """Yields the points of all observed bins that have equally many calls, and these bins."""
+        places: dict[int, list[int]] = {}
+        for place, index in enumerate(self._rows.bin.tolist()):
+            places.setdefault(index, []).append(place)
+        for count in {len(of_bin): None for of_bin in places.values()}:
+            indices = [index for index, of_bin in places.items() if len(of_bin) == count]
+            chosen = torch.tensor([places[index] for index in indices], device=self.x.device)
+            yield _Points(self._rows.select(chosen)), indices
 
     def halves(self) -> tuple[_Points, _Points]:
         """Splits the calls into every other call and the rest: channels that are large by chance in a few calls are so in one
@@ -296,18 +310,10 @@ class _Points:
         """[K] the middle of each channel's range."""
         return (self._rows.low.amin(0) + self._rows.high.amax(0)) / 2
 
-    def amax(self, offset: Tensor) -> Tensor:
-        """[K] largest magnitude of x minus an offset."""
-        return self.amax_of_calls(offset).amax(0)
-
     def amax_of_calls(self, offset: Tensor) -> Tensor:
-        """[R, K] the same for each call and bin."""
+        """[C, R, K] largest magnitude of x minus offsets [C, K] for each call and bin. C may also be bins."""
+        offset = offset[:, None]
         return torch.maximum(self._rows.high - offset, offset - self._rows.low)
-
-    @property
-    def share_of_extremes(self) -> Tensor:
-        """[R, 1] frequency of an extreme among the rows of its call."""
-        return 1 / self._rows.rows.to(self.x.dtype).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -320,29 +326,23 @@ class _Choice:
 
 def _fitted(choices: Sequence[_Choice], seen: _Points, weight: Tensor) -> _Moved:
     of_weight = weight.abs().amax(0)
-    offsets = [torch.zeros_like(of_weight) if choice.offset is None else choice.offset(seen) for choice in choices]
-    factors = [
-        torch.ones_like(of_weight)
-        if choice.exponent is None
-        else _factor(seen.amax(offset), of_weight, choice.exponent)
-        for choice, offset in zip(choices, offsets, strict=True)
-    ]
-    factor = torch.stack(factors)
+    offset = torch.stack(
+        [torch.zeros_like(of_weight) if choice.offset is None else choice.offset(seen) for choice in choices]
+    )
+    of_x = seen.amax_of_calls(offset).amax(1)
+    factor = _factors(of_x, of_weight, [choice.exponent for choice in choices])
     scaled = weight / factor[:, None]
-    stored, scale = quantise_weight(scaled.flatten(0, 1))
-    difference = (stored.float() * scale[:, None]).view_as(scaled) - scaled
-    return _Moved(torch.stack(offsets), factor, scaled.double().square().sum(1), difference.double().square().sum(1))
+    return _Moved(offset, factor, scaled, scaled.double().square().sum(1))
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """Offsets and factors of C choices; squared norms of the weights of each channel of x̂, and of their change by quantisation.
-    All are [C, K]."""
+    """Offsets and factors [C, K] of C choices; weights of x̂ [C, N', K], and squared norms [C, K] of those of each channel."""
 
     offset: Tensor
     factor: Tensor
+    weight: Tensor
     squares: Tensor
-    differences: Tensor
 
     def errors_on(self, held: _Points, fitted: _Points, met: Tensor) -> Tensor:
         """Returns the errors [C] on `held` with the scales that are best for `fitted`.
@@ -351,48 +351,66 @@ class _Moved:
             met: [K] share of each channel's second moment that errors of weights meet.
         """
         # The weights' error multiplies x, not x̂: see `layer_tables`.
-        squares = torch.stack([(held.x * factor).double().square().mean(0) * met for factor in self.factor])
-        return self.errors_at(held, self.best_limits(fitted)[:, None])[:, 0] + (squares * self.differences).sum(1)
+        squares = (held.x * self.factor[:, None]).double().square().mean(1) * met
+        limits = self._scaled(fitted).best_limits()
+        return self._scaled(held).errors_at(limits[:, None])[:, 0] + (squares * self._weight_errors()).sum(1)
 
-    def best_limits(self, seen: _Points) -> Tensor:
+    def _weight_errors(self) -> Tensor:
+        """[C, K] squared norms of the change of each channel's weights by quantisation."""
+        stored, scale = quantise_weight(self.weight.flatten(0, 1))
+        difference = (stored.float() * scale[:, None]).view_as(self.weight) - self.weight
+        return difference.double().square().sum(1)
+
+    def scales_for(self, points: _Points, statistic: str, quantile: float) -> Tensor:
+        """Returns the scales [T] of the only choice for T bins."""
+        scaled = self._scaled(points)
+        if statistic == "maxima":
+            return torch.quantile(scaled.extremes.amax(2), quantile, dim=1) / LEVELS
+        return (scaled.best_limits() / LEVELS).float()
+
+    def _scaled(self, points: _Points) -> _Scaled:
+        factor = self.factor[:, None]
+        x, extremes = (points.x - self.offset[:, None]) * factor, points.amax_of_calls(self.offset) * factor
+        shares = points.share_of_extremes.expand(len(x), -1, -1)
+        return _Scaled(x, extremes, shares, self.squares.expand(len(x), -1))
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """C choices or timestep bins: x̂ [C, n, K], extremes of calls [C, R, K] and their frequencies [C, R, 1], and squared norms of
+    the weights of each channel [C, K]."""
+
+    x: Tensor
+    extremes: Tensor
+    shares: Tensor
+    squares: Tensor
+
+    def best_limits(self) -> Tensor:
         """Returns the limits [C] of least error, in FP64."""
-        largest = [
-            (seen.amax_of_calls(offset) * factor).amax()
-            for offset, factor in zip(self.offset, self.factor, strict=True)
-        ]
-        top = torch.stack(largest).clamp_min(1e-12).double()
-        limits = top[:, None] * torch.tensor(CLIPS, dtype=torch.float64, device=top.device)
-        return limits.gather(1, self.errors_at(seen, limits).argmin(1, keepdim=True))[:, 0]
+        top = self.extremes.amax((1, 2)).clamp_min(1e-12).double()
+        limits = top[:, None] * _clips(top.device)
+        return limits.gather(1, self.errors_at(limits).argmin(1, keepdim=True))[:, 0]
 
-    def errors_at(self, seen: _Points, limits: Tensor) -> Tensor:
-        """Returns the errors [C, L] in FP64 of activations with x̂ clipped at each of the limits [C, L]."""
-        found = [
-            _clipping_errors(seen, offset, factor, of_choice, squares)
-            for offset, factor, of_choice, squares in zip(self.offset, self.factor, limits, self.squares, strict=True)
-        ]
-        return torch.stack(found)
+    def errors_at(self, limits: Tensor) -> Tensor:
+        """Returns the errors [C, L] in FP64 of activations with x̂ clipped at each of the limits [C, L]. They are evaluated
+        together, as many as memory allows."""
+        numbers = max(1, self.x.numel(), self.extremes.numel())
+        if len(limits) > 1 and numbers * limits.shape[1] > MOST_NUMBERS:
+            each = (_Scaled(*(x[None] for x in one)) for one in zip(*vars(self).values(), strict=True))
+            return torch.cat([one.errors_at(limit[None]) for one, limit in zip(each, limits, strict=True)])
+        return torch.cat([self._errors_at(some) for some in limits.split(max(1, MOST_NUMBERS // numbers), 1)], 1)
 
-
-def _clipping_errors(seen: _Points, offset: Tensor, factor: Tensor, limits: Tensor, squares: Tensor) -> Tensor:
-    """Returns the errors [L] of one choice. Limits are evaluated together, as many as memory allows."""
-    x = (seen.x - offset) * factor
-    extremes = seen.amax_of_calls(offset) * factor
-    at_once = max(1, MOST_NUMBERS // max(1, x.numel(), extremes.numel()))
-    found = []
-    for some in limits.split(at_once):
-        limit = some.to(x.dtype).view(-1, 1, 1)
+    def _errors_at(self, limits: Tensor) -> Tensor:
+        limit = limits.to(self.x.dtype)[..., None, None]
         # In units of a step, so that no square leaves the range of FP32.
-        steps = x / (limit / LEVELS)
-        error = (steps - steps.round().clamp_(-LEVELS, LEVELS)).square_().mean(1).double()
-        beyond = ((extremes / limit).sub_(1).clamp_min_(0).square_() * seen.share_of_extremes).mean(1).double()
-        squared = error * (some / LEVELS).square()[:, None] + beyond * some.square()[:, None]
-        found.append((squared * squares).sum(1))
-    return torch.cat(found)
+        steps = self.x[:, None] / (limit / LEVELS)
+        error = (steps - steps.round().clamp_(-LEVELS, LEVELS)).square_().mean(2).double()
+        above = (self.extremes[:, None] / limit).sub_(1).clamp_min_(0).square_()
+        beyond = (above * self.shares[:, None]).mean(2).double()
+        squared = error * (limits / LEVELS).square()[..., None] + beyond * limits.square()[..., None]
+        return (squared * self.squares[:, None]).sum(2)
 
 
-def _scale_of(seen: _Points, moved: _Moved, statistic: str, quantile: float) -> Tensor:
-    """Returns the scale of the only choice."""
-    if statistic == "maxima":
-        maxima = (seen.amax_of_calls(moved.offset[0]) * moved.factor[0]).amax(1)
-        return torch.quantile(maxima, quantile) / LEVELS
-    return (moved.best_limits(seen)[0] / LEVELS).float()
+@cache
+def _clips(device: torch.device) -> Tensor:
+    return torch.tensor(CLIPS, dtype=torch.float64, device=device)

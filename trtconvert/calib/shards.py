@@ -1,26 +1,25 @@
 """Statistics of finished batches on disk, so that an interrupted calibration resumes.
 
-Rows are stored in one file per batch. Counts of elements are sums: one file per process, replaced after each batch, which lists
-its batches.
+Rows are stored in one file per batch. The process that wrote a file reads it again only if memory has no room for its rows.
+Counts of elements are sums: one file per process, replaced after each batch, which lists its batches.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from trtconvert.attention.blocks import BlockRows
 from trtconvert.attention.ranges import Rows
 from trtconvert.calib.histogram import Histograms
 from trtconvert.calib.layer_observer import LayerRows
+from trtconvert.calib.record import RowWriter
 from trtconvert.files import whole_file
 
 _ROWS, _ELEMENTS = "rows-", "elements-"
@@ -35,12 +34,13 @@ class Shards(Mapping[str, Rows]):
 
     Args:
         folder: holds the statistics of one calibration and nothing else; created by the first write.
+        room: bytes of memory for written rows. Mapped files take many times as long to read on some file systems.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # By batch: identity of the file, which another process may replace; the open file; the file's names.
-        self._open: dict[str, tuple[tuple[int, int], Any, frozenset[str]]] = {}
+    def __init__(self, folder: Path, room: int = 0) -> None:
+        self.folder, self._room = folder, room
+        # By batch: identity of the file, which another process may replace; what returns the file's tensors; their names.
+        self._open: dict[str, tuple[tuple[int, int], Callable[[str], Tensor], Collection[str]]] = {}
 
     def names(self) -> list[str]:
         """Returns the names of the files, sorted."""
@@ -70,7 +70,12 @@ class Shards(Mapping[str, Rows]):
         seen_by = {**rows, **{_LAYER + name: seen for name, seen in (layers or {}).items()}}
         seen_by |= {_BLOCKS + name: seen for name, seen in (blocks or {}).items()}
         tensors = {f"{site}/{name}": x for site, seen in seen_by.items() for name, x in seen.tensors().items()}
-        self._save(f"{_ROWS}{batch:06d}", tensors, {"skipped": json.dumps(skipped)})
+        stem = f"{_ROWS}{batch:06d}"
+        self._save(stem, tensors, {"skipped": json.dumps(skipped)})
+        size = sum(x.nbytes for x in tensors.values())
+        if size <= self._room:
+            self._room -= size
+            self._open[stem] = self._identity(stem), tensors.__getitem__, tensors.keys()
 
     def __getitem__(self, site: str) -> Rows:
         return Rows.cat([Rows(**part) for part in self._parts(site, [f.name for f in fields(Rows)])])
@@ -90,14 +95,13 @@ class Shards(Mapping[str, Rows]):
         parts = []
         for batch in sorted(self.batches()):
             stem = f"{_ROWS}{batch:06d}"
-            state = self._path(stem).stat()
-            identity = state.st_ino, state.st_mtime_ns
+            identity = self._identity(stem)
             if stem not in self._open or self._open[stem][0] != identity:  # kept open: a file has thousands of names
                 file = safe_open(self._path(stem), framework="pt")
-                self._open[stem] = identity, file, frozenset(file.keys())
-            _, file, held = self._open[stem]
+                self._open[stem] = identity, file.get_tensor, frozenset(file.keys())
+            _, tensor, held = self._open[stem]
             if f"{site}/bin" in held:
-                parts.append({name: file.get_tensor(f"{site}/{name}") for name in names})
+                parts.append({name: tensor(f"{site}/{name}") for name in names})
         if not parts:
             raise KeyError(site)
         return parts
@@ -157,14 +161,20 @@ class Shards(Mapping[str, Rows]):
     def _path(self, stem: str) -> Path:
         return self.folder / f"{stem}.safetensors"
 
+    def _identity(self, stem: str) -> tuple[int, int]:
+        state = self._path(stem).stat()
+        return state.st_ino, state.st_mtime_ns
+
     def _metadata(self, stem: str) -> dict[str, str]:
         with safe_open(self._path(stem), framework="pt") as file:
             return file.metadata()
 
     def _save(self, stem: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-        with whole_file(self._path(stem)) as partial:
-            # Python's write reports a full disk; safetensors' own does not.
-            partial.write_bytes(save(dict(tensors), metadata))
+        # Readers need tensors at multiples of their elements' size.
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+        # Python's write reports a full disk; safetensors' own does not, and copies all tensors before.
+        with whole_file(self._path(stem)) as partial, partial.open("wb") as file:
+            RowWriter(file, 0, {}, dict(ordered), metadata)
 
 
 def _narrow(counts: Tensor) -> Tensor:

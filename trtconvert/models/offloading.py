@@ -149,7 +149,7 @@ def pins(sizes: Iterable[int], who: str, notice: Callable[[str], None]) -> bool:
         who: name of their model.
     """
     need = sum(1 << (size - 1).bit_length() for size in sizes if size)  # torch rounds up to powers of two
-    free = _host_memory_free()
+    free = host_memory_free()
     if need <= PINNED_SHARE * free:
         return True
     notice(
@@ -159,7 +159,7 @@ def pins(sizes: Iterable[int], who: str, notice: Callable[[str], None]) -> bool:
     return False
 
 
-def _host_memory_free() -> int:
+def host_memory_free() -> int:
     """Returns the bytes of host memory that this process may still take, by the limits of the machine and of its container."""
     of_machine = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(of_machine["MemAvailable"].split()[0]) * 1024

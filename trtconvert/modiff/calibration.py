@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ class Calibration:
             found = _from_file(said, tensors)
         except UserError as error:
             raise _unreadable(path, error.problem) from error
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise _unreadable(path, f"{type(error).__name__}: {error}") from error
         return found
 
@@ -170,10 +171,12 @@ def digest(model: nn.Module) -> str:
 def _from_file(said: Any, tensors: Mapping[str, Tensor]) -> Calibration:
     """
     Raises:
-        ValueError, KeyError, TypeError, UserError: the content is no calibration.
+        ValueError, KeyError, TypeError, OverflowError, UserError: the content is no calibration.
     """
     chosen: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in said["settings"].items()}
-    settings = Settings(**chosen)
+    settings, timestep_max = Settings(**chosen), float(said["timestep_max"])
+    if not 0 < timestep_max < math.inf:
+        raise ValueError(f"timestep_max: expected a finite number above zero, got {timestep_max}")
     layers: dict[str, LayerCalibration] = {}
     for name, widths in said["widths"].items():
         kinds = {kind: tensors[f"{name}:{kind}"] for kind in KINDS}
@@ -193,7 +196,7 @@ def _from_file(said: Any, tensors: Mapping[str, Tensor]) -> Calibration:
         settings,
         str(said["digest"]),
         said["timestep_input"],
-        float(said["timestep_max"]),
+        timestep_max,
         tuple(map(float, said["timesteps"])),
         str(said["rounding"]),
         layers,

@@ -41,7 +41,7 @@ def measured(
     x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int], together: bool, symmetric: bool
 ) -> Tensor:
     """Computes `reference.measured` by the fastest implementation."""
-    if not torch.compiler.is_compiling() and (triton := _triton(x)) is not None:
+    if not torch.compiler.is_compiling() and (triton := _triton(x, widths)) is not None:
         with torch.cuda.device(x.device):
             bounds = triton.delta_bounds(x, a_hat, rows, widths)
         return reference.of_bounds(bounds, rows, together, symmetric)
@@ -49,7 +49,7 @@ def measured(
 
 
 def _quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequence[int]) -> Tensor:
-    triton = _triton(x)
+    triton = _triton(x, widths)
     if triton is None:
         return reference.quantise_delta(x, a_hat, rows, widths)
     with torch.cuda.device(x.device):  # Triton launches on the current device
@@ -60,7 +60,7 @@ def _add_product(
     codes: Tensor, rows: Tensor, widths: Sequence[int], weight: Weight, o_hat: Tensor | None, y: Tensor | None,
     geometry: Geometry, shifted: bool,
 ) -> None:  # fmt: skip
-    triton = _triton(codes)
+    triton = _triton(codes, widths)
     if triton is None:
         reference.add_product(codes, rows, widths, weight, o_hat, y, geometry, shifted)
         return
@@ -68,9 +68,12 @@ def _add_product(
         triton.add_product(codes, rows, widths, weight, o_hat, y, geometry, shifted)
 
 
-def _triton(x: Tensor) -> ModuleType | None:
-    """Returns Triton's kernels if x is on a GPU and Triton is installed."""
-    return _kernels() if x.is_cuda else None
+_MOST_PARTS = 2  # of the input, in Triton's kernels
+
+
+def _triton(x: Tensor, widths: Sequence[int]) -> ModuleType | None:
+    """Returns Triton's kernels if x is on a GPU, Triton is installed, and the kernels take so many parts."""
+    return _kernels() if x.is_cuda and len(widths) <= _MOST_PARTS else None
 
 
 @functools.cache

@@ -146,7 +146,7 @@ def quantise_delta(x: Tensor, a_hat: Tensor | None, rows: Tensor, widths: Sequen
         before = torch.where(spread(rows[..., RESET], x.shape, widths) > 0, 0.0, a_hat.float())
         # NaN stays in the cache, see `Modulated.check_caches`.
         a_hat.copy_(before + (codes - zero) * scale + delta * 0.0)
-    finite = delta.isfinite().view(rows.shape[1], -1).all(1) if len(x) else torch.ones(rows.shape[1], dtype=torch.bool)
+    finite = delta.isfinite().view(rows.shape[1], x.numel() // rows.shape[1]).all(1)
     rows[..., PRODUCT].masked_fill_(~finite, torch.nan)
     return codes.to(torch.int8)
 

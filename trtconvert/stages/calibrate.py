@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtconvert.bundle import covering
-from trtconvert.calib.identity import calibration_reads
+from trtconvert.calib.identity import Kind, calibration_reads, data_kind
 from trtconvert.files import one_at_a_time
 from trtconvert.recipe import Recipe
 from trtconvert.stages.build import Build
@@ -84,7 +84,7 @@ def calibrate_stage(build: Build, meanwhile: Callable[[], None] = lambda: None) 
             with one_at_a_time(work):
                 with build.crew.sharing(_calibration, parts, work):
                     made = _calibration(build, bar, parts, work)
-                shutil.rmtree(work)
+                shutil.rmtree(work, ignore_errors=True)  # remains do not cost the calibration
         if recipe.engine.refittable:
             made = made.rounded_to_nearest()
         made.save(folder / CALIBRATION)
@@ -116,8 +116,9 @@ def _refuse_unfit_steps(recipe: Recipe, model: DiffusionModel) -> None:
     """Raises a UserError if the model's sampler does not take a section's number of steps, or cannot skip steps."""
     from trtconvert.models.denoiser import refuse_steps, refuse_unfollowed
 
-    asked = [("calibration", recipe.calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]
-    if recipe.calibration.data != "denoise":
+    calibration = recipe.calibration
+    asked = [("calibration", calibration.steps, "ddim"), ("verify", recipe.verify.steps, recipe.verify.sampler)]
+    if calibration.from_ is not None or data_kind(calibration.data) not in (Kind.DENOISE, Kind.PROMPTS):
         del asked[0]
     if recipe.attention.modes == "auto":
         asked.append(("plan", recipe.plan.steps, "ddim"))
