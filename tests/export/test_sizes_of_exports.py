@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.errors import UserError
 from trtconvert.models.recorded_calls import relative_error
 
 WIDTH, HEADS = 64, 2
@@ -79,3 +81,26 @@ def test_a_number_that_follows_the_size_is_told(tmp_path, monkeypatch, width):
         assert outcome.exit_code == 0, outcome.output
     else:
         refusal(outcome, "does not compute the same at all sizes", "width 8 a relative error", "engine.shapes")
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (lambda height, width: math.sqrt(height * width), "height*width = 16"),
+        (lambda height, width: int((height * width) ** 0.5), " = 4"),
+    ],
+    ids=["sqrt", "int"],
+)
+def test_an_export_with_a_constant_for_a_number_of_sizes_is_refused(number, told, monkeypatch):
+    """On a GPU no engine runs at other sizes before the bundle is used."""
+    of_pixels = Placed.forward
+    monkeypatch.setattr(
+        Placed, "forward", lambda self, x, timestep: of_pixels(self, x, timestep) * number(*x.shape[2:])
+    )
+    with pytest.raises(UserError, match="for one size only") as error:
+        int8_model(build(stretched=False), include=["qkv"], attention=True).graph()
+    assert told in str(error.value)
+    fixed = replace(build(stretched=False), dims={"batch": (1, 2, 4), "height": (4, 4, 4), "width": (4, 4, 4)})
+    made = int8_model(fixed, include=["qkv"], attention=True)
+    inputs = made.model.example(1, {"batch": 3, "height": 4, "width": 4})
+    assert relative_error(run_graph(made.graph(), **inputs), made.torch(**inputs)) < 1e-3
