@@ -14,7 +14,7 @@ from layered_graphs import int8_model
 from layered_graphs import run as run_graph
 from support import refusal, run, tiny_recipe
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle, scaled_dot_product_attention
 
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
 from trtconvert.errors import UserError
@@ -104,3 +104,29 @@ def test_an_export_with_a_constant_for_a_number_of_sizes_is_refused(number, told
     made = int8_model(fixed, include=["qkv"], attention=True)
     inputs = made.model.example(1, {"batch": 3, "height": 4, "width": 4})
     assert relative_error(run_graph(made.graph(), **inputs), made.torch(**inputs)) < 1e-3
+
+
+class Patches(nn.Module):
+    """Attention over patches of 2 × 2 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, 1, H, W], timestep [B] → the same."""
+        h = self.embed(pixel_unshuffle(x, 2).flatten(2).mT) + (timestep / 1000)[:, None, None]
+        q, k, v = self.qkv(h).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        h = self.out(h + scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return pixel_shuffle(h.mT.unflatten(2, (x.shape[2] // 2, x.shape[3] // 2)), 2)
+
+
+def test_images_as_high_as_their_channels_follow_the_size():
+    """The patches of the usual size are 4 × 4, and have four channels."""
+    torch.manual_seed(0)
+    sizes = {"batch": (2, 2, 2), "height": (8, 8, 16), "width": (8, 8, 16)}
+    made = int8_model(replace(build(), denoiser=Patches().eval(), dims=sizes), include=["qkv"], attention=True)
+    graph = made.graph()
+    for height, width in ((8, 8), (16, 8), (12, 16)):
+        inputs = made.model.example(1, {"batch": 2, "height": height, "width": width})
+        assert relative_error(run_graph(graph, **inputs), made.torch(**inputs)) < 1e-3
