@@ -6,18 +6,20 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import tiny_models
 import torch
 from layered_graphs import int8_model, run
+from support import Outcome, tiny_recipe
 from support import run as run_command
-from support import tiny_recipe
 from tiny_layers import model_of, random
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trtconvert import runtime
 from trtconvert.calib.dtype_checks import refuse_mixed_types
 from trtconvert.diffusion_model import DiffusionModel, weights_in_float32
 from trtconvert.mixed_types import OneType, compute_in_one_type
@@ -106,32 +108,36 @@ class Image(Timed):
         return super().forward(x.flatten(1, 2), timestep)[:, None]
 
 
-def test_a_build_in_16_bits_compares_the_export_with_the_same_arithmetic(tmp_path, monkeypatch):
-    def build() -> DiffusionModel:
-        torch.manual_seed(0)
-        tiny = tiny_models.build()
-        shape = ("batch", 1, 16, 32)
-        denoiser = Image()
-        return replace(
-            tiny,
-            denoiser=denoiser.eval(),
-            inputs=(replace(tiny.inputs[0], shape=shape), tiny.inputs[1]),
-            output=replace(tiny.output, shape=shape),
-            sample=lambda denoiser, seeds, *, steps, solver: sample(
-                denoiser, initial_noise(seeds, (1, 16, 32)), SCHEDULE, prediction="epsilon", solver=solver, steps=steps
-            ),
-        )
+def _of_rows(denoiser: Callable[[], nn.Module]) -> DiffusionModel:
+    torch.manual_seed(0)
+    tiny = tiny_models.build()
+    shape = ("batch", 1, 16, 32)
+    return replace(
+        tiny,
+        denoiser=denoiser().eval(),
+        inputs=(replace(tiny.inputs[0], shape=shape), tiny.inputs[1]),
+        output=replace(tiny.output, shape=shape),
+        sample=lambda denoiser, seeds, *, steps, solver: sample(
+            denoiser, initial_noise(seeds, (1, 16, 32)), SCHEDULE, prediction="epsilon", solver=solver, steps=steps
+        ),
+    )
 
+
+def _built(denoiser: Callable[[], nn.Module], dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     module = ModuleType("an_entry_point_of_types")
-    module.build = build
+    module.build = lambda: _of_rows(denoiser)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     recipe = tiny_recipe(
-        tmp_path,
-        model={"source": f"{module.__name__}:build", "dtype": "float16"},
+        folder,
+        model={"source": f"{module.__name__}:build", "dtype": dtype},
         layers={"modes": "dynamic", "min_rows": 1},
         verify={"min_psnr": -50},
     )
-    outcome = run_command("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
+    return run_command("build", recipe, "-o", folder / "bundle", "--cache", folder / "cache")
+
+
+def test_a_build_in_16_bits_compares_the_export_with_the_same_arithmetic(tmp_path, monkeypatch):
+    outcome = _built(Image, "float16", tmp_path, monkeypatch)
     assert outcome.exit_code == 0, outcome.output
 
 
@@ -180,3 +186,28 @@ def test_modules_of_torch_with_attention_take_fp32():
     with torch.no_grad(), OneType():
         got = copy.deepcopy(attention).half()(x, x, x, need_weights=False)[0]
         assert relative_error(got, attention(x, x, x, need_weights=False)[0]) < 5e-3
+
+
+class Bfloat16Parts(Image):
+    """Computes attention and a convolution in BF16, whatever the type of the model: as wrappers of attention kernels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.embed(x[:, 0])).to(torch.bfloat16).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).to(x.dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = self.conv(x[:, 0].mT).mT
+        return (self.head(attended + (timestep / 1000).to(x.dtype)[:, None, None]) + mixed.to(x.dtype))[:, None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_models_of_other_types_may_compute_parts_in_bfloat16(dtype, tmp_path, monkeypatch):
+    outcome = _built(Bfloat16Parts, dtype, tmp_path, monkeypatch)
+    assert outcome.exit_code == 0, outcome.output
+    with runtime.load(tmp_path / "bundle") as bundle, torch.no_grad():
+        model = _of_rows(Bfloat16Parts)
+        inputs = model.example(1, {"batch": 3})
+        assert relative_error(bundle["denoiser"](**inputs), model.denoiser(**inputs)) < 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -13,9 +14,10 @@ from layered_graphs import int8_model
 from layered_graphs import run as run_graph
 from support import refusal, run, tiny_recipe
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle, scaled_dot_product_attention
 
 from trtconvert.diffusion_model import DiffusionModel, InputSpec
+from trtconvert.errors import UserError
 from trtconvert.models.recorded_calls import relative_error
 
 WIDTH, HEADS = 64, 2
@@ -79,3 +81,52 @@ def test_a_number_that_follows_the_size_is_told(tmp_path, monkeypatch, width):
         assert outcome.exit_code == 0, outcome.output
     else:
         refusal(outcome, "does not compute the same at all sizes", "width 8 a relative error", "engine.shapes")
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (lambda height, width: math.sqrt(height * width), "height*width = 16"),
+        (lambda height, width: int((height * width) ** 0.5), " = 4"),
+    ],
+    ids=["sqrt", "int"],
+)
+def test_an_export_with_a_constant_for_a_number_of_sizes_is_refused(number, told, monkeypatch):
+    """On a GPU no engine runs at other sizes before the bundle is used."""
+    of_pixels = Placed.forward
+    monkeypatch.setattr(
+        Placed, "forward", lambda self, x, timestep: of_pixels(self, x, timestep) * number(*x.shape[2:])
+    )
+    with pytest.raises(UserError, match="for one size only") as error:
+        int8_model(build(stretched=False), include=["qkv"], attention=True).graph()
+    assert told in str(error.value)
+    fixed = replace(build(stretched=False), dims={"batch": (1, 2, 4), "height": (4, 4, 4), "width": (4, 4, 4)})
+    made = int8_model(fixed, include=["qkv"], attention=True)
+    inputs = made.model.example(1, {"batch": 3, "height": 4, "width": 4})
+    assert relative_error(run_graph(made.graph(), **inputs), made.torch(**inputs)) < 1e-3
+
+
+class Patches(nn.Module):
+    """Attention over patches of 2 × 2 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, 1, H, W], timestep [B] → the same."""
+        h = self.embed(pixel_unshuffle(x, 2).flatten(2).mT) + (timestep / 1000)[:, None, None]
+        q, k, v = self.qkv(h).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        h = self.out(h + scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return pixel_shuffle(h.mT.unflatten(2, (x.shape[2] // 2, x.shape[3] // 2)), 2)
+
+
+def test_images_as_high_as_their_channels_follow_the_size():
+    """The patches of the usual size are 4 × 4, and have four channels."""
+    torch.manual_seed(0)
+    sizes = {"batch": (2, 2, 2), "height": (8, 8, 16), "width": (8, 8, 16)}
+    made = int8_model(replace(build(), denoiser=Patches().eval(), dims=sizes), include=["qkv"], attention=True)
+    graph = made.graph()
+    for height, width in ((8, 8), (16, 8), (12, 16)):
+        inputs = made.model.example(1, {"batch": 2, "height": height, "width": width})
+        assert relative_error(run_graph(graph, **inputs), made.torch(**inputs)) < 1e-3

@@ -155,25 +155,28 @@ def in_steps(denoiser: Denoiser, steps: Sequence[Mapping[str, Tensor]]) -> Tenso
 
 
 def lowering_difference(
-    function: Path, native: Path, dtype: str, inputs: Mapping[str, Tensor], min_sqnr: float
+    function: Path, native: Path, inputs: Mapping[str, Tensor], min_sqnr: float
 ) -> tuple[float, float]:
     """Compares two lowerings of a model on ONNX Runtime by Polygraphy.
 
     Returns:
         The mean absolute difference of the outputs, and the limit that keeps `min_sqnr` dB below the output's own mean.
     """
+    import onnx_ir as ir
     import onnxruntime
     from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
     from polygraphy.comparator import Comparator, SimpleCompareFunc
     from polygraphy.logger import G_LOGGER
 
-    from trtconvert.export.float32 import without_bfloat16
+    from trtconvert.export.float32 import holds_bfloat16, in_float32
     from trtconvert.runtime.session import as_numpy
 
     onnxruntime.set_default_logger_severity(3)  # hides warnings about constant folding
-    feed = {name: as_numpy(x) for name, x in inputs.items()}
+    paths, wide = [function, native], holds_bfloat16(ir.load(function))
+    feed = {name: as_numpy(x.float() if wide and x.is_floating_point() else x) for name, x in inputs.items()}
     with ExitStack() as stack, G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        paths = [stack.enter_context(without_bfloat16(path, dtype)) for path in (function, native)]
+        if wide:
+            paths = [stack.enter_context(in_float32(path)) for path in paths]
         results: Any = Comparator.run(
             [OnnxrtRunner(SessionFromOnnx(str(path)), name=path.stem) for path in paths], data_loader=[feed]
         )

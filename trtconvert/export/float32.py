@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,17 +29,22 @@ def in_float32(path: Path) -> Iterator[Path]:
         yield copy
 
 
-def without_bfloat16(path: Path, dtype: str) -> AbstractContextManager[Path]:
-    """Returns the path of a model, or of a BF16 model the copy of `in_float32`."""
-    return in_float32(path) if dtype == "bfloat16" else nullcontext(path)
+def holds_bfloat16(model: ir.Model) -> bool:
+    """Returns whether a model has BF16 values, as models of other types have that compute attention or a region in BF16."""
+    return any(
+        value.dtype == ir.DataType.BFLOAT16
+        for graph in _graphs(model)
+        for values in ((*graph.inputs, *graph.initializers.values()), *(node.outputs for node in _nodes(graph)))
+        for value in values
+    )
 
 
 def widen(model: ir.Model) -> None:
     """Widens all 16-bit values to FP32, in place. Weights are read when they are written."""
-    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+    for graph in _graphs(model):
         for value in (*graph.inputs, *graph.initializers.values()):
             _widen_value(value)
-        for node in ir.traversal.RecursiveGraphIterator(graph):
+        for node in _nodes(graph):
             for value in node.outputs:
                 _widen_value(value)
             for name, attribute in list(node.attributes.items()):
@@ -47,6 +52,15 @@ def widen(model: ir.Model) -> None:
                     node.attributes[name] = ir.AttrInt64(name, int(_FP32))
                 elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALF:
                     node.attributes[name] = ir.AttrTensor(name, _widened(attribute.as_tensor()))
+
+
+def _graphs(model: ir.Model) -> Iterator[ir.Graph]:
+    yield model.graph
+    yield from (function.graph for function in model.functions.values())
+
+
+def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    return iter(ir.traversal.RecursiveGraphIterator(graph))
 
 
 def _widen_value(value: ir.Value) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import onnx_ir as ir
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -109,11 +111,14 @@ def exported_to_onnx(
         for dim, size in zip(spec.shape, value.shape or (), strict=True)
         if dim in symbols and isinstance(size, int)
     }
+    if program.exported_program is not None:
+        fixed |= _assumptions(program.exported_program, specs, dims)
     if fixed:
         raise UserError(
             f"{title} can be exported to ONNX for one size only",
             expected="a forward with any size of " + ", ".join(symbols),
-            got=", ".join(sorted(fixed)) + ": the forward uses them as Python numbers, as in range(x.shape[0])",
+            got=", ".join(sorted(fixed)) + ": the forward uses them as Python numbers, as in range(x.shape[0]) or "
+            "int(x.shape[1] ** 0.5)",
             remedy=remedy,
         )
     weights = name_weights(program.model, prefix)
@@ -126,6 +131,34 @@ def exported_to_onnx(
     for rewrite in AFTER_OPTIMISATION:
         rewrite(program.model)
     return program.model
+
+
+def _assumptions(
+    program: ExportedProgram, specs: Sequence[InputSpec], dims: Mapping[str, tuple[int, int, int]]
+) -> set[str]:
+    """Returns equations with numbers that a program takes to hold, but that do not hold at all sizes.
+
+    Such a program has constants in place of numbers that the forward computes from sizes, such as `int(x.shape[1] ** 0.5)`.
+    """
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    sizes: dict[Any, str] = {}
+    environment = None
+    for name, spec in zip(program.graph_signature.user_inputs, specs, strict=True):
+        for size, dim in zip(values[str(name)].shape, spec.shape, strict=True):
+            if isinstance(size, torch.SymInt) and isinstance(dim, str):
+                sizes[size.node.expr], environment = dim, size.node.shape_env
+    if environment is None:
+        return set()
+    taken = [assumed.expr for each in environment.deferred_runtime_asserts.values() for assumed in each]
+    ends = itertools.product(*({dims[dim][0], dims[dim][2]} for dim in sizes.values()))
+    numbers = [dict(zip(sizes, map(sympy.Integer, numbers), strict=True)) for numbers in ends]
+    names = {symbol: sympy.Symbol(dim) for symbol, dim in sizes.items()}
+    return {
+        f"{equation.lhs.xreplace(names)} = {equation.rhs}"
+        for equation in taken
+        if isinstance(equation, sympy.Eq) and equation.rhs.is_number
+        if any(equation.xreplace(at) == sympy.false for at in numbers)
+    }
 
 
 @contextmanager

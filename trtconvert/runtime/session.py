@@ -59,12 +59,20 @@ class OnnxRuntimeComponent(Component):
         self._one_at_a_time = (
             threading.Lock() if self._caches else nullcontext()
         )  # a call reads the caches of the one before
-        in_bfloat16 = any(spec.dtype == "bfloat16" for spec in (*component.inputs, *component.outputs))
+        self._wide = any(spec.dtype == "bfloat16" for spec in (*component.inputs, *component.outputs))
+
+        def session() -> onnxruntime.InferenceSession:
+            with _in_float32(path) if self._wide else nullcontext(path) as runnable:
+                return onnxruntime.InferenceSession(runnable, options, providers=["CPUExecutionProvider"])
+
         try:
-            with _in_float32(path) if in_bfloat16 else nullcontext(path) as runnable:
-                self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
-                    runnable, options, providers=["CPUExecutionProvider"]
-                )
+            try:
+                self._session: onnxruntime.InferenceSession | None = session()
+            except Exception:
+                if self._wide or not _holds_bfloat16(path):
+                    raise
+                self._wide = True  # parts of the model compute in BF16
+                self._session = session()
         except Exception as error:  # ONNX Runtime's errors have no common base class
             _require_memory(error)
             raise BackendUnavailable(
@@ -83,14 +91,14 @@ class OnnxRuntimeComponent(Component):
         if self.signature.watch is not None:
             self.signature.watch(tensors)
         typed = self.signature.typed(tensors)
-        feeds = {name: as_numpy(x) for name, x in zip(self.signature.names, typed, strict=True)}
+        feeds = {name: self._fed(x) for name, x in zip(self.signature.names, typed, strict=True)}
         trajectory = trajectory or self._trajectory
         names = self._outputs + [cache.name + NEXT for cache in self._caches]
         try:
             with self._one_at_a_time:
                 if self._caches:
                     caches = self._caches_of(trajectory, len(typed[0]))
-                    feeds |= {cache.name: as_numpy(x) for cache, x in zip(self._caches, caches, strict=True)}
+                    feeds |= {cache.name: self._fed(x) for cache, x in zip(self._caches, caches, strict=True)}
                 found = [torch.from_numpy(x) for x in session.run(names, feeds)]
                 if self._caches:
                     self._kept[trajectory] = found[len(self._outputs) :]
@@ -104,6 +112,9 @@ class OnnxRuntimeComponent(Component):
                 remedy="correct the inputs; if the original model takes them, report the message",
             ) from error
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def _fed(self, x: Tensor) -> np.ndarray:
+        return as_numpy(x.float() if self._wide and x.is_floating_point() else x)
 
     def _caches_of(self, trajectory: Trajectory, batch: int) -> list[Tensor]:
         """Return the caches of the previous call, or reset caches for another batch and before the first call."""
@@ -161,6 +172,14 @@ def _in_float32(path: Path) -> AbstractContextManager[Path]:
     from trtconvert.export.float32 import in_float32  # ONNX tooling, which models of other types do not need
 
     return in_float32(path)
+
+
+def _holds_bfloat16(path: Path) -> bool:
+    import onnx_ir as ir
+
+    from trtconvert.export.float32 import holds_bfloat16
+
+    return holds_bfloat16(ir.load(path))
 
 
 def as_numpy(x: Tensor) -> np.ndarray:

@@ -81,9 +81,9 @@ def component_stage(build: Build, name: str) -> Stage:
         found = component_layers(source, recipe.layers, limit, replaceable=replaceable) if in_int8 else None
         exported = trace_component(source, getattr(torch, dtype), found.converted if found else None)
         storage.save(exported, onnx_file)
-        check_onnx(onnx_file, dtype)
+        check_onnx(onnx_file)
         if found and build.native:
-            save_native(onnx_file, folder / NATIVE, dtype)
+            save_native(onnx_file, folder / NATIVE)
         if found and recipe.engine.refittable:
             keep_unquantised(source.module, found.converted, onnx_file, OF_COMPONENTS)
         component = ComponentRecord(

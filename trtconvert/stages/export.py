@@ -44,9 +44,9 @@ def export_stage(build: Build, planned: Planned) -> Stage:
             source, planned.tables(), options, layers=layers, dims=dims, dtype=dtype, masks=planned.masks()
         )
         storage.save(exported, folder / ONNX)
-        check_onnx(folder / ONNX, recipe.model.dtype)
+        check_onnx(folder / ONNX)
         if build.native:
-            save_native(folder / ONNX, folder / NATIVE, recipe.model.dtype)
+            save_native(folder / ONNX, folder / NATIVE)
         if recipe.engine.refittable and layers:
             keep_unquantised(source.denoiser, layers, folder / ONNX)
         component = ComponentRecord(

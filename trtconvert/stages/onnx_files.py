@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from trtconvert.linear.sites import ConvertedLayer
 
 
-def check_onnx(path: Path, dtype: str) -> None:
+def check_onnx(path: Path) -> None:
     """Checks a model with ONNX's checker, including types and shapes.
 
-    Weights outside the file are checked as inputs of their types and shapes: the checker does not read their values. A BF16 model
-    is checked as FP32: in its opset, operators such as convolutions and sines lack BF16, which TensorRT supports.
+    Weights outside the file are checked as inputs of their types and shapes: the checker does not read their values. A model
+    with BF16 is checked as FP32: in its opset, operators such as convolutions and sines lack BF16, which TensorRT supports.
     """
     import onnx
     import onnx_ir as ir
 
-    from trtconvert.export.float32 import widen
+    from trtconvert.export.float32 import holds_bfloat16, widen
 
     model = ir.load(path)
     for value in list(model.graph.initializers.values()):
@@ -29,12 +29,12 @@ def check_onnx(path: Path, dtype: str) -> None:
             del model.graph.initializers[value.name]  # type: ignore[arg-type]
             value.const_value, value.dtype, value.shape = None, tensor.dtype, tensor.shape  # type: ignore[assignment]
             model.graph.inputs.append(value)
-    if dtype == "bfloat16":
+    if holds_bfloat16(model):
         widen(model)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
-def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
+def save_native(onnx_file: Path, path: Path) -> None:
     """Writes a model for engines without plugins: native attention operators, INT8 layers between Q/DQ nodes."""
     import onnx_ir as ir
 
@@ -51,7 +51,7 @@ def save_native(onnx_file: Path, path: Path, dtype: str) -> None:
     quantise_products(native)
     lower_deltas(native)
     storage.save(native, path)
-    check_onnx(path, dtype)
+    check_onnx(path)
 
 
 def keep_unquantised(

@@ -216,7 +216,7 @@ def _verify_export(build: Build, planned: Planned, steps: ComputedSteps, exporte
             denoiser(**calls[0])
             compared = calls[1] | denoiser.caches
         difference, largest_difference = verify.lowering_difference(
-            exported.folder / ONNX, exported.folder / NATIVE, recipe.model.dtype, compared, section.min_site_sqnr
+            exported.folder / ONNX, exported.folder / NATIVE, compared, section.min_site_sqnr
         )
         bar.step()
         of_sites, of_layers = verify.output_sqnr(
