@@ -149,7 +149,7 @@ def test_batches_beyond_the_engines_are_split(node, tmp_path):
             {"transformer_options": {"wrappers": {"diffusion_model": {"cache": []}}}},
             "a node wraps the network.*got: cache",
         ),
-        ({"ref_latents": [torch.zeros(1)]}, "was not built to take.*got: ref_latents"),
+        ({"ref_latents": [torch.zeros(1)]}, "was not built for.*got: ref_latents"),
         ({"c_crossattn": None}, "the conditioning has no text"),
         ({"c_crossattn": torch.zeros(1, 9, WIDTH)}, r"'encoder_hidden_states' is outside.*model\.options\.tokens"),
     ],

@@ -83,7 +83,7 @@ class Rotated(nn.Module):
             return normed.reshape(*y.shape[:2], -1, CHANNELS)
         heads = y.unflatten(2, (HEADS, -1))
         if self.kind == "norm by the timestep":
-            weight = timestep[:, None, None, None].to(y.dtype) * self.norms[name].weight / 500
+            weight = (1 + (timestep[:, None, None, None] > 500)) * self.norms[name].weight
             return F.rms_norm(heads, (CHANNELS,), eps=1e-5) * weight
         if self.kind in ("length of another", "mean over heads"):
             wide = heads.float()
