@@ -163,12 +163,12 @@ def test_loading_needs_no_weights_and_not_the_place_where_it_was_built(tiny_buil
 
 
 def test_a_model_that_onnx_runtime_cannot_run_is_refused(loaded, tmp_path):
-    """A matrix product in bfloat16, which ONNX Runtime lacks on the CPU."""
-    types = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, [2, 2]) for name in "xy"]
+    """A matrix product in FP8, which ONNX Runtime lacks on the CPU."""
+    types = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT8E4M3FN, [2, 2]) for name in "xy"]
     graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["x", "x"], ["y"])], "", types[:1], types[1:])
-    path = tmp_path / "bfloat16.onnx"
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), path)
-    with pytest.raises(BackendUnavailable, match=r"(?s)cannot run bfloat16\.onnx.*got: .*MatMul.*remedy: "):
+    path = tmp_path / "fp8.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 19)], ir_version=9), path)
+    with pytest.raises(BackendUnavailable, match=r"(?s)cannot run fp8\.onnx.*got: .*MatMul.*remedy: "):
         OnnxRuntimeComponent(path, loaded.manifest.components["denoiser"])
 
 
