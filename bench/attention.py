@@ -39,7 +39,7 @@ from trtconvert.models.recorded_calls import relative_error
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of one call, with as many keys as queries, or the keys of a prompt; `masked`: under a key mask that shows all."""
+    """The shape of one call, with as many keys as queries, or the keys of a prompt; masked: a key mask shows all keys."""
 
     batch: int
     heads: int

@@ -169,8 +169,8 @@ SEARCHED = functools.partial(tiny_recipe, attention={"modes": "auto"}, plan={"sa
 SHOWN = {
     "trtconvert.progress", "trtconvert.forecast", "trtconvert.calib.frontier", "trtconvert.pipeline", "trtconvert.stages.ahead",
 }  # fmt: skip
-"""Code that may run in a stage and decides nothing: it shows the progress of the stage or the cost of a build, for which the
-forecast counts a search's drawings, or starts another process beside the stage."""
+"""Modules that run in stages and decide no result. `progress` and `pipeline` show progress, `forecast` shows the cost of a build,
+`calib.frontier` counts drawings for `forecast`, and `stages.ahead` starts another process."""
 
 
 @pytest.mark.slow

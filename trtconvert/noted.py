@@ -44,10 +44,6 @@ class Noted(Generic[Entry]):
     places: Sequence[int]
     entry: Entry
 
-    def in_calls(self, value: int) -> list[int]:
-        """Returns a plain value of the entry for each call."""
-        return [value] * len(self.places)
-
 
 class Notes(Generic[Entry]):
     """Entries by the name of the called module. An entry is a dataclass of tensors, dicts of tensors and plain values.
@@ -139,7 +135,7 @@ class PackedEntries:
         """Joins replays, given the numbers that each left.
 
         Yields:
-            The entries of some replays, as in `Noted`, and their number.
+            The entries of some replays, as in `Noted`, and the number of these replays.
         """
         replays = iter(replays)
         while some := [*islice(replays, self._together)]:
@@ -222,11 +218,16 @@ _Rows = TypeVar("_Rows")
 
 
 def samples_of(seen: Sequence[Noted[Any]], tensor: Callable[[Any], Tensor]) -> Tensor:
-    """Returns a tensor [B, …] of a module's entries over the samples of all calls; tensor: takes it from an entry."""
+    """Returns a tensor [B, …] of a module's entries over the samples of all calls; tensor: takes the tensor from an entry."""
     found = [tensor(noted.entry) for noted in seen]
     if len({x.shape[1:] for x in found}) > 1:  # calls with other numbers of samples
         return torch.cat([x.flatten(0, 1) for x in found])
     return torch.cat(found).flatten(0, 1)  # flattening the parts of a replay would copy them
+
+
+def in_calls(seen: Sequence[Noted[Any]], number: Callable[[Any], int]) -> list[int]:
+    """Returns a number of a module's entry for each call; number: takes the number from an entry."""
+    return [number(noted.entry) for noted in seen for _ in noted.places]
 
 
 def rows_of_groups(
@@ -249,7 +250,7 @@ def rows_of_groups(
     found: dict[str, _Rows] = {}
     damaged: list[tuple[int, Exception]] = []
     for (name, seen), timestep, is_good in zip(taken.items(), timesteps, good.tolist(), strict=True):
-        sizes = [size for noted in seen for size in noted.in_calls(noted.entry.timestep.shape[1])]
+        sizes = in_calls(seen, lambda entry: entry.timestep.shape[1])
         if is_good:
             found[name] = rows(name, seen, groups(sizes, timestep))
         else:

@@ -102,8 +102,8 @@ def optimize(
 
 @contextmanager
 def _usual_defaults(gpu: torch.device | None) -> Iterator[None]:
-    """In the block new tensors are FP32, on the CPU and usable by autograd, and nothing is cast, as builds expect, whatever the
-    program does. The GPU is the current one."""
+    """Sets the defaults that builds expect, whatever the program has set: new tensors are FP32, on the CPU and usable by
+    autograd, nothing is cast, and `gpu` is the current GPU."""
     import torch
 
     with ExitStack() as stack:

@@ -274,7 +274,7 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
     except GateError:
         try:
             build.report.notice(f"the samples that missed the gate are in {_keep_evidence(verified, output)}")
-        except OSError as error:  # the gate is what the user needs to know
+        except OSError as error:  # must not hide the missed gate
             build.report.notice(f"the samples that missed the gate could not be kept: {error}")
         raise
     quality = quality.model_copy(update={"component_errors": component_errors})

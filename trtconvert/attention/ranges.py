@@ -17,7 +17,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.attention.sites import SiteCall
 from trtconvert.errors import UserError
-from trtconvert.noted import Groups, GroupsOfCalls, Noted, Notes, TensorFields, rows_of_groups, samples_of
+from trtconvert.noted import Groups, GroupsOfCalls, Noted, Notes, TensorFields, in_calls, rows_of_groups, samples_of
 
 LEVELS = 127
 """INT8 steps on either side of zero."""
@@ -131,8 +131,7 @@ class RangeObserver:
         }
 
         def rows(site: str, seen: Sequence[Noted[_Extremes]], groups: Groups) -> Rows:
-            tokens = [count for noted in seen for count in noted.in_calls(noted.entry.tokens)]
-            return _rows(reduced[site], torch.tensor(tokens), groups)
+            return _rows(reduced[site], torch.tensor(in_calls(seen, lambda entry: entry.tokens)), groups)
 
         def refusal(site: str, sample: int, timestep: float) -> UserError:
             broken = (~finite[site][:, sample]).long().argmax()

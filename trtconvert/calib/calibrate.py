@@ -60,7 +60,7 @@ COVERAGE_SHARE = 16
 """One in this many samples, the first ones, runs a second time to measure how well the scales cover the data."""
 
 _HELD_BYTES, _HELD_SHARE = 2**32, 0.25
-"""Most memory for the rows of finished batches, in bytes and of the host's free memory. Files hold them too."""
+"""Limits of the memory for rows of finished batches: bytes, and a share of the host's free memory. Files hold the rows too."""
 
 _INDICES = "'indices' to have one of the following scalar types"
 """In torch's error for a table that is read at numbers with fractions."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.errors import UserError
 from trtconvert.linear.sites import LayerCall
-from trtconvert.noted import Groups, GroupsOfCalls, Noted, Notes, TensorFields, rows_of_groups, samples_of
+from trtconvert.noted import Groups, GroupsOfCalls, Noted, Notes, TensorFields, in_calls, rows_of_groups, samples_of
 
 ROWS = 2
 """Whole rows that are stored of each call and timestep bin."""
@@ -133,7 +133,7 @@ class LayerObserver:
         finite = {layer: (low[layer].isfinite() & high[layer].isfinite()).all(1) for layer in taken}
 
         def rows(layer: str, seen: Sequence[Noted[_Seen]], groups: Groups) -> LayerRows:
-            counts = torch.tensor([count for noted in seen for count in noted.in_calls(noted.entry.rows)])
+            counts = torch.tensor(in_calls(seen, lambda entry: entry.rows))
             sample = samples_of(seen, lambda entry: entry.sample)
             return self._entries(counts, groups, low[layer], high[layer], sample)
 

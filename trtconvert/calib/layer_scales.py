@@ -311,7 +311,7 @@ class _Points:
         return (self._rows.low.amin(0) + self._rows.high.amax(0)) / 2
 
     def amax_of_calls(self, offset: Tensor) -> Tensor:
-        """[C, R, K] largest magnitude of x minus offsets [C, K] for each call and bin. C may also be bins."""
+        """[C, R, K] largest magnitude of x minus offsets [C, K] for each call and bin. C counts choices or bins."""
         offset = offset[:, None]
         return torch.maximum(self._rows.high - offset, offset - self._rows.low)
 
@@ -337,7 +337,7 @@ def _fitted(choices: Sequence[_Choice], seen: _Points, weight: Tensor) -> _Moved
 
 @dataclass(frozen=True)
 class _Moved:
-    """Offsets and factors [C, K] of C choices; weights of x̂ [C, N', K], and squared norms [C, K] of those of each channel."""
+    """Offsets and factors [C, K] of C choices; weights of x̂ [C, N', K], and squared norms [C, K] of each channel's weights."""
 
     offset: Tensor
     factor: Tensor

@@ -39,7 +39,7 @@ class Shards(Mapping[str, Rows]):
 
     def __init__(self, folder: Path, room: int = 0) -> None:
         self.folder, self._room = folder, room
-        # By batch: identity of the file, which another process may replace; what returns the file's tensors; their names.
+        # By batch: identity of the file, which another process may replace; a getter of the file's tensors; the tensors' names.
         self._open: dict[str, tuple[tuple[int, int], Callable[[str], Tensor], Collection[str]]] = {}
 
     def names(self) -> list[str]:

@@ -173,7 +173,7 @@ def lowering_difference(
 
     onnxruntime.set_default_logger_severity(3)  # hides warnings about constant folding
     paths, wide = [function, native], holds_bfloat16(ir.load(function))
-    feed = {name: as_numpy(x.float() if wide and x.is_floating_point() else x) for name, x in inputs.items()}
+    feed = {name: as_numpy(x, wide) for name, x in inputs.items()}
     with ExitStack() as stack, G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         if wide:
             paths = [stack.enter_context(in_float32(path)) for path in paths]

@@ -30,7 +30,7 @@ def in_float32(path: Path) -> Iterator[Path]:
 
 
 def holds_bfloat16(model: ir.Model) -> bool:
-    """Returns whether a model has BF16 values, as models of other types have that compute attention or a region in BF16."""
+    """Returns whether a model has BF16 values. FP32 and FP16 models may compute attention or an autocast region in BF16."""
     return any(
         value.dtype == ir.DataType.BFLOAT16
         for graph in _graphs(model)

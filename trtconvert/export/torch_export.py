@@ -136,9 +136,9 @@ def exported_to_onnx(
 def _assumptions(
     program: ExportedProgram, specs: Sequence[InputSpec], dims: Mapping[str, tuple[int, int, int]]
 ) -> set[str]:
-    """Returns equations with numbers that a program takes to hold, but that do not hold at all sizes.
+    """Returns equations with numbers that a program assumes, and that some sizes violate.
 
-    Such a program has constants in place of numbers that the forward computes from sizes, such as `int(x.shape[1] ** 0.5)`.
+    Such a program has constants for numbers that the forward computes from sizes, such as `int(x.shape[1] ** 0.5)`.
     """
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     sizes: dict[Any, str] = {}

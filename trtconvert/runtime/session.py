@@ -91,14 +91,16 @@ class OnnxRuntimeComponent(Component):
         if self.signature.watch is not None:
             self.signature.watch(tensors)
         typed = self.signature.typed(tensors)
-        feeds = {name: self._fed(x) for name, x in zip(self.signature.names, typed, strict=True)}
+        feeds = {name: as_numpy(x, self._wide) for name, x in zip(self.signature.names, typed, strict=True)}
         trajectory = trajectory or self._trajectory
         names = self._outputs + [cache.name + NEXT for cache in self._caches]
         try:
             with self._one_at_a_time:
                 if self._caches:
                     caches = self._caches_of(trajectory, len(typed[0]))
-                    feeds |= {cache.name: self._fed(x) for cache, x in zip(self._caches, caches, strict=True)}
+                    feeds |= {
+                        cache.name: as_numpy(x, self._wide) for cache, x in zip(self._caches, caches, strict=True)
+                    }
                 found = [torch.from_numpy(x) for x in session.run(names, feeds)]
                 if self._caches:
                     self._kept[trajectory] = found[len(self._outputs) :]
@@ -112,9 +114,6 @@ class OnnxRuntimeComponent(Component):
                 remedy="correct the inputs; if the original model takes them, report the message",
             ) from error
         return outputs[0] if len(outputs) == 1 else outputs
-
-    def _fed(self, x: Tensor) -> np.ndarray:
-        return as_numpy(x.float() if self._wide and x.is_floating_point() else x)
 
     def _caches_of(self, trajectory: Trajectory, batch: int) -> list[Tensor]:
         """Return the caches of the previous call, or reset caches for another batch and before the first call."""
@@ -182,6 +181,6 @@ def _holds_bfloat16(path: Path) -> bool:
     return holds_bfloat16(ir.load(path))
 
 
-def as_numpy(x: Tensor) -> np.ndarray:
-    """Convert a tensor to numpy, BF16 to FP32."""
-    return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
+def as_numpy(x: Tensor, wide: bool = False) -> np.ndarray:
+    """Converts a tensor to numpy, BF16 to FP32; wide: all floating types to FP32."""
+    return (x.float() if x.dtype == torch.bfloat16 or (wide and x.is_floating_point()) else x).cpu().numpy()

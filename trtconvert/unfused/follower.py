@@ -279,8 +279,8 @@ class Unfused:
         if not args or result.dim() != 3:
             return
         if order is None:
-            # A reshape that keeps the first axis merges others than samples and heads, as `flatten(2)` of an image does. Sizes
-            # are not compared then: a height that equals the channels by chance would become a constant of an export.
+            # A reshape that keeps the first axis does not merge samples with heads: `flatten(2)` of an image is one. Its sizes
+            # are not compared: a height that equals the channels by chance would become a constant of an export.
             if args[0].dim() == 4 and args[0].shape[1] != 1 and args[0].shape[0] == result.shape[0]:
                 return
             # Only known sizes are compared: comparing symbolic sizes would add constraints to an export.
