@@ -1,8 +1,11 @@
 """Models that another process exports while the GPU computes."""
 
+import importlib
 import sys
+import time
 
 import pytest
+import torch
 from converted_pipelines import recipe_of, save
 from rich.console import Console
 from support import tiny_recipe
@@ -69,6 +72,67 @@ def test_another_process_exports_the_denoiser_beside_the_reference(tmp_path, eve
     again = Reporter(Console(quiet=True))
     pipeline.build(recipe, tmp_path / "bundle", cache, again)  # a process would take longer than reading the cache
     assert "export denoiser" in report.seconds and "export denoiser" not in again.seconds
+
+
+NOTES = """
+import os
+
+def load(build):
+    (build.cache.folder.parent / "loaded").touch()
+
+def fail(build):
+    raise RuntimeError("no model")
+
+def export(build, text):
+    (build.cache.folder.parent / "exported").write_text(f"{text} {os.environ['OMP_NUM_THREADS']}")
+"""
+
+
+@pytest.fixture
+def notes(tmp_path, monkeypatch):
+    """A module that both processes import."""
+    (tmp_path / "notes_of_exports.py").write_text(NOTES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield importlib.import_module("notes_of_exports")
+    del sys.modules["notes_of_exports"]
+
+
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_prepared_process_loads_and_then_waits_for_what_to_export(tmp_path, everywhere, notes, four_threads):
+    build = small_build(tmp_path, Place("cpu", "float32", ""), {})
+    with ExportAhead(build, "notes", notes.export, notes.load).ended() as exports:
+        assert not exports.prepared
+        exports.prepare()
+        assert exports.prepared and torch.get_num_threads() == 2
+        end = time.monotonic() + 60
+        while not (tmp_path / "loaded").exists():
+            assert exports._process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        assert not (tmp_path / "exported").exists()
+        exports.start("found")
+        exports.start("another")
+        exports.wait()
+        assert torch.get_num_threads() == 4
+    assert (tmp_path / "exported").read_text() == "found 2"
+
+
+def test_a_process_that_fails_to_load_leaves_the_export_to_the_build(tmp_path, everywhere, notes, four_threads):
+    with ExportAhead(
+        small_build(tmp_path, Place("cpu", "float32", ""), {}), "", notes.export, notes.fail
+    ).ended() as exports:
+        exports.prepare()
+        exports._process.wait(60)
+        exports.start("found")
+        exports.wait()
+    assert not (tmp_path / "exported").exists() and torch.get_num_threads() == 4
 
 
 def test_a_build_prints_the_errors_of_exports_that_another_process_met(tmp_path, everywhere, monkeypatch):

@@ -12,6 +12,7 @@ changed stages; without changes it loads neither the model nor torch.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import shutil
 import sys
@@ -60,7 +61,7 @@ from trtconvert.stages.component_errors import verified_component
 from trtconvert.stages.components import component_stages, named_components
 from trtconvert.stages.engines import EngineBuild, engine_stages
 from trtconvert.stages.errors import errors_stage
-from trtconvert.stages.export import export_stage
+from trtconvert.stages.export import export_stage, prepare_export
 from trtconvert.stages.gates import check_gates
 from trtconvert.stages.plan import plan_stages
 from trtconvert.stages.reference import reference_stage
@@ -258,12 +259,15 @@ def _run_stages(build: Build, backend: BackendStatus, output: Path) -> _Results:
             built = engine_stages(engine_build, name, component_of(exported), exported)
             component_errors[name], engines[name] = verified_component(build, name, exported, built)
     calibrated = calibrated or calibrate_stage(build)
-    searched = search_stage(build, calibrated)
-    steps = steps_stage(build, plan_stages(build, calibrated, searched))
-    planned = steps.planned
-    with ExportAhead(build, "denoiser", export_stage, planned).ended() as ahead:
-        reference = reference_stage(build, ahead.start)
-        errors = errors_stage(build, planned, ahead.start) if build.place.on_gpu else None
+    with ExportAhead(build, "denoiser", export_stage, prepare_export).ended() as ahead:
+        searched = search_stage(build, calibrated, ahead.prepare)
+        steps = steps_stage(build, plan_stages(build, calibrated, searched))
+        planned = steps.planned
+        start = functools.partial(ahead.start, planned)
+        if ahead.prepared:
+            start()
+        reference = reference_stage(build, start)
+        errors = errors_stage(build, planned, start) if build.place.on_gpu else None
         ahead.wait()
     build.source.leave_gpu()  # makes room for building and timing engines
     exported = export_stage(build, planned)

@@ -138,11 +138,18 @@ def within_float16(model: DiffusionModel) -> Iterator[None]:
 
 def refuse_beyond_float16(model: DiffusionModel, sites: Mapping[str, Rows], layers: Mapping[str, LayerRows]) -> None:
     """Raises a UserError if the inputs of attention or layers in a calibration are beyond 65,504, the largest float16 number."""
-    read = {name: max(float(x.abs().max()) for x in (rows.low, rows.high)) for name, rows in layers.items()}
+    read = {name: max(map(_largest, (rows.low, rows.high))) for name, rows in layers.items()}
     for name, rows in sites.items():
-        read[name] = max(float(x.abs().max()) for x in (rows.q_amax, rows.k_low, rows.k_high, rows.v_low, rows.v_high))
+        read[name] = max(map(_largest, (rows.q_amax, rows.k_low, rows.k_high, rows.v_low, rows.v_high)))
     beyond = {name: largest for name, largest in read.items() if largest > LARGEST}
     _refuse(model, "the inputs of its attention and layers, in the calibration", beyond)
+
+
+def _largest(x: Tensor) -> float:
+    """Returns the largest magnitude of a tensor on the CPU. There are thousands of small tensors: NumPy takes one thread and no
+    copy, while threads of torch wait for each other."""
+    numbers = x.numpy()
+    return max(-float(numbers.min()), float(numbers.max()))
 
 
 def _refuse(model: DiffusionModel, where: str, beyond: Mapping[str, float]) -> None:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 
+def prepare_export(build: Build) -> None:
+    """Imports and loads what the export needs, before there is a plan."""
+    from trtconvert.export import trace  # noqa: F401
+
+    build.source.model()
+
+
 def export_stage(build: Build, planned: Planned) -> Stage:
     """Traces the denoiser to ONNX, and writes its native form without plugins."""
     recipe = build.recipe

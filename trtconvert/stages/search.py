@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from trtconvert.progress import Bar
 
 
-def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
+def search_stage(build: Build, calibrated: Calibrated, meanwhile: Callable[[], None] = lambda: None) -> Stage | None:
     """Searches plans and draws samples with each. Writes the frontier; the plan stage chooses the plan to build.
 
     Measurements survive an interrupted build, and serve searches with other budgets.
 
+    Args:
+        meanwhile: starts work that may run beside the search; not called if the cache has the search.
     Returns:
         None if the recipe states the plan.
     """
@@ -47,6 +50,7 @@ def search_stage(build: Build, calibrated: Calibrated) -> Stage | None:
         from trtconvert.calib.budget import limits_alone
         from trtconvert.evaluate.budget import load_budget
 
+        meanwhile()
         work = build.cache.work("searched", {__name__, *build.code}, shared | {"plan": measured_reads(of_plan)})
         budget = load_budget(recipe.plan)
         with build.crew.sharing(_searched, calibrated, work, limits_alone(budget)):
