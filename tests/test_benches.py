@@ -39,6 +39,7 @@ def test_benches_import_what_there_is(as_scripts, file):
         assert error.name is not None and error.name.partition(".")[0] != "trtconvert", error
 
 
+@pytest.mark.soak
 def test_skipped_steps_of_a_unet_that_was_trained_for_it(as_scripts, tmp_path, capsys):
     def run(name, *options):
         as_scripts.setattr(sys, "argv", [name, *options])

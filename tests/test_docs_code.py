@@ -376,6 +376,8 @@ def of_block(block: Block, parts: Iterable[tuple[str, str]]) -> list[tuple[str, 
 
 
 RUN = [block for block in CODE if not of_block(block, NEED_GPU)]
+SLOW = {"components.md", "windows.md"}
+"""Pages with a build of their own, for `make soak`."""
 
 
 @pytest.fixture
@@ -395,7 +397,13 @@ def names_for(block: Block, place: Place) -> Names:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted({block.page.name for block in RUN}))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.soak) if page in SLOW else page
+        for page in sorted({block.page.name for block in RUN})
+    ],
+)
 def test_a_page_runs(page, place, capsys):
     found: Names = {"__name__": "documented"}
     for block in RUN:

@@ -64,6 +64,7 @@ def test_a_build_with_exports_ahead_calibrates_first(tmp_path, everywhere):
     assert "text_encoder" in made.manifest.components
 
 
+@pytest.mark.soak
 def test_another_process_exports_the_denoiser_beside_the_reference(tmp_path, everywhere):
     report = Reporter(Console(quiet=True))
     cache, recipe = Cache(tmp_path / "cache"), load_recipe(tiny_recipe(tmp_path))

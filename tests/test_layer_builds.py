@@ -201,6 +201,7 @@ def test_layers_of_half_precision(tmp_path):
     assert relative_error(got, TorchInt8(model, bundle.folder, bundle.manifest)(**inputs)) < 0.03
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not tensorrt_rtx.status().available, reason=tensorrt_rtx.status().detail)
 def test_bf16_bundles_have_engines_where_there_is_bf16_and_draw_anywhere(tmp_path):
     sections = {

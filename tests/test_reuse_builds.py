@@ -90,6 +90,7 @@ def test_people_are_told(bundle, tmp_path):
     assert "Steps computed" in text and "Of 8 denoising steps 4 are computed" in text
 
 
+@pytest.mark.soak
 def test_other_kernels_choose_the_steps_anew(bundle, monkeypatch):
     monkeypatch.setattr(Build, "kernel_reads", lambda _: {"kernels": "another library"})
     result = built(bundle.parent, "other")

@@ -105,8 +105,8 @@ def give(model):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["one", pytest.param("all", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["one", "all"])
 def test_a_failing_process_ends_the_others(tmp_path, where):
     (tmp_path / f"data_of_{where}.py").write_text(
         DATA.format(condition='os.environ["RANK"] == "1"' if where == "one" else "True")

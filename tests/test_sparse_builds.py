@@ -120,6 +120,7 @@ def test_dense_is_another_calibration_plan_and_model(tmp_path):
     refusal(outcome, "lacks the blocks that attention needs", "remove calibration.from from the recipe")
 
 
+@pytest.mark.soak
 def test_a_gate_that_is_missed_names_the_masks(tmp_path):
     recipe = sparse_recipe(tmp_path, 0.5, verify={"min_psnr": 10, "min_site_sqnr": 60})
     outcome = run("build", recipe, "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")

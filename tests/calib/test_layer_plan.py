@@ -473,6 +473,7 @@ def test_stated_layers_are_the_same_in_all_plans(tmp_path):
     assert {layer.name: layer.modes for layer in component.layers if layer.in_int8} == rows
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("few_rows", ["auto", "weight_only"])
 def test_a_search_decides_about_layers_of_few_rows_unless_the_recipe_does(tmp_path, monkeypatch, few_rows):
     monkeypatch.setattr("trtconvert.linear.sites.FEWEST_WEIGHTS", 1)

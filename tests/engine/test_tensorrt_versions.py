@@ -219,6 +219,7 @@ def test_without_the_plugin_library_tensorrt_says_so(version):
     )
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_gpu_that_cuda_cannot_use_is_refused_with_its_reason(version):
     """A driver older than CUDA is an example: TensorRT's Runtime would end the process."""

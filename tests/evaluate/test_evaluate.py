@@ -113,6 +113,7 @@ def test_lpips_is_found_when_its_weights_are_given(digits_build, tmp_path, alexn
     assert 0 < found.lpips <= found.lpips_worst < 1 and "LPIPS" in outcome.output
 
 
+@pytest.mark.soak
 def test_full_precision_computes_in_the_type_that_was_asked_for(digits_build, tmp_path):
     """16-bit full precision changes the comparison, but not the INT8 samples."""
     found = {}

@@ -131,6 +131,7 @@ def test_a_timestep_that_goes_back_to_more_noise_begins_anew(changed):
     assert torch.equal(model(**steps[1]), again(**steps[1])) and before.isfinite().all()
 
 
+@pytest.mark.soak
 def test_timesteps_that_rise_are_followed():
     made = delta_model()
     sigmas = made.model.sigmas.flip(0)
@@ -143,6 +144,7 @@ def test_timesteps_that_rise_are_followed():
     assert all(torch.equal(*pair) for pair in zip(outputs[:4], outputs[4:], strict=True))
 
 
+@pytest.mark.soak
 def test_some_layers_may_quantise_deltas_and_others_not():
     made = delta_model(unchanged=("q", "mlp.0", "conv"))
     graph = made.graph()

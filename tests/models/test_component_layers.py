@@ -68,6 +68,7 @@ def test_engines_of_components_get_their_layers_between_q_and_dq(saved):
         assert sum(node.op_type == "QuantizeLinear" for node in model.graph.node) == len(in_int8)
 
 
+@pytest.mark.soak
 def test_a_refittable_encoder_keeps_what_its_layers_were_quantised_from(saved):
     """Weights have the names of the encoder's state dict, which LoRA files use."""
     recipe = recipe_of(saved, "pixart", INT8, verify={"max_component_error": LIMIT}, engine={"refittable": True})
@@ -86,6 +87,7 @@ def built_weights(onnx):
     return found
 
 
+@pytest.mark.soak
 def test_a_tighter_limit_leaves_the_layers_that_suffer_most(saved):
     stage, record = stages(saved, INT8, limit := 0.02)
     left = [layer for layer in record.layers if "INT8 would leave" in layer.reason]

@@ -104,7 +104,7 @@ def test_a_pipeline_draws_with_its_converted_denoiser(tmp_path, name):
     assert errors and max(errors) <= INT8_CALL
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak) if name in SLOW else name for name in CONVERTIBLE]
 )
@@ -367,6 +367,7 @@ def test_a_pipeline_that_draws_one_image_at_a_time_is_not_asked_for_two(tmp_path
         model_of(tmp_path, "chroma", batch=[1, 1, 2])
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

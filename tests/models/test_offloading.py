@@ -154,6 +154,7 @@ def pipeline_model(folder, name):
     return diffusers_model(folder, **{"tokens": 8, "batch": [1, 2, 2]} | options)
 
 
+@pytest.mark.first_case
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["flux", "stable_diffusion_xl"])
 @pytest.mark.parametrize("kept", [True, False])

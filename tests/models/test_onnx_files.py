@@ -315,6 +315,7 @@ def test_files_that_the_library_refuses_are_refused_in_its_words(tmp_path):
 DEEP = range(1, 1500)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("first", "each", "last", "told"),
     [

@@ -52,7 +52,7 @@ def begun(recipe, bundle, *others):
     raise Begun(bundle)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_pipeline_is_converted_once_for_its_weights(tmp_path, monkeypatch):
     pipe = tiny_pipelines.with_text("stable_diffusion")
     other = copy.deepcopy(pipe.unet)

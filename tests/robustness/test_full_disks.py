@@ -14,8 +14,8 @@ from support import PARTIAL
 
 MOMENTS = min(ROUNDS, 20)
 """Rounds of each command in `make soak`."""
-FEW = {"calibrate": 1, "quantize": 1}
-"""Rounds of each quick command in every test run."""
+FEW = {"quantize": 1}
+"""Rounds of quick commands in every test run."""
 PAGE, LARGE = 4096, 64 * 2**20
 
 

@@ -12,8 +12,8 @@ from damage import ROUNDS
 
 KILLS = min(ROUNDS, 200)
 """Kills of each command in `make soak`."""
-FEW = {"calibrate": 2, "quantize": 2}
-"""Kills of each quick command in every test run."""
+FEW = {"quantize": 2}
+"""Kills of quick commands in every test run."""
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if KILLS or c.name in FEW], ids=lambda c: c.name)

@@ -510,7 +510,7 @@ def test_masks_of_the_lowest_number_stay_in_fp32(tmp_path, fallback):
         assert torch.equal(load_file(tmp_path / name / MODEL)["mask"], mask)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory_is_that_of_the_largest_tensor(tmp_path):
     """Twice the largest tensor and 300 MB beyond the memory for a small model, measured in a process of its own."""
     save(tmp_path / "small", weights())

@@ -325,7 +325,7 @@ def test_parts_of_several_tensors(any_number):
         assert_same_after(model, after, tokens=tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rotations_and_norms():
     kinds = (*ROTATIONS, *BOTH, *ALONE)
     model = traced(Blocks(*kinds), ROTATED)
@@ -446,6 +446,7 @@ def test_rotations_and_norms_in_fp32_are_left():
     assert (fuse_rotary(model), fuse_norms(model)) == (0, 0)
 
 
+@pytest.mark.soak
 def test_engines_that_are_refitted_keep_their_norms():
     model = traced(Blocks("norm", "across heads"), ROTATED)
     after = lowered(model, refittable=True)
