@@ -516,8 +516,14 @@ def test_a_forward_that_calls_attention_itself_or_writes_it_out_is_replaced(atte
         found = model(x, timestep=torch.tensor([5.0, 900.0]))
         assert attention_report(model).replaced == ("model",)
         assert 0 < error(found, exact) < 0.05
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = model(x, torch.tensor([5.0, 900.0]))
+        assert not attention_report(model).exceptions
         restore_attention(model)
         assert torch.equal(model(x, torch.tensor([5.0, 900.0])), exact)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x, torch.tensor([5.0, 900.0]))
+        assert cast.dtype == expected.dtype and 0 < error(cast, expected) < 0.05
 
 
 def test_other_refusals_change_nothing(pipe) -> None:

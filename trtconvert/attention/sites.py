@@ -19,6 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from trtconvert.data_flow import ATTENTION, UNUSED, DataFlow
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
+from trtconvert.mixed_types import as_autocast
 from trtconvert.unfused import Attention, Softmax, left_softmax, unfused_attention
 
 HEAD_DIMS = range(32, 257, 8)
@@ -108,7 +109,9 @@ def own_channels(output: Tensor, model: Tensor) -> Tensor:
 
 
 def taken(q: Tensor, k: Tensor, v: Tensor, folds: int) -> tuple[Tensor, Tensor, Tensor, str]:
-    """Returns tensors that the kernels take, padded if needed, and the obstacle if there is one. folds: see `folds_of`."""
+    """Returns tensors that the kernels take, padded if needed and in the type of `torch.autocast`, and the obstacle if there is
+    one. folds: see `folds_of`."""
+    q, k, v = (as_autocast(x) for x in (q, k, v))
     obstacle = obstacle_to(q, k, v, folds)
     if obstacle:
         filled = filled_up(q, k, v)

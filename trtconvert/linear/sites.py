@@ -20,6 +20,7 @@ from trtconvert.data_flow import LAYER, UNUSED, DataFlow
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hook, Hooks
 from trtconvert.linear.reference import LayerTables
+from trtconvert.mixed_types import autocast_type
 
 IN_STEP, OUT_STEP = 16, 8
 """Channels per vector of the kernels: 16 bytes of INT8, and of 16-bit numbers."""
@@ -56,6 +57,11 @@ class LayerCall:
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     obstacle: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the result, also under `torch.autocast`."""
+        return autocast_type(self.x)
 
     @property
     def channel_axis(self) -> int:
