@@ -179,8 +179,9 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
 
     def of_matmul(function: Callable[..., Tensor]) -> Hook:
         def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-            x, weight = (*args, *named.values())[:2]
-            if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(x, Tensor):
+            x, weight = (*args, *(named[name] for name in _FACTORS if name in named), None)[:2]
+            # A result that is written into `out` is not the handler's.
+            if "out" in named or not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(x, Tensor):
                 return function(*args, **named)
             return matmul(caller, x, weight, None, _exact(function, args, named))
 
@@ -189,7 +190,7 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
     def of_addmm(function: Callable[..., Tensor]) -> Hook:
         def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
             bias, x, weight = _taken(args, named, "input", "mat1", "mat2")
-            if bias.dim() != 1 or named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
+            if "out" in named or bias.dim() != 1 or named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
                 return function(*args, **named)
             return matmul(caller, x, weight, bias, _exact(function, args, named))
 
@@ -230,6 +231,10 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
     ):
         hooks[function] = of_conv(function, sizes, transposed=True)
     return {**hooks, **handler.norm_hooks()} if isinstance(handler, LayerFinder) else hooks
+
+
+_FACTORS = ("input", "other", "mat2")
+"""Names of the factors of products, in order."""
 
 
 def _taken(args: tuple[Any, ...], named: Mapping[str, Any], *names: str) -> list[Any]:
