@@ -22,6 +22,7 @@ from torch.nn import functional
 from trtconvert import runtime
 from trtconvert.calib.dtype_checks import refuse_mixed_types
 from trtconvert.diffusion_model import DiffusionModel, weights_in_float32
+from trtconvert.export.float32 import widen
 from trtconvert.mixed_types import OneType, compute_in_one_type
 from trtconvert.models import NoiseSchedule, ddpm_betas, initial_noise, sample
 from trtconvert.models.denoiser import DenoiserInType
@@ -211,3 +212,30 @@ def test_models_of_other_types_may_compute_parts_in_bfloat16(dtype, tmp_path, mo
         model = _of_rows(Bfloat16Parts)
         inputs = model.example(1, {"batch": 3})
         assert relative_error(bundle["denoiser"](**inputs), model.denoiser(**inputs)) < 0.02
+
+
+class Region(Timed):
+    """Computes all layers in a region of autocast, on FP32 inputs, and queries and keys in FP32."""
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        """x [B, N, 32], timestep [B] → [B, N, 32]."""
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.embed(x) + timestep[:, None, None] / 1000
+            q, k, v = self.qkv(h.float()).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            attended = functional.scaled_dot_product_attention(q.float(), k.float(), v)
+            out = self.out(attended.transpose(1, 2).flatten(2).float())
+            assert attended.dtype == out.dtype == torch.bfloat16
+        return self.head(out.float())
+
+
+def test_int8_in_a_region_of_autocast_has_the_type_of_the_model():
+    torch.manual_seed(0)
+    made = int8_model(model_of(Region(), ("batch", 16, 32)), include=["*"], attention=True)
+    assert {"qkv", "out"} <= made.layers.keys() and len(made.attention) == 1
+    inputs = made.example()
+    expected = made.torch(**inputs)
+    with torch.no_grad():
+        assert relative_error(expected, made.model.denoiser(**inputs)) < 0.03
+    graph = made.graph()
+    widen(graph)  # ONNX Runtime has no BF16 on a CPU
+    assert relative_error(run(graph, **inputs), expected) < 0.02

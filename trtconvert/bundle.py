@@ -45,6 +45,9 @@ TRANSPOSED = ".T"
 NAMESAKE = ":weight"
 """Suffix of an initialiser whose name an input or output has already."""
 
+IN_CONSTANTS = ":in constants"
+"""Last suffix of an initialiser whose weight constants were computed from too: a refit cannot replace it alone."""
+
 UNQUANTISED = ".unquantised.safetensors"
 """Suffix of the file with the unquantised weights of an ONNX model's INT8 layers."""
 

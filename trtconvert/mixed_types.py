@@ -1,16 +1,51 @@
-"""Products and norms of tensors of several types, in models with 16-bit weights, as `torch.autocast` computes them."""
+"""Types under `torch.autocast`; and products and norms of tensors of several types, in models with 16-bit weights, as
+`torch.autocast` computes them."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def autocast_type(x: Tensor) -> torch.dtype:
+    """Returns the type in which a product takes a tensor: that of `torch.autocast`, where it is on. FP64 stays."""
+    kind = x.device.type
+    stays = not x.is_floating_point() or x.dtype == torch.float64
+    if stays or not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Returns a tensor in its `autocast_type`."""
+    return x.to(autocast_type(x))
+
+
+def without_autocast(
+    function: Callable[Concatenate[Tensor, P], R],
+) -> Callable[Concatenate[Tensor, P], R]:
+    """Makes a function compute in the types of its tensors: `torch.autocast` would round its products to 16 bits."""
+
+    @functools.wraps(function)
+    def exact(x: Tensor, *args: P.args, **named: P.kwargs) -> R:
+        if not torch.amp.is_autocast_available(x.device.type):
+            return function(x, *args, **named)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args, **named)
+
+    return exact
+
 
 OF_WEIGHTS = frozenset(
     (

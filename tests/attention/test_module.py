@@ -173,6 +173,16 @@ def test_half_precision_goes_in_and_comes_out(dtype: torch.dtype) -> None:
     assert error(out, exact(q, k, v)) < LIMITS[Mode.PRECISION]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_gives_its_type_as_to_torch_s_attention(name: str) -> None:
+    attention, (q, k, v) = Int8Attention(H, D, precision_mode=name, enable_cfg_fusion=True), tensors()
+    narrow = [x.bfloat16() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, (first, _) = attention(q, narrow[1], v, 500), attention.fused_cfg(q, q, k, v, 500)
+        assert out.dtype == scaled_dot_product_attention(q, k, v).dtype
+    assert torch.equal(out, attention(*narrow, 500)) and torch.equal(first, out)
+
+
 def test_masks_reach_the_operator() -> None:
     q, k, v = tensors()
     mask = torch.ones(N, N, dtype=torch.bool).tril()

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from trtconvert.attention.modes import Mode
+from trtconvert.attention.pruning import key_importance, needed_blocks
 from trtconvert.attention.reference import (
     FP8_TOP,
     TILE,
@@ -62,6 +63,17 @@ def test_single_precision_computes_what_double_does(mode):
     tables = tables_from_data(q, k, v, mode)
     wide = attention(*(x.double() for x in (q, k, v)), ZERO, tables, compute_dtype=torch.float64)
     assert error(attention(q, k, v, ZERO, tables), wide) < tolerances.SAME_ARITHMETIC
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_autocast_changes_nothing(mode):
+    q, k, v = tensors()
+    tables = tables_from_data(q, k, v, mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v, ZERO, tables)
+        importance, blocks = key_importance(q, k), needed_blocks(q, k, [0.1], 0.2)
+    assert torch.equal(out, attention(q, k, v, ZERO, tables))
+    assert torch.equal(importance, key_importance(q, k)) and torch.equal(blocks, needed_blocks(q, k, [0.1], 0.2))
 
 
 def test_quantised_products_match_a_loop_over_tiles():

@@ -516,8 +516,14 @@ def test_a_forward_that_calls_attention_itself_or_writes_it_out_is_replaced(atte
         found = model(x, timestep=torch.tensor([5.0, 900.0]))
         assert attention_report(model).replaced == ("model",)
         assert 0 < error(found, exact) < 0.05
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = model(x, torch.tensor([5.0, 900.0]))
+        assert not attention_report(model).exceptions
         restore_attention(model)
         assert torch.equal(model(x, torch.tensor([5.0, 900.0])), exact)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x, torch.tensor([5.0, 900.0]))
+        assert cast.dtype == expected.dtype and 0 < error(cast, expected) < 0.05
 
 
 def test_other_refusals_change_nothing(pipe) -> None:
@@ -569,22 +575,35 @@ def test_heads_of_other_sizes_are_filled_up_or_left_and_told_of(heads: int, repl
     assert set(report.left.values()) <= {"head_dim 320 is more than 256"} and len(report.left) == 8 - replaced
 
 
-class Causal(nn.Module):
-    """Two attentions; the second is causal."""
+class Second(nn.Module):
+    """Two attentions; the second has options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
 
     def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
         y = functional.scaled_dot_product_attention(x, x, x)
-        return functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return functional.scaled_dot_product_attention(y, y, y, **self.options)
 
 
-def test_calls_that_cannot_be_int8_are_computed_as_before_and_told_of() -> None:
-    model = Causal()
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"is_causal": True}, "it is causal"),
+        ({"scale": 0.0}, "its scores have the factor 0, positive ones are needed"),
+        ({"scale": -0.2}, "its scores have the factor -0.2, positive ones are needed"),
+    ],
+    ids=str,
+)
+def test_calls_that_cannot_be_int8_are_computed_as_before_and_told_of(options: dict[str, Any], reason: str) -> None:
+    model = Second(**options)
     x = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0))
     exact = model(x, torch.tensor(5))
     replace_attention_with_int8(model)
     assert 0 < error(model(x, torch.tensor(5)), exact) < 0.05
-    assert attention_report(model).exceptions == {"model": "it is causal"}
-    assert "some calls: it is causal" in str(attention_report(model))
+    assert attention_report(model).exceptions == {"model": reason}
+    assert f"some calls: {reason}" in str(attention_report(model))
 
 
 def test_modules_that_never_call_attention_are_told_of(pipe) -> None:

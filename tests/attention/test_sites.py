@@ -207,7 +207,13 @@ def test_forwards_of_one_model_run_side_by_side():
 
 @pytest.mark.parametrize(
     ("attention", "reason"),
-    [(Wide(), "head_dim 264"), (Attention(is_causal=True), "causal"), (Attention(dropout_p=0.5), "dropout")],
+    [
+        (Wide(), "head_dim 264"),
+        (Attention(is_causal=True), "causal"),
+        (Attention(dropout_p=0.5), "dropout"),
+        (Attention(scale=0.0), "have the factor 0"),
+        (Attention(scale=-0.5), "have the factor -0.5"),
+    ],
 )
 def test_sites_that_kernels_do_not_support_stay_with_a_reason(attention, reason):
     chosen, left = select_sites(find_sites(Model(Attention(), attention), INPUTS, "timestep"), ["*"], [])

@@ -108,6 +108,52 @@ def test_gradients_are_those_of_unquantised_attention(layout: str, kind: str) ->
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+BIASES = {
+    "of rows": (40, 150),
+    "of heads": (1, 4, 40, 150),
+    "of keys": (2, 1, 1, 150),
+    "of one axis": (150,),
+    "of one": (1, 1),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("lengths", [None, [150, 90]])
+@pytest.mark.parametrize("shape", BIASES)
+def test_a_learned_mask_has_its_gradient(shape: str, lengths: list[int] | None, autocast: bool) -> None:
+    args = inputs(grad=True)
+    key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    bias = torch.randn(BIASES[shape], generator=torch.Generator().manual_seed(SEED)).requires_grad_()
+    full = bias.expand(2, 4, 40, 150)
+    if key_lengths is not None:
+        full = full.masked_fill(torch.arange(150) >= key_lengths[:, None, None, None], -torch.inf)
+    q, k, v = args[0], *(x.repeat_interleave(2, 1) for x in args[1:3])
+    logits = q @ k.transpose(2, 3) / 8 + full
+    tables = reference.AttentionTables(*args[4:])
+    weights, lse_weights = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(SEED)) for shape in (q.shape, q.shape[:3])
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out, lse = kernel.attention(*args[:4], tables, mask=bias, key_lengths=key_lengths, return_lse=True)
+        got = torch.autograd.grad(
+            (out * weights).sum() + (lse * lse_weights).sum(), (bias, *args[:3]), retain_graph=True
+        )
+    plain = (logits.softmax(-1) @ v * weights).sum() + (logits.logsumexp(-1) * lse_weights).sum()
+    for a, b in zip(got, torch.autograd.grad(plain, (bias, *args[:3])), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_learned_mask_under_blocks_has_its_gradient_in_all_chunks() -> None:
+    args = inputs(grad=True, queries=1100, keys=130, dim=32)
+    block_mask = torch.rand(2, 1, 9, 2, generator=torch.Generator().manual_seed(SEED)) > 0.5
+    block_mask[..., 0] = True
+    bias = torch.zeros(4, 1100, 130, requires_grad=True)
+    (got,) = torch.autograd.grad((OP(*args, bias, block_mask=block_mask) ** 2).sum(), bias)
+    mask = bias.masked_fill(~reference.expand_blocks(block_mask, 1100, 130), -torch.inf)
+    (expected,) = torch.autograd.grad((sdpa(*args[:3], mask=mask) ** 2).sum(), bias)
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
 def test_keys_beyond_the_length_have_no_gradient_and_no_effect() -> None:
     args = inputs(grad=True)
     lengths = torch.tensor([100, 128], dtype=torch.int32)

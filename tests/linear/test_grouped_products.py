@@ -88,6 +88,8 @@ def test_layers_without_a_gpu(granularity):
     assert y.shape == (7, 10, 200) and y.dtype == torch.bfloat16
     wanted = groups.int8_gemm(*groups.act_quant(x.view(70, 300)), stored, scale, bias, torch.bfloat16)
     assert torch.equal(y.view(70, 200), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(int8_linear(x, stored, scale, bias), y)
     exact = F.linear(x.float(), dequantised(stored, scale, torch.float32), bias.float())
     assert 0.001 < float((y - exact).norm() / exact.norm()) < 0.05  # one token is 300 beside N(0, 1)
     assert int8_linear(x[:0], stored, scale, None).shape == (0, 10, 200)

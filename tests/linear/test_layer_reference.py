@@ -54,6 +54,16 @@ def test_a_convolution_is_its_definition_in_double(mode, sizes, kernel, stride, 
     assert error(conv(x, None, tables, stride=stride, padding=padding), expected) < tolerances.SAME_ARITHMETIC
 
 
+@pytest.mark.parametrize("mode", OF_CONVS)
+def test_autocast_changes_nothing(mode):
+    x, image = random(3, 48), random(2, 16, 7, 7)
+    of_x, of_image = tables_of(x, modes=[mode]), tables_of(image, (3, 3), modes=[mode])
+    with torch.autocast("cpu", torch.bfloat16):
+        rows, pixels = linear(x, None, of_x), conv(image, None, of_image, stride=(1, 1), padding=(1, 1))
+    assert torch.equal(rows, linear(x, None, of_x))
+    assert torch.equal(pixels, conv(image, None, of_image, stride=(1, 1), padding=(1, 1)))
+
+
 @pytest.mark.parametrize("folds", [1, 3])
 def test_each_sample_of_a_batch_takes_the_scale_of_its_timestep(folds):
     x = random(3 * folds, 5, 32)

@@ -40,6 +40,8 @@ LINEAR = {
     "matmul": lambda self, x: torch.matmul(x, self.turned),
     "@": lambda self, x: x @ self.turned,
     "@ with a transposed weight": lambda self, x: x @ self.module.weight.T,
+    "matmul by names": lambda self, x: torch.matmul(other=self.turned, input=x),
+    "mm by names": lambda self, x: torch.mm(mat2=self.turned, input=x.flatten(0, 1)),
     "method": lambda self, x: x.matmul(self.turned),
     "mm": lambda self, x: torch.mm(x.flatten(0, 1), self.turned),
     "method mm": lambda self, x: x.flatten(0, 1).mm(self.turned),
@@ -81,6 +83,8 @@ NO_LAYERS = {
     "a scaled sum": lambda self, x: torch.addmm(self.weight[0], x[0], self.weight, beta=2),
     "a sum with a matrix": lambda self, x: torch.addmm(x[0], x[0], self.weight),
     "a vector": lambda self, x: x @ self.weight[0],
+    "a result that is written elsewhere": lambda self, x: torch.mm(x[0], self.weight, out=torch.empty(6, 64)),
+    "a sum that is written elsewhere": lambda self, x: torch.addmm(x[0, 0], x[0], self.weight, out=torch.empty(6, 64)),
 }
 
 

@@ -167,6 +167,24 @@ def test_alphas_of_peft_come_from_its_settings(tmp_path, settings, usual, of_que
     assert_close(merged(module, {"file": file}), expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"to_q": 2}, "alpha_pattern": {"to_q": 7}}],
+    ids=["plain", "rslora", "dora", "patterns"],
+)
+def test_a_lora_that_a_model_of_diffusers_saves_is_merged_as_peft_does(tmp_path, options):
+    """`save_lora_adapter` has peft's settings in the file, without a prefix."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    adapted, module = fresh("stable_diffusion"), fresh("stable_diffusion")
+    adapted.add_adapter(peft.LoraConfig(r=3, lora_alpha=5, target_modules=["to_q"], init_lora_weights=False, **options))
+    adapted.save_lora_adapter(tmp_path)
+    adapted.fuse_lora()
+    expected = {name.replace(".base_layer", ""): x for name, x in adapted.state_dict().items() if ".lora_" not in name}
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    assert_close(merged(module, {"file": file}), expected)
+
+
 def test_an_alpha_may_be_an_integer(tmp_path):
     module = fresh("stable_diffusion")
     layers = tiny_loras.layers_of(module, UNET)

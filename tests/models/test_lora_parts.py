@@ -96,9 +96,9 @@ def test_the_part_of_the_other_denoiser_is_told(tmp_path):
 def test_prefixes_of_checkpoints_are_known(tmp_path, prefix):
     module = fresh("stable_diffusion")
     layers = tiny_loras.layers_of(module, UNET)
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2 * tiny_loras.RANK}))
-    file = tiny_loras.save(tmp_path / "lora.safetensors", layers, tiny_loras.peft(prefix))
     factor = 2.0 if prefix.startswith("base_model.") else 1.0
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": factor * tiny_loras.RANK}))
+    file = tiny_loras.save(tmp_path / "lora.safetensors", layers, tiny_loras.peft(prefix))
     expected = tiny_loras.with_deltas(module.state_dict(), {n: layer.delta() for n, layer in layers.items()}, factor)
     assert_close(merged(module, {"file": file}, root="unet"), expected)
 

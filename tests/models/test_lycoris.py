@@ -390,6 +390,72 @@ def test_biases_of_peft_are_added_at_the_scale_of_the_weights(tmp_path, place):
     assert_close(merged(module, {"file": settled(tmp_path, place)}), expected)
 
 
+def adapted_by_peft(folder: Path, **options: object) -> dict[str, Tensor]:
+    """Saves a LoRA before and after a training, in the folders "before" and "after", and the first one's conversion in
+    "converted". Returns the merged weights."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["linear", "few"], **options)
+    adapted = peft.get_peft_model(Base().requires_grad_(False), config)
+    adapted.save_pretrained(folder / "before")
+    for name, x in adapted.named_parameters():
+        if "lora_" in name:
+            x.data += 0.1 * torch.randn_like(x)
+    adapted.save_pretrained(folder / "after")
+    if options:
+        adapted.save_pretrained(folder / "converted", path_initial_model_for_weight_conversion=str(folder / "before"))
+    return adapted.merge_and_unload().state_dict()
+
+
+def seeded() -> Base:
+    """Returns the model that `adapted_by_peft` adapts."""
+    torch.manual_seed(0)
+    return Base().eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(("initialisation", "by_peft"), [("pissa", True), ("olora", True), ("pissa_niter_4", False)])
+def test_a_lora_of_changed_weights_is_refused_and_the_remedies_work(tmp_path, initialisation, by_peft):
+    """PiSSA and OLoRA subtract the LoRA that they begin with from the weights of the model."""
+    expected = adapted_by_peft(tmp_path, init_lora_weights=initialisation)
+    remedy = "merge_and_unload" if by_peft else "path_initial_model_for_weight_conversion"
+    with pytest.raises(UserError, match=rf"(?s)other weights.*'{initialisation}'.*remedy: .*{remedy}"):
+        merged(seeded(), {"file": tmp_path / "after" / "adapter_model.safetensors"})
+    if by_peft:
+        import peft
+
+        loaded = peft.PeftModel.from_pretrained(seeded(), tmp_path / "after").merge_and_unload()
+        assert_close(loaded.state_dict(), expected)
+    assert_close(merged(seeded(), {"file": tmp_path / "converted" / "adapter_model.safetensors"}), expected)
+
+
+@pytest.mark.parametrize(
+    "option", ["fan_in_fan_out", "use_qalora", "alora_invocation_tokens", "layer_replication", "target_parameters"]
+)
+def test_what_peft_computes_beside_a_lora_is_refused(tmp_path, option):
+    adapted_by_peft(tmp_path)
+    config = tmp_path / "after" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {option: [1]}))
+    with pytest.raises(UserError, match=rf"(?s)cannot be merged.*got: {option} in.*remedy: "):
+        merged(seeded(), {"file": tmp_path / "after" / "adapter_model.safetensors"})
+
+
+def test_settings_beside_a_file_of_another_program_are_in_doubt_and_the_remedies_work(tmp_path):
+    """peft would follow them, and diffusers does not read them."""
+    expected = adapted_by_peft(tmp_path)
+    tensors = load_file(tmp_path / "after" / "adapter_model.safetensors")
+    file, config = tmp_path / "lora.safetensors", tmp_path / "adapter_config.json"
+    save_file({name.replace("base_model.model.", "transformer."): x for name, x in tensors.items()}, file)
+    (tmp_path / "after" / "adapter_config.json").rename(config)
+    with pytest.raises(UserError, match=r"(?s)in doubt.*alpha of 5 for transformer\..* of rank 3.*remedy: write it"):
+        merged(seeded(), {"file": file})
+    save_file(load_file(file), tmp_path / "new.safetensors", {"lora_adapter_metadata": config.read_text()})
+    assert_close(merged(seeded(), {"file": tmp_path / "new.safetensors"}), expected)
+    config.rename(tmp_path / "elsewhere.json")
+    before, after = seeded().state_dict(), merged(seeded(), {"file": file})
+    change = expected["linear.weight"] - before["linear.weight"]
+    torch.testing.assert_close(after["linear.weight"] - before["linear.weight"], change * 3 / 5)
+
+
 @pytest.mark.parametrize("place", ["beside", "within"])
 def test_blocks_of_a_one_dimensional_convolution_are_left_to_peft(tmp_path, place):
     """peft's formula for them is no Kronecker product, that of lycoris is."""

@@ -11,6 +11,7 @@ from onnx_graphs import FROM_HEADS, SCALE, TO_HEADS, TOKENS, WIDTH, plain
 
 from trtconvert.attention.sites import Site
 from trtconvert.calib.calibrate import Parts, parts_to_convert
+from trtconvert.errors import UserError
 from trtconvert.models.onnx.model import onnx_model
 from trtconvert.recipe import AttentionSection, LayersSection
 
@@ -218,6 +219,40 @@ def test_a_form_of_attention_is_one_site(form, tmp_path):
     # Packed queries, keys and values have one layer.
     outputs = [layer.out_channels for layer in (*parts.layers, *parts.left_layers) if layer.rows > 1]
     assert sorted(outputs) == ([WIDTH, 3 * WIDTH] if "packed" in form else [WIDTH] * 4)
+
+
+_OF_OPSET_24 = {
+    "past keys and values": "attended = Attention(q, k, v, , k, v)",
+    "a softcap of 5": "attended = Attention<softcap = 5.0>(q, k, v)",
+    "lengths of keys": "n = Constant<value = int64[1] {8}> ()\nattended = Attention(q, k, v, , , , n)",
+    "a mask of 10 keys": "attended = Attention(q, k, v, mask)",
+}
+
+
+@pytest.mark.parametrize("got", _OF_OPSET_24)
+def test_other_attention_of_opset_24_is_refused_with_what_to_give(got, tmp_path):
+    path = onnx_graphs.denoiser(
+        tmp_path / "model.onnx",
+        f"{TO_HEADS}\n{_OF_OPSET_24[got]}\n{FROM_HEADS}",
+        opset=24,
+        weights={"mask": np.ones((12, 10), np.bool_)},
+    )
+    with pytest.raises(UserError, match=rf"(?s)Attention attended cannot be converted.*expected: .*got: {got}"):
+        onnx_model(path)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_of_causal_attention_counts(kind, tmp_path):
+    """`onnx_model` compares with ONNX Runtime."""
+    mask = np.random.default_rng(0).normal(size=(TOKENS, TOKENS)).astype(np.float32)
+    path = onnx_graphs.denoiser(
+        tmp_path / "model.onnx",
+        f"{TO_HEADS}\nattended = Attention<is_causal = 1>(q, k, v, mask)\n{FROM_HEADS}",
+        opset=24,
+        weights={"mask": mask > -1 if kind == "bool" else mask},
+    )
+    (site,) = converted(path).sites
+    assert site.masked
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,13 @@ from host_runtime import computes
 from layered_graphs import int8_model, run
 from safetensors.torch import save_file
 from tiny_loras import ALPHA, RANK
+from torch import Tensor, nn
 
 from trtconvert.bundle import DiffusersRecord
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.export import storage
+from trtconvert.export.nodes.layers import LAYER_METADATA, WEIGHT_METADATA
+from trtconvert.export.trace import SiteOptions, trace
 from trtconvert.models.recorded_calls import relative_error
 from trtconvert.runtime import loras as runtime_loras
 
@@ -155,6 +158,36 @@ def test_sums_are_rounded_once_to_the_engine_s_type(load, tmp_path, dtype):
     exact = before.double() + HALF * layers["qkv"].delta().T
     assert (after.double() - exact).abs().max() <= torch.finfo(dtype).eps / 2 * exact.abs().max()
     assert loaded.set_loras([]) == 1 and torch.equal(engine()["qkv.weight.T"], before)
+
+
+class Tied(nn.Module):
+    """The forward multiplies by one weight, and computes a constant from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        y = (self.mix(self.embed(x)) + timestep[:, None, None] / 1000)[:, None]
+        y = nn.functional.scaled_dot_product_attention(y, y, y)[:, 0]
+        return self.head(y * (1 + self.embed.weight.square().mean(1)))
+
+
+def test_weights_that_constants_were_computed_from_are_refused(load, tmp_path):
+    """The constants would keep the old values."""
+    torch.manual_seed(0)
+    made = int8_model(tiny_layers.model_of(Tied(), ("batch", 16, 32)), include=["embed", "mix"], attention=True)
+    in_int8 = {node.metadata_props.get(LAYER_METADATA): node.metadata_props for node in made.graph().graph}
+    assert WEIGHT_METADATA in in_int8["mix"] and WEIGHT_METADATA not in in_int8["embed"]
+    model = made.model
+    loaded = load(trace(model, made.attention, SiteOptions(model.timestep_max, "calibrated", True), dims=model.dims))
+    before = engine()
+    with pytest.raises(UserError, match=r"(?s)'embed.weight' cannot be replaced alone.*constants.*remedy: build"):
+        loaded.refit({"embed.weight": torch.ones(32, 32)})
+    with pytest.raises(UserError, match=r"(?s)'embed.weight' cannot be replaced alone.*or LoRAs"):
+        loaded.set_loras([(file_of(tmp_path, model.denoiser, ["embed"])[1], 1.0)])
+    assert all(torch.equal(x, before[name]) for name, x in Refitter.engine.items())
+    assert loaded.set_loras([(file_of(tmp_path, model.denoiser, ["mix"], "b")[1], 1.0)]) == 1
 
 
 def test_a_text_encoder_takes_its_own_parts(tiny, tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -111,6 +114,32 @@ def test_one_large_weight_spoils_its_block_alone():
     scale = blocks.scales(found := blocks.measure(x), "block")
     assert int(found.outliers[0, 0]) == 1
     assert float(scale[0, 0]) > 7 and float(scale[1:].amax()) < 0.05
+
+
+def test_blocks_of_two_threads_leave_the_program_s_number_of_threads():
+    before, inside, begun = torch.get_num_threads(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with blocks.threads_by_tile():
+            inside.set()
+            begun.wait(10)
+
+    def second() -> int:
+        torch.zeros(9).sum()  # this thread takes its number of threads from the program's
+        begun.set()
+        with blocks.threads_by_tile():
+            return blocks._threads
+
+    try:
+        torch.set_num_threads(3)
+        with ThreadPoolExecutor(2) as pool:
+            ended = pool.submit(first)
+            assert inside.wait(10) and pool.submit(second).result() == 3
+            ended.result()
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 3 and blocks._threads == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_threads_find_what_one_finds():

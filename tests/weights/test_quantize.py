@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -457,6 +458,26 @@ def test_places_that_cannot_be_the_output(tmp_path):
     refusal(run("dequantize", model, "-o", tmp_path / "d"), "nothing to dequantise", "trtconvert quantize")
     refusal(run("quantize", model, "-o", tmp_path / "p", "--fp32", "nobody*"), "matches no tensor")
     refusal(run("quantize", model, "-o", tmp_path / "p", "--max-outliers", "nan"), "--max-outliers is not a number")
+
+
+def test_links_to_files_and_folders_are_followed_and_stay(tmp_path):
+    """As in download caches, and in pipelines that share parts."""
+    model, shared = save_pipeline(tmp_path / "m"), tmp_path / "shared"
+    shared.mkdir()
+    wanted = {name for name in contents(model) if not name.endswith(".safetensors")}
+    for name in ("text_encoder", "tokenizer"):
+        (model / name).rename(shared / name)
+        (model / name).symlink_to(Path("..", "shared", name))
+    for path in (model / "transformer").iterdir():
+        path.rename(shared / path.name)
+        path.symlink_to(Path("..", "..", "shared", path.name))
+    (model / "itself").symlink_to(model)
+    (shared / "tokenizer" / "back").symlink_to(model)
+    before = contents(shared)
+    made(model, tmp_path / "q", name=Path("transformer", MODEL))
+    after = [path for path in (tmp_path / "q").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "q")) for path in after if path.suffix != ".safetensors"} == wanted
+    assert not any(path.is_symlink() for path in after) and contents(shared) == before
 
 
 def test_files_beside_that_cannot_be_read(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from trtconvert.attention.masks import check_mask
 from trtconvert.attention.pruning import check_softmax_scale
 from trtconvert.attention.reference import BLOCK, TINY_SCALE
 from trtconvert.errors import UserError
+from trtconvert.mixed_types import without_autocast
 
 TOP = 7
 """Codes are -7 to 7, symmetric about 0."""
@@ -102,12 +103,11 @@ def int4_attention(
     _check(q, k, v, mask, query_block, key_block, group_size)
     check_softmax_scale(softmax_scale)
     out_type, compute = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
-    with torch.autocast(q.device.type, enabled=False):  # autocast would round products to 16 bits
-        q, k, v = (x.to(compute) for x in (q, k, v))
-        out = _attend(q, k, v, softmax_scale, mask, query_block, key_block, group_size)
-    return out.to(out_type)
+    q, k, v = (x.to(compute) for x in (q, k, v))
+    return _attend(q, k, v, softmax_scale, mask, query_block, key_block, group_size).to(out_type)
 
 
+@without_autocast
 def _attend(
     q: Tensor,
     k: Tensor,

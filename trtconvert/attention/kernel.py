@@ -21,6 +21,7 @@ from trtconvert.attention.masks import block_shape, broadcasts, fits_blocks
 from trtconvert.attention.reference import AttentionTables
 from trtconvert.c_structs import ATTENTION_VERSION, AttentionParams, Strides
 from trtconvert.library import load_library
+from trtconvert.mixed_types import without_autocast
 
 _MESSAGE_BYTES = 512
 _INVALID_ARGUMENT = 1  # TRTCONVERT_INVALID_ARGUMENT
@@ -87,11 +88,11 @@ def int8_attention(
         BackendUnavailable: a GPU tensor, and the library is not built.
         RuntimeError: the GPU is older than sm_80, or CUDA failed.
 
-    Differentiable in q, k and v with a straight-through estimator: the backward is that of unquantised attention at the same q, k
-    and v in their own type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv 1308.3432). With a
-    block mask the backward computes all blocks, some rows at a time, and saves no time. NaN and ±Inf in q, k or v make all
-    dependent gradients NaN, as NaN does in torch's attention; a non-finite key reaches the gradients of all queries of its head,
-    whatever masks hide it.
+    Differentiable in q, k, v and an additive mask with a straight-through estimator: the backward is that of unquantised
+    attention at the same tensors in q's type, as quantisation's true derivative is zero almost everywhere (Bengio et al., arXiv
+    1308.3432). With a block mask the backward computes all blocks, some rows at a time, and saves no time. NaN and ±Inf in q, k
+    or v make all dependent gradients NaN, as NaN does in torch's attention; a non-finite key reaches the gradients of all queries
+    of its head, whatever masks hide it.
     """
     tables = AttentionTables(q_scale, k_scale, v_scale, k_offset, v_offset, modes)
     return _compute(
@@ -194,13 +195,16 @@ def _setup_context(ctx, inputs, output: Tensor | tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
 
 
+_MASK = 10
+"""Place of the mask among the operators' arguments."""
+
 _BACKWARD_QUERIES = 1024
 """Queries per chunk of the backward, which expands a block mask chunk by chunk."""
 
 
 def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
     q, k, v, mask, key_lengths, block_mask, key_index = ctx.saved_tensors
-    others = [None] * 16
+    others: list[Tensor | None] = [None] * 16
     if grad is None and lse_grad is None:
         return None, None, None, *others
     scale = q.shape[-1] ** -0.5 if ctx.softmax_scale is None else ctx.softmax_scale
@@ -214,7 +218,9 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
     if key_index is not None:
         rows = key_index.long().clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])
         keys, values = k.gather(2, rows), v.gather(2, rows)
-    exists = None
+    given, exists, mask_grad = mask, None, None
+    if any(ctx.needs_input_grad[_MASK : _MASK + 1]):  # arguments that were left out have no place
+        mask_grad = torch.zeros([1] * (4 - mask.dim()) + list(mask.shape), device=q.device)
     if key_lengths is not None:
         exists = (torch.arange(keys.shape[2], device=q.device) < key_lengths[:, None])[:, None, None]
         # Memory beyond the length may hold NaN, and NaN times zero is NaN under any mask.
@@ -237,16 +243,22 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None = None):
         grads = _unquantised_gradients(
             q[:, :, chunk], keys, values, here, scale,
             None if grad is None else grad[:, :, chunk], None if lse_grad is None else lse_grad[:, :, chunk],
+            of_mask=mask_grad is not None,
         )  # fmt: skip
         q_grad[:, :, chunk] = grads[0]
         keys_grad += grads[1]
         values_grad += grads[2]
+        if mask_grad is not None and grads[3] is not None:
+            part = mask_grad if mask_grad.shape[2] == 1 else mask_grad[:, :, chunk]
+            part += grads[3].float().sum_to_size(part.shape)
     if exists is not None:
         keys_grad, values_grad = (x.masked_fill(~exists.transpose(2, 3), 0) for x in (keys_grad, values_grad))
     if rows is not None:
         keys_grad, values_grad = (
             torch.zeros_like(whole).scatter_add(2, rows, part) for whole, part in ((k, keys_grad), (v, values_grad))
         )
+    if mask_grad is not None:
+        others[_MASK - 3] = mask_grad.view(given.shape).to(given.dtype)
     return *((x.transpose(1, 2) if swapped else x) for x in (q_grad, keys_grad, values_grad)), *others
 
 
@@ -254,20 +266,25 @@ int8_attention.register_autograd(_backward, setup_context=_setup_context)
 int8_attention_lse.register_autograd(_backward, setup_context=_setup_context)
 
 
+@without_autocast
 def _unquantised_gradients(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, grad: Tensor | None, lse_grad: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of q, k and v, heads first, through unquantised attention and its log-sum-exp."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, grad: Tensor | None, lse_grad: Tensor | None,
+    of_mask: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Returns gradients of q, k and v, heads first, and of the mask if wanted, through unquantised attention and its
+    log-sum-exp."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = mask) -> Tensor:
         shared = bool(q.shape[1] != k.shape[1])  # enable_gqa without need restricts torch's choice of kernels
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
 
     q_grad, k_grad, v_grad = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    mask_grad = None
     if grad is not None:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            q_grad, k_grad, v_grad = torch.autograd.grad(attend(*leaves), leaves, grad)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v, *([mask] if of_mask and mask is not None else []))]
+            q_grad, k_grad, v_grad, *rest = torch.autograd.grad(attend(*leaves), leaves, grad)
+            mask_grad = rest[0] if rest else None
     if lse_grad is not None:
         # With P the weights and g the gradient of the log-sum-exp: g P K scale and (g P)^T Q scale, which are an output of
         # attention with the keys as values, and the gradient of these values.
@@ -278,7 +295,11 @@ def _unquantised_gradients(
             (through_weights,) = torch.autograd.grad(mean_key, as_values, weight * q.detach())
         q_grad = q_grad + weight * mean_key.detach()
         k_grad = k_grad + through_weights
-    return q_grad, k_grad, v_grad
+        if of_mask and mask is not None:
+            logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * scale + mask
+            of_lse = (logits.softmax(-1) * lse_grad[..., None].to(q.dtype)).sum_to_size(mask.shape)
+            mask_grad = of_lse if mask_grad is None else of_lse + mask_grad
+    return q_grad, k_grad, v_grad, mask_grad
 
 
 def _and_mask(mask: Tensor | None, visible: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from trtconvert.attention.schedules import compute_sigma_schedule, sigma_rule_mo
 from trtconvert.attention.sites import HEAD_DIMS, SiteCall
 from trtconvert.attention.tables import NAMES
 from trtconvert.errors import UserError
+from trtconvert.mixed_types import as_autocast
 
 ATTENTION_TYPES = ("dense", "block_sparse")
 
@@ -255,7 +256,8 @@ class Int8Attention(nn.Module):
         """Computes attention.
 
         Args:
-            Q: [B, H, Nq, D] FP16 or BF16; on a CPU also FP32. K, V: [B, Hkv, Nk, D], of Q's type and on Q's device.
+            Q: [B, H, Nq, D] FP16 or BF16; on a CPU also FP32. K, V: [B, Hkv, Nk, D], of Q's type and on Q's device. Under
+                `torch.autocast` all are cast to its type, as torch's attention does.
             timestep: in [0, num_timesteps], one for all samples or [B]. The host does not read a tensor on a GPU: there, values
                 outside the schedule are clamped to its ends.
             mask: broadcastable to [B, H, Nq, Nk], boolean (true attends) or additive.
@@ -267,6 +269,7 @@ class Int8Attention(nn.Module):
         Raises:
             UserError: tensors, a timestep or options do not fit the module or each other.
         """
+        Q, K, V = (as_autocast(x) for x in (Q, K, V))
         prune = self.enable_pruning if enable_pruning is None else enable_pruning
         if return_mask is None:
             return_mask = bool(enable_pruning)
@@ -318,6 +321,7 @@ class Int8Attention(nn.Module):
                 got=f"{list(Q_uncond.shape)} {Q_uncond.dtype} on {Q_uncond.device}",
                 remedy="pass the queries of the two halves of a guided batch",
             )
+        Q_cond, Q_uncond, K, V = (as_autocast(x) for x in (Q_cond, Q_uncond, K, V))
         self.check(Q_cond, K, V)
         out, _ = self._fused(Q_cond, Q_uncond, K, V, timestep, self.pruning_ratio if self.enable_pruning else None)
         cond, uncond = out.chunk(2, 2)

@@ -11,12 +11,14 @@ from torch.nn.functional import pad
 
 from trtconvert.attention.reference import BLOCK, timestep_bin
 from trtconvert.errors import UserError
+from trtconvert.mixed_types import without_autocast
 
 SAMPLED_QUERIES = 256
 """Largest number of queries that are sampled to estimate each key's attention: more change few of the dropped keys."""
 
 
 @torch.no_grad()
+@without_autocast
 def key_importance(q: Tensor, k: Tensor, *, stride: int = 64, softmax_scale: float | None = None) -> Tensor:
     """Estimates the share of attention that each key receives, from every `stride`-th query, in 16 bits if q has 16.
 
@@ -162,6 +164,7 @@ def block_mask_of_data(
     return seen
 
 
+@without_autocast
 def needed_blocks(q: Tensor, k: Tensor, shares: Sequence[float], softmax_scale: float) -> Tensor:
     """Finds the blocks that remain when each block of queries drops the least blocks of keys that together receive at most a
     share of its attention. Attention is computed exactly, in FP32, a block of queries at a time.

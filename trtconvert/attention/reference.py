@@ -2,7 +2,7 @@
 
 Integer products are exact in `compute_dtype`: a product of INT8 vectors of at most 256 elements, and a tile sum of u8·s8 over
 128 keys, stay under 2**22, which FP32 and float64 represent exactly. Tests compare the kernels with this file in float64, and
-this file with unquantised attention (signal-to-noise ratio).
+this file with unquantised attention (signal-to-noise ratio). `torch.autocast` changes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.attention.modes import Mode
+from trtconvert.mixed_types import without_autocast
 
 TILE = 128
 """Keys per tile. u8 weights are relative to the row's maximum within one tile, so the tile is part of the numerics."""
@@ -125,6 +126,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, timestep: Tensor, tables: AttentionTables,
     *, return_lse: Literal[True], **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@without_autocast
 def attention(
     q: Tensor,
     k: Tensor,

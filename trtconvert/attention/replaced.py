@@ -141,10 +141,10 @@ class Site:
             reason = "it was called outside of its denoiser, or without a timestep"
         elif not reason:
             folds = folds_of(q, k, v, len(timestep))
-            q, k, v, reason = taken(q, k, v, folds)
+            q, k, v, reason = taken(q, k, v, folds, scale)
             reason = reason or too_many(value.shape[0])
-            if not reason and value.is_cuda and value.dtype not in (torch.float16, torch.bfloat16):
-                reason = f"it computes in {value.dtype}: kernels take float16 and bfloat16"
+            if not reason and v.is_cuda and v.dtype not in (torch.float16, torch.bfloat16):
+                reason = f"it computes in {v.dtype}: kernels take float16 and bfloat16"
         if not torch.compiler.is_compiling():
             self.called = True
             if reason:

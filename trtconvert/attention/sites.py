@@ -6,6 +6,7 @@ A handler decides what happens at each site: observe the call, run INT8 attentio
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from trtconvert.data_flow import ATTENTION, UNUSED, DataFlow
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hooks, InterceptedDenoiser, samples_of
+from trtconvert.mixed_types import as_autocast
 from trtconvert.unfused import Attention, Softmax, left_softmax, unfused_attention
 
 HEAD_DIMS = range(32, 257, 8)
@@ -107,8 +109,16 @@ def own_channels(output: Tensor, model: Tensor) -> Tensor:
     return output if output.shape[-1] == own else output[..., :own]
 
 
-def taken(q: Tensor, k: Tensor, v: Tensor, folds: int) -> tuple[Tensor, Tensor, Tensor, str]:
-    """Returns tensors that the kernels take, padded if needed, and the obstacle if there is one. folds: see `folds_of`."""
+def taken(q: Tensor, k: Tensor, v: Tensor, folds: int, scale: float) -> tuple[Tensor, Tensor, Tensor, str]:
+    """Returns tensors that the kernels take, padded if needed and in the type of `torch.autocast`, and the obstacle if there is
+    one.
+
+    Args:
+        folds: see `folds_of`. scale: factor of the logits.
+    """
+    if not 0 < scale < math.inf:  # torch takes any
+        return q, k, v, f"its scores have the factor {scale:g}, positive ones are needed"
+    q, k, v = (as_autocast(x) for x in (q, k, v))
     obstacle = obstacle_to(q, k, v, folds)
     if obstacle:
         filled = filled_up(q, k, v)
@@ -142,7 +152,7 @@ def _site_call(caller: Caller, attention: Attention) -> SiteCall:
     folds = 1
     if not obstacle:
         folds = folds_of(q, k, v, caller.timestep.shape[0])
-        q, k, v, obstacle = taken(q, k, v, folds)
+        q, k, v, obstacle = taken(q, k, v, folds, scale)
     steps = of_elements(caller.timestep, folds)
     name = caller.name("attention")
     return SiteCall(name, q, k, v, mask, scale, steps, obstacle, exact, max(folds, 1), softmax, split)

@@ -174,4 +174,4 @@ class DeltaEmitter:
             version=VERSION,
             metadata_props={LAYER_METADATA: call.name, INPUT_GROUP_METADATA: input_group},
         )
-        return self._made[name].reshape(shape).to(call.x.dtype)
+        return self._made[name].reshape(shape).to(call.dtype)

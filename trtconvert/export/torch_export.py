@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,9 +32,17 @@ from trtconvert.export.optimisation import optimise
 from trtconvert.export.passes import AFTER_OPTIMISATION, BEFORE_OPTIMISATION
 from trtconvert.export.passes.autocast_regions import inline_regions_without_autocast
 from trtconvert.export.passes.complex_pairs import complex_as_pairs
-from trtconvert.export.weights import name_weights, weights_apart
+from trtconvert.export.weights import (
+    mark_weights_in_constants,
+    name_weights,
+    weights_apart,
+    weights_of_constants,
+)
 from trtconvert.fake_tensors import without_tracebacks
 from trtconvert.interception import module_of
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Of exports: they change functions and settings of torch and onnxscript, warnings and stderr for all threads."""
 
 
 def exported_to_onnx(
@@ -80,6 +89,7 @@ def exported_to_onnx(
 
     try:
         with (
+            _ONE_AT_A_TIME,
             torch.no_grad(),
             _AsExportersTakeIt(),
             _without_stack_traces(),
@@ -124,10 +134,12 @@ def exported_to_onnx(
     weights = name_weights(program.model, prefix)
     for rewrite in BEFORE_OPTIMISATION:
         rewrite(program.model)
-    with warnings.catch_warnings(), weights_apart(program.model, weights):
+    of_constants = weights_of_constants(program.model, weights)
+    with _ONE_AT_A_TIME, warnings.catch_warnings(), weights_apart(program.model, weights):
         # T5's position buckets take log(0) in elements that are not used; numpy would warn while it folds them.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="onnx.reference")
         optimise(program)
+    mark_weights_in_constants(program.model, weights, of_constants)
     for rewrite in AFTER_OPTIMISATION:
         rewrite(program.model)
     return program.model

@@ -208,7 +208,7 @@ class LayerEmitter:
             return self._deltas.emit(call, layer, named, shape)
         inputs = [getattr(self._module, named[name]) for name in table_names(op)]
         timestep = [call.timestep] if len(layer.tables.modes) > 1 else []
-        return torch.onnx.ops.symbolic(
+        output = torch.onnx.ops.symbolic(
             f"{DOMAIN}::{op}",
             (call.x, *inputs, *timestep),
             attributes,
@@ -225,6 +225,7 @@ class LayerEmitter:
                 },
             },
         )
+        return output.to(call.dtype)
 
 
 def registered(

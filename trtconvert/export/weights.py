@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import onnx_ir as ir
 
-from trtconvert.bundle import NAMESAKE, TRANSPOSED
+from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED
+from trtconvert.export.nodes.layers import BIAS_METADATA, WEIGHT_METADATA
 
 MERGED = 1024
 """onnxscript merges equal initialisers of at most this many elements."""
@@ -77,6 +78,51 @@ def weights_apart(model: ir.Model, names: set[str]) -> Iterator[None]:
     for value in model.graph.initializers.values():
         if isinstance(value.const_value, _Unlike):
             value.const_value = ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype, name=value.name)
+
+
+def weights_of_constants(model: ir.Model, names: set[str]) -> dict[str, frozenset[str]]:
+    """Returns the weights that each value of constants alone is computed from, by the value's name. Before optimisation.
+
+    Args:
+        names: of the weights and their transposes, see `name_weights`.
+    """
+    none = frozenset[str]()
+    found = {name: frozenset([_plain(name)]) if name in names else none for name in model.graph.initializers}
+    for node in model.graph:
+        if any(x is not None and x.name not in found for x in node.inputs) or not (
+            node.inputs or node.op_type == "Constant"
+        ):
+            continue
+        of_node = none
+        if node.op_type not in ("Shape", "Size"):
+            of_node = none.union(*(found[x.name] for x in node.inputs if x is not None and x.name is not None))
+        found |= {x.name: of_node for x in node.outputs if x.name is not None}
+    return found
+
+
+def mark_weights_in_constants(model: ir.Model, names: set[str], of: Mapping[str, frozenset[str]]) -> int:
+    """Renames the weights that constants were computed from too, in place, so that no refit replaces them alone. Weights that
+    only constants were computed from have no initialiser. Returns the number of marked weights.
+
+    Args:
+        names: see `name_weights`. of: see `weights_of_constants`.
+    """
+    initializers = model.graph.initializers
+    in_constants = frozenset[str]().union(*(of.get(name, ()) for name in initializers if name not in names))
+    marked = set[str]()
+    for name, value in list(initializers.items()):
+        if name in names and (weight := _plain(name)) in in_constants:
+            value.name = name + IN_CONSTANTS
+            marked.add(weight)
+    for node in model.graph:
+        for key in (WEIGHT_METADATA, BIAS_METADATA):
+            if node.metadata_props.get(key) in in_constants:
+                marked.add(node.metadata_props.pop(key))
+    return len(marked)
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
 
 
 class _Unlike(ir.Tensor):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.linear.reference import LEVELS, TINY_SCALE
+from trtconvert.mixed_types import without_autocast
 
 GROUP = 128
 """Input channels that share a scale; rows and columns of a weight's block."""
@@ -45,6 +46,7 @@ def act_quant(x: Tensor) -> tuple[Tensor, Tensor]:
     return whole.to(torch.int8).view(rows, groups * GROUP)[:, :channels].contiguous(), step
 
 
+@without_autocast
 def int8_gemm(
     q: Tensor, step: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:

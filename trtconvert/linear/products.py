@@ -27,6 +27,7 @@ from trtconvert.linear import groups, kernel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 from trtconvert.linear.sites import IN_STEP, OUT_STEP
+from trtconvert.mixed_types import as_autocast
 from trtconvert.weights import blocks
 
 MOST_FEW_ROWS = 16
@@ -42,8 +43,7 @@ def int8_linear(x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -
     Returns:
         […, N] in x's type.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = as_autocast(x)
     # torch.compile needs the operator; otherwise the operator costs time on the host.
     compute = _operator if torch.compiler.is_compiling() else _compute
     return compute(x, stored, scale, bias)

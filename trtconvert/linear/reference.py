@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trtconvert.attention.reference import timestep_bin
 from trtconvert.linear.modes import INT8_PRODUCTS, LayerMode
+from trtconvert.mixed_types import without_autocast
 
 T = TypeVar("T")
 
@@ -173,6 +174,7 @@ def layer_bias(bias: Tensor | None, weight: Tensor, weight_scale: Tensor, x_fact
     return own + ((weight.double() @ moved) * weight_scale).float()
 
 
+@without_autocast
 def linear(
     x: Tensor,
     timestep: Tensor | None,
@@ -210,6 +212,7 @@ def linear(
     return (products * scales + tables.bias.to(x.device, compute_dtype)).masked_fill(bad, math.nan).to(x.dtype)
 
 
+@without_autocast
 def conv(
     x: Tensor,
     timestep: Tensor | None,

@@ -20,6 +20,7 @@ from trtconvert.data_flow import LAYER, UNUSED, DataFlow
 from trtconvert.errors import UserError, several
 from trtconvert.interception import Caller, Hook, Hooks
 from trtconvert.linear.reference import LayerTables
+from trtconvert.mixed_types import autocast_type
 
 IN_STEP, OUT_STEP = 16, 8
 """Channels per vector of the kernels: 16 bytes of INT8, and of 16-bit numbers."""
@@ -56,6 +57,11 @@ class LayerCall:
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     obstacle: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the result, also under `torch.autocast`."""
+        return autocast_type(self.x)
 
     @property
     def channel_axis(self) -> int:
@@ -173,8 +179,9 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
 
     def of_matmul(function: Callable[..., Tensor]) -> Hook:
         def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-            x, weight = (*args, *named.values())[:2]
-            if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(x, Tensor):
+            x, weight = (*args, *(named[name] for name in _FACTORS if name in named), None)[:2]
+            # A result that is written into `out` is not the handler's.
+            if "out" in named or not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(x, Tensor):
                 return function(*args, **named)
             return matmul(caller, x, weight, None, _exact(function, args, named))
 
@@ -183,7 +190,7 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
     def of_addmm(function: Callable[..., Tensor]) -> Hook:
         def hook(caller: Caller, args: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
             bias, x, weight = _taken(args, named, "input", "mat1", "mat2")
-            if bias.dim() != 1 or named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
+            if "out" in named or bias.dim() != 1 or named.get("beta", 1) != 1 or named.get("alpha", 1) != 1:
                 return function(*args, **named)
             return matmul(caller, x, weight, bias, _exact(function, args, named))
 
@@ -224,6 +231,10 @@ def layer_hooks(handler: LayerHandler) -> Hooks:
     ):
         hooks[function] = of_conv(function, sizes, transposed=True)
     return {**hooks, **handler.norm_hooks()} if isinstance(handler, LayerFinder) else hooks
+
+
+_FACTORS = ("input", "other", "mat2")
+"""Names of the factors of products, in order."""
 
 
 def _taken(args: tuple[Any, ...], named: Mapping[str, Any], *names: str) -> list[Any]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.linear.reference import TINY_SCALE
+from trtconvert.mixed_types import without_autocast
 
 SCALE, LOW, HIGH, ZERO, RESET, PRODUCT = range(6)
 """Columns of a quantiser: s; the least and the largest c; z; reset (1 or 0); and s again, which becomes NaN if `quantise_delta`
@@ -200,6 +201,7 @@ def _by_pixels(values: Tensor, like: Tensor) -> Tensor:
     return values.repeat_interleave(pixels // len(values)).view(*like.shape[:3], 1)
 
 
+@without_autocast
 def _convolve(codes: Tensor, zero: Tensor, weight: Tensor, geometry: Geometry, shifted: bool) -> Tensor:
     """The exact sums of w · (c − z), [B, H', W', N], in FP32 where it holds them all, else in FP64.
 

@@ -133,12 +133,13 @@ class Int8Layers:
             return self._output_of_delta(call)
         tables = _beside(call, tables or self.tables[call.name])
         if call.kind == "linear":
-            return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
+            output = layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
+            return output.to(call.dtype)
         # TF32 holds whole numbers up to 127 and their products exactly: only sums are rounded, as in FP32.
         with cudnn_convolutions(tf32=True):
             return linear.conv(
                 call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
-            )
+            ).to(call.dtype)
 
     def _output_of_delta(self, call: LayerCall) -> Tensor:
         tables, x = _beside(call, self.tables[call.name]), call.x
@@ -155,7 +156,7 @@ class Int8Layers:
             q, scale, reset, tables, before.o_hat, dtype, stride=call.stride, padding=call.padding
         )
         self._caches[call.name] = _Caches(last, a_hat, o_hat)
-        return o_hat.to(x.dtype)
+        return o_hat.to(call.dtype)
 
     def handler(self) -> LayerHandler:
         """Returns a handler that runs converted layers in INT8 and the model's own elsewhere."""

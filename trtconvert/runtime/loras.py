@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import NAMESAKE, TRANSPOSED, unquantised_file
+from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED, unquantised_file
 from trtconvert.errors import UserError
 from trtconvert.runtime.int8_layers import Int8Layers, products_of, source_of
 from trtconvert.runtime.reading import Source as Numbers
@@ -339,7 +339,7 @@ def _out_of_range(name: str, additions: Sequence[Addition], dtype: torch.dtype) 
 
 def _state_name(initialiser: str) -> tuple[str, bool]:
     """Return the name of an initialiser's weight in the state dict, and whether the initialiser is transposed."""
-    name = initialiser.removesuffix(NAMESAKE)
+    name = initialiser.removesuffix(IN_CONSTANTS).removesuffix(NAMESAKE)
     return name.removesuffix(TRANSPOSED), name.endswith(TRANSPOSED)
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trtconvert.bundle import NAMESAKE, TRANSPOSED
+from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.files import threads
@@ -103,6 +103,13 @@ class Refitter:
         for name, tensor in weights.items():
             turned = name + TRANSPOSED
             targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
+            if not targets and any(other.endswith(IN_CONSTANTS) and _name_of(other) == name for other in names):
+                raise UserError(
+                    f"the weight '{name}' cannot be replaced alone",
+                    expected="a weight that the forward multiplies or adds itself",
+                    got="constants in the engine that were computed from this weight too, and would keep its old values",
+                    remedy="build a bundle with the new weights or LoRAs",
+                )
             if not targets:
                 known = [_name_of(n) for n in names]
                 near = difflib.get_close_matches(name, known, 1)
@@ -150,7 +157,7 @@ def _given(trt: Any, refitter: Any, target: str, dtype: Any, value: Tensor) -> b
 
 def _name_of(target: str) -> str:
     """Return the name in the state dict of an engine's weight."""
-    return target.removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
+    return target.removesuffix(IN_CONSTANTS).removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
 
 
 def _set(

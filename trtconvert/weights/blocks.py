@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ class Measured:
 
 
 _threads = 1  # for tiles
+_one_at_a_time = threading.Lock()  # torch has one number of threads for the process
 _MOST_THREADS = 4  # each keeps some tens of megabytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -94,17 +96,19 @@ def _keep_memory() -> None:
 def threads_by_tile() -> Iterator[None]:
     """Run as many threads as torch has, up to four, each on tiles of its own. An operator on a tile takes a tenth of a
     millisecond: torch's own threads, which wait for each other after each operator, were six times as slow
-    (`bench/weights.py`)."""
+    (`bench/weights.py`). One block runs at a time: others would take the number of threads in it for the program's."""
     global _threads
     _keep_memory()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    _threads = min(before, _MOST_THREADS)
-    try:
-        yield
-    finally:
-        _threads = 1
-        torch.set_num_threads(before)
+    # A new thread has the program's number. This thread may have begun while another one was in such a block.
+    with _one_at_a_time, ThreadPoolExecutor(1) as new:
+        before = new.submit(torch.get_num_threads).result()
+        torch.set_num_threads(1)
+        _threads = min(before, _MOST_THREADS)
+        try:
+            yield
+        finally:
+            _threads = 1
+            torch.set_num_threads(before)
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -336,12 +335,30 @@ def _copy(path: Path, target: Path) -> None:
     except OSError as error:
         if path_of(error) != path.absolute():
             raise
-        raise UserError(
-            f"{path} cannot be copied",
-            expected="a file that this user may read, as all of the model's folder",
-            got=first_line(error),
-            remedy="change its permissions, or move it away",
-        ) from error
+        raise _not_copied(path, error) from error
+
+
+def _not_copied(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be copied",
+        expected="files that this user may read, as all of the model's folder",
+        got=first_line(error),
+        remedy="change its permissions, or move it away",
+    )
+
+
+def _folders(place: Path, around: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """A folder and all folders in it. Links are followed, except those that lead to a folder around them."""
+    yield place
+    inside = around | {place.resolve()}
+    try:
+        found = sorted(path for path in place.iterdir() if path.is_dir() and path.name not in _NOT_COPIED)
+    except OSError as error:
+        raise _not_copied(place, error) from error
+    for path in found:
+        target = path.resolve()
+        if not any(folder.is_relative_to(target) for folder in inside):
+            yield from _folders(path, inside)
 
 
 def _copy_others(source: Source, folder: Path) -> tuple[Path, ...]:
@@ -350,10 +367,9 @@ def _copy_others(source: Source, folder: Path) -> tuple[Path, ...]:
         return ()
     left_out = tuple(path for part in source.parts for path in part.others)
     skipped = {path for part in source.parts for path in (*part.files, *part.indexes)} | set(left_out)
-    for place, folders, files in os.walk(source.place):
-        folders[:] = [name for name in folders if name not in _NOT_COPIED]
-        target = folder / Path(place).relative_to(source.place)
-        for path in (Path(place, name) for name in files):
+    for place in _folders(source.place):
+        target = folder / place.relative_to(source.place)
+        for path in place.iterdir():
             # Links are followed, as those of download caches; pipes and broken links are no files of a model.
             if path not in skipped and path.is_file() and not (target / path.name).exists():
                 target.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@
 Modules have diffusers' names or those of the model's original code (`trtconvert.weights.lora_names`). Differences themselves are
 `….diff` and `….diff_b`, or lycoris' `….w_norm` and `….b_norm`. peft's `….lora_B.bias` is added to a bias at the scale of the
 weights. The alphas of peft are in the file's metadata or beside it in adapter_config.json, which a file of peft's own must have.
-In other files without alphas they are the ranks.
+In other files without alphas they are the ranks. Settings of peft under which a weight gets more than its LoRA are refused.
 """
 
 from __future__ import annotations
@@ -79,7 +79,27 @@ _OTHERS = {
 }
 """Adapters that are no sum of a weight and a difference, or not of a layer's weight, by parts of their tensors' names."""
 
-_BY_PEFT = "merge it with peft (merge_and_unload), and give the merged model as model.weights"
+_AS_WEIGHTS = "give the merged model as model.weights"
+_BY_PEFT = f"merge it with peft (merge_and_unload), and {_AS_WEIGHTS}"
+
+_BESIDES = {
+    "fan_in_fan_out": _BY_PEFT,
+    "layer_replication": _BY_PEFT,
+    "target_parameters": _BY_PEFT,
+    "use_bdlora": _BY_PEFT,
+    "kasa_config": _BY_PEFT,
+    "monteclora_config": _BY_PEFT,
+    "use_qalora": "train it without use_qalora: peft cannot merge it either",
+    "alora_invocation_tokens": "train it without alora_invocation_tokens: it changes some tokens alone, which no weight can",
+    "arrow_config": "train it without arrow_config: it chooses among several adapters by the tokens, which no weight can",
+}
+"""Settings of peft under which the difference of a weight is not alpha / rank · up · down, and remedies."""
+
+_REPEATABLE = {"pissa", "olora"}
+"""Initialisations of peft that change the weights of the model, and that peft computes again as it loads the LoRA."""
+
+_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Starts of the names of all initialisations that change the weights of the model."""
 
 _OWN_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 """Layers of a text encoder's `self_attn` in diffusers' older files."""
@@ -259,6 +279,8 @@ def read_lora(path: Path) -> LoraFile:
         _refuse_halves(path, module, layer)
         if layer.alpha is None and not layer.parts.keys() <= {"diff", "diff_b"}:
             layer.alpha, layer.rank = _settings_of(path, settings, module, layer.parts)
+    if not settings and (beside := settings_beside(path)) is not None:
+        _refuse_doubtful(path, beside, layers)
     return LoraFile(path, layers)
 
 
@@ -344,45 +366,48 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 
 
 class _Settings(BaseModel):
-    """A configuration of peft. LoHa and LoKr have `alpha` in place of `lora_alpha`; patterns are of the ends of modules'
-    names."""
+    """A configuration of peft, with peft's defaults. LoHa and LoKr have `alpha` in place of `lora_alpha`; patterns are of the
+    ends of modules' names."""
 
-    alpha: _Positive | None = Field(None, validation_alias=AliasChoices("lora_alpha", "alpha"))
-    r: _Positive | None = None
+    alpha: _Positive = Field(8.0, validation_alias=AliasChoices("lora_alpha", "alpha"))
+    r: _Positive = 8.0
     alpha_pattern: dict[re.Pattern[str], _Positive] | None = None
     rank_pattern: dict[re.Pattern[str], _Positive] | None = None
     use_rslora: bool | None = None
     use_dora: bool | None = None
-    fan_in_fan_out: bool | None = None
+    init_lora_weights: bool | str | None = None
 
-    def alpha_and_rank(self, name: str, rank: int | None) -> tuple[float | None, int | None]:
+    def alpha_and_rank(self, name: str, rank: int | None) -> tuple[float, int]:
         """Of a module, for alpha / rank.
 
         Args:
             rank: by the module's tensors, where they show it.
         """
 
-        def of(patterns: Mapping[re.Pattern[str], float] | None, usual: float | None) -> float | None:
+        def of(patterns: Mapping[re.Pattern[str], float] | None, usual: float) -> float:
             found = (x for pattern, x in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({pattern.pattern})", name))
             return next(found, usual)
 
-        if rank is None and (stated := of(self.rank_pattern, self.r)) is not None:
-            rank = round(stated)
-        alpha = of(self.alpha_pattern, self.alpha or rank)
+        if rank is None:
+            rank = round(of(self.rank_pattern, self.r))
+        alpha = of(self.alpha_pattern, self.alpha)
         # use_rslora: up · down is multiplied by alpha / √rank.
-        return (alpha * rank**0.5 if alpha and rank and self.use_rslora else alpha), rank
+        return (alpha * rank**0.5 if self.use_rslora else alpha), rank
 
 
 def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> dict[str, _Settings]:
-    """Configurations of peft beside and in a file, by the prefix of the names that they are for."""
+    """Configurations of peft beside and in a file, by the prefix of the names that they are for, the longest first.
+
+    diffusers' `save_lora_weights` has a prefix in the metadata, its `save_lora_adapter` has none.
+    """
     found: dict[str, dict[str, Any]] = {}
     try:
         if any(name.startswith(PEFT_ROOT) for name in names) and (beside := settings_beside(path)):
-            found[PEFT_ROOT] = dict(json.loads(beside.read_text(encoding="utf-8")))
+            found[PEFT_ROOT] = _read_beside(beside)
         for name, value in dict(json.loads(metadata.get(_METADATA, "{}"))).items():
-            prefix, _, setting = name.partition(".")
-            found.setdefault(f"{prefix}.", {})[setting] = value
-        settings = {prefix: _Settings.model_validate(of) for prefix, of in found.items()}
+            prefix, dot, setting = name.rpartition(".")
+            found.setdefault(prefix + dot, {})[setting] = value
+        settings = {prefix: _Settings.model_validate(found[prefix]) for prefix in sorted(found, key=len, reverse=True)}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"the settings of the LoRA {path} cannot be read",
@@ -390,15 +415,67 @@ def _settings(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> 
             got=first_problem(error),
             remedy="get the file again, with the files beside it",
         ) from error
-    for of in settings.values():
-        if of.fan_in_fan_out:
+    for prefix, of in settings.items():
+        _refuse_besides(path, found[prefix], of.init_lora_weights)
+    return settings
+
+
+def _read_beside(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _refuse_doubtful(path: Path, beside: Path, layers: Mapping[str, _Layer]) -> None:
+    """
+    Args:
+        path: of a file in peft's layout that is not peft's own, without settings. beside: settings of peft.
+    Raises:
+        UserError: the settings have other alphas than the ranks. peft follows such settings, diffusers does not read them.
+    """
+    try:
+        found = _read_beside(beside)
+        settings = _Settings.model_validate(found)
+    except (OSError, ValueError, TypeError, RecursionError):  # of another program
+        return
+    for module, layer in layers.items():
+        if layer.alpha is not None or ".lora_A." not in layer.keys.get("down", ""):
+            continue
+        _refuse_besides(path, found, settings.init_lora_weights)
+        alpha, rank = settings.alpha_and_rank(module, rank_of(layer.parts))
+        if alpha != rank:
+            raise UserError(
+                f"the alphas of the LoRA {path} are in doubt",
+                expected=f"alphas in the file; or no {PEFT_CONFIG} beside it, for alphas that are the ranks",
+                got=f"{PEFT_CONFIG} beside it with an alpha of {alpha:g} for {module} of rank {rank}, which peft follows and "
+                "diffusers does not read",
+                remedy=f"write it into the file, safetensors.torch.save_file(safetensors.torch.load_file(FILE), NEW_FILE, "
+                f"{{'{_METADATA}': open('{PEFT_CONFIG}').read()}}); or move it away, if alphas are the ranks",
+            )
+
+
+def _refuse_besides(path: Path, settings: Mapping[str, Any], initialisation: bool | str | None) -> None:
+    """
+    Raises:
+        UserError: peft's model has more than the LoRA in its weights.
+    """
+    for name, remedy in _BESIDES.items():
+        if settings.get(name):
             raise UserError(
                 f"the LoRA {path} cannot be merged",
-                expected="differences of weights [rows, columns]",
-                got="fan_in_fan_out in its settings",
-                remedy=_BY_PEFT,
+                expected="differences of weights [rows, columns] by alpha / rank · up · down",
+                got=f"{name} in its settings",
+                remedy=remedy,
             )
-    return settings
+    if isinstance(initialisation, str) and initialisation.lower().startswith(_CHANGING):
+        raise UserError(
+            f"the LoRA {path} is for other weights than those of the model",
+            expected="a LoRA of the model's own weights",
+            got=f"init_lora_weights '{initialisation}' in its settings, which changes the weights before the training",
+            remedy=_BY_PEFT
+            if initialisation.lower() in _REPEATABLE
+            else "save it in the program that trained it, by peft's save_pretrained(FOLDER, "
+            "path_initial_model_for_weight_conversion=FOLDER_BEFORE_TRAINING), and take the file in FOLDER; or merge it there "
+            f"(merge_and_unload), and {_AS_WEIGHTS}",
+        )
 
 
 def _alpha(path: Path, name: str, tensor: Tensor) -> float:

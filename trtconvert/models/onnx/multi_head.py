@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,16 +31,35 @@ def _mask_beside(call: Call, q: Tensor, mask: Value | None) -> Tensor | None:
     return tensor.to(q.dtype) if tensor.is_floating_point() else tensor
 
 
-def _attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, *past: Value | None) -> Tensor:
+def _attention(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Value | None = None, past_key: Value | None = None,
+    past_value: Value | None = None, lengths: Value | None = None,
+) -> Tensor:  # fmt: skip
     """Computes ONNX's Attention, since opset 23. [B, H, N, D], or [B, N, H·D]."""
     require_one_output(call)
-    if any(x is not None for x in past) or call.get("softcap", 0.0):
-        raise call.refused("Attention with a cache or a softcap", "without")
+    if past_key is not None or past_value is not None:
+        raise call.refused("past keys and values", "Attention to all keys at once: export the model without a cache")
+    if lengths is not None:
+        raise call.refused("lengths of keys (nonpad_kv_seqlen)", "a mask of keys (attn_mask) in their place")
+    if call.get("softcap", 0.0):
+        raise call.refused(
+            f"a softcap of {call.get('softcap'):g}", "scores without softcap, which INT8 attention lacks"
+        )
     flat = q.dim() == 3
     if flat:
         heads, of_keys = call.get("q_num_heads"), call.get("kv_num_heads")
         q, k, v = _split_heads(q, heads), _split_heads(k, of_keys), _split_heads(v, of_keys)
-    found = _heads_attended(call, q, k, v, _mask_beside(call, q, mask), bool(call.get("is_causal", 0)))
+    given, causal = _mask_beside(call, q, mask), bool(call.get("is_causal", 0))
+    if given is not None and given.shape[-1] != k.shape[2] and given.shape[-1] != 1:
+        hides = "false" if given.dtype == torch.bool else "-inf"
+        raise call.refused(
+            f"a mask of {given.shape[-1]} keys", f"one of all {k.shape[2]} keys, with {hides} for the others"
+        )
+    if given is not None and causal:  # torch takes one of them
+        hidden: Any = False if given.dtype == torch.bool else -torch.inf
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        given, causal = torch.where(visible, given, hidden), False
+    found = _heads_attended(call, q, k, v, given, causal)
     return found.transpose(1, 2).flatten(2) if flat else found
 
 
