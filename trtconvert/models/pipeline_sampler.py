@@ -21,7 +21,7 @@ from trtconvert.models.call_options import BATCH, PROMPTS, SIZE_ARGUMENTS, TOKEN
 from trtconvert.models.captions import STAND_IN, Captions
 from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.models.pipelines import PipelineCaller
-from trtconvert.runtime.diffusers import DiffusersDenoiser, follow_scheduler
+from trtconvert.runtime.diffusers import DiffusersDenoiser
 from trtconvert.wrapped import begin
 
 
@@ -155,7 +155,6 @@ class PipelineSampler:
             UserError: see `PipelineCaller`.
         """
         dropped_in = DiffusersDenoiser(denoiser, self.record, self.timestep_input, dtype=torch.float32, device=device)
-        follow_scheduler(dropped_in, self.caller.pipe)
         with torch.no_grad(), self.caller.denoising_with(dropped_in):
             drawn = self.caller(seeds, self.caller.taken_steps(steps), self.sizes, captions)
         return as_images(drawn.cpu(), decoded=self.caller.decodes)

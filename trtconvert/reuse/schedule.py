@@ -368,6 +368,7 @@ class Scheduler(Protocol):
     Attributes:
         timestep_input, timestep_place: name and position of the denoiser's timestep input.
         noise_input: maps the timestep input to places; None if it holds DDPM timesteps.
+        timesteps_fall: places fall during denoising.
         sample_input: name of the input with the noisy sample, which is the first input other than the timestep.
     """
 
@@ -382,6 +383,9 @@ class Scheduler(Protocol):
 
     @property
     def noise_input(self) -> NoiseInput | None: ...
+
+    @property
+    def timesteps_fall(self) -> bool: ...
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """Returns the schedule of one trajectory from all its timesteps in order; places if there is a `noise_input`."""
@@ -407,6 +411,11 @@ class Reuse:
     noise_input: NoiseInput | None = None
     sample_input: str = "x"
 
+    @property
+    def timesteps_fall(self) -> bool:
+        """See `Scheduler`."""
+        return float(self.found.timesteps[0]) > float(self.found.timesteps[-1])
+
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`. If timesteps are not monotonic, all steps are computed."""
         return _scheduled(self, tuple(map(float, timesteps)))
@@ -419,8 +428,7 @@ def reuse_of(denoiser: Any) -> Scheduler | None:
 
 @functools.lru_cache(maxsize=64)
 def _scheduled(reuse: Reuse, timesteps: tuple[float, ...]) -> Schedule:
-    falls = float(reuse.found.timesteps[0]) > float(reuse.found.timesteps[-1])
-    goes_on = all((x > y) if falls else (x < y) for x, y in pairwise(timesteps))
+    goes_on = all((x > y) if reuse.timesteps_fall else (x < y) for x, y in pairwise(timesteps))
     if not goes_on or len(timesteps) < 2:
         return all_computed(len(timesteps))
     return least_computed(reuse.found, torch.tensor(timesteps, dtype=torch.float64), reuse.objective, reuse.limit)

@@ -140,7 +140,7 @@ class LoadedBundle:
                 pipeline or its place.
             BackendUnavailable: the installed diffusers or transformers does not have the pipeline.
         """
-        from trtconvert.runtime.diffusers import follow_scheduler, refuse_misplaced
+        from trtconvert.runtime.diffusers import refuse_misplaced
         from trtconvert.runtime.pipeline import make_pipeline
 
         for name, part in parts.items():
@@ -161,10 +161,7 @@ class LoadedBundle:
         if "vae" in names and "vae_decoder" not in self.components:
             del names["vae"]  # an encoder alone is not a VAE
         own = {part: self.as_diffusers(name) for part, name in names.items() if part not in parts}
-        pipe = make_pipeline(self.folder / self.manifest.pipeline, own | parts)
-        for model in own.values():
-            follow_scheduler(model, pipe)
-        return pipe
+        return make_pipeline(self.folder / self.manifest.pipeline, own | parts)
 
     @property
     def device_memory(self) -> DeviceMemory:
