@@ -87,6 +87,8 @@ def offloading_problem() -> str:
 
 def _gpu_problem() -> str:
     """Returns the reason why no GPU can compute; "" if one can. Does not import torch without a GPU."""
+    if problem := tensorrt.fork_problem():
+        return problem[0]
     architecture = tensorrt.device_architecture()
     if architecture is None:
         return "no NVIDIA GPU"

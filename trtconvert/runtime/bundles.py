@@ -289,7 +289,8 @@ def _loaded(
     words = f"ONNX Runtime on the CPU, INT8 attention{layers} as the op's function body"
     if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {why}"
-        if builder.device_architecture() is not None:  # without a GPU ONNX Runtime is expected
+        # Without a GPU ONNX Runtime is expected.
+        if builder.fork_problem() or builder.device_architecture() is not None:
             warn(f"{folder} runs on {words}; remedy: {remedy}")
     on_cpu: dict[str, Component] = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     for name, component in components.items():
@@ -388,6 +389,11 @@ def gpu_of(device: str | int | torch.device | None) -> torch.device:
     Raises:
         BackendUnavailable: torch does not see the GPU.
     """
+    if problem := builder.fork_problem():
+        got, remedy = problem
+        raise BackendUnavailable(
+            "TensorRT cannot be used in this process", expected="a process that starts CUDA itself", got=got, remedy=remedy
+        )
     if not torch.cuda.is_available():
         raise BackendUnavailable(
             "TensorRT needs an NVIDIA GPU",
