@@ -57,8 +57,8 @@ def fork_problem() -> tuple[str, str] | None:
         return None
     return (
         "a process that was forked from one that uses CUDA, in which CUDA cannot start",
-        "start processes by spawn, multiprocessing.get_context('spawn'), or use CUDA in the forked processes alone: a parent must "
-        "neither load a bundle onto a GPU nor call torch.cuda before it forks",
+        "start processes by spawn, multiprocessing.get_context('spawn'), or use CUDA in the forked processes alone: before it "
+        "forks, a parent must neither load a bundle onto a GPU nor call torch.cuda",
     )
 
 

@@ -23,7 +23,7 @@ from trtconvert.engine import (
     version_numbers,
 )
 from trtconvert.engine.builder import build_plan, kernels_kept, tell_mixed
-from trtconvert.engine.driver import cuda_problem, device_architecture, device_name, driver_problem, fork_problem
+from trtconvert.engine.driver import cuda_problem, device_architecture, device_name, driver_problem
 from trtconvert.engine.lowered_model import lowered
 from trtconvert.engine.timing_cache import timing_cache_path
 from trtconvert.errors import BackendUnavailable, TrtconvertError, UserError, several

@@ -12,6 +12,7 @@ import torch
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, check_files, read_unchanged
 from trtconvert.engine import tensorrt as builder
+from trtconvert.engine.driver import fork_problem
 from trtconvert.errors import BackendUnavailable, UserError, unknown_name, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
@@ -290,7 +291,7 @@ def _loaded(
     if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {why}"
         # Without a GPU ONNX Runtime is expected.
-        if builder.fork_problem() or builder.device_architecture() is not None:
+        if fork_problem() or builder.device_architecture() is not None:
             warn(f"{folder} runs on {words}; remedy: {remedy}")
     on_cpu: dict[str, Component] = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     for name, component in components.items():
@@ -389,10 +390,13 @@ def gpu_of(device: str | int | torch.device | None) -> torch.device:
     Raises:
         BackendUnavailable: torch does not see the GPU.
     """
-    if problem := builder.fork_problem():
+    if problem := fork_problem():
         got, remedy = problem
         raise BackendUnavailable(
-            "TensorRT cannot be used in this process", expected="a process that starts CUDA itself", got=got, remedy=remedy
+            "TensorRT cannot be used in this process",
+            expected="a process that starts CUDA itself",
+            got=got,
+            remedy=remedy,
         )
     if not torch.cuda.is_available():
         raise BackendUnavailable(
