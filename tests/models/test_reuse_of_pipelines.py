@@ -37,12 +37,12 @@ STEPS, SEEDS = 8, range(2)
         ("pixart", 1),
         ("wan", 2),
         ("stable_diffusion_3", 1),
+        ("z_image", 1),
+        ("sana", 1),
     ],
 )
 def test_half_of_a_pipelines_steps_are_computed(tmp_path, name, calls):
-    make, options = PIPELINES[name]
-    make().save_pretrained(tmp_path)
-    model = diffusers_model(tmp_path, **options, batch=[1, 2, 2])
+    model = tiny_model(tmp_path, name, batch=[1, 2, 2])
     made: list[float] = []
 
     def counted(**named):
@@ -122,11 +122,16 @@ def test_pipelines_that_are_not_followed_are_refused(tmp_path, name, why):
         refuse_unfollowed(model, 5)
 
 
-def tiny_model(folder, name):
-    tiny = CONVERTIBLE[name]
-    tiny.make().save_pretrained(folder / "pipeline")
-    pictures = {image: picture(folder / f"{image}.png", 0, tiny.side) for image in tiny.images}
-    return diffusers_model(folder / "pipeline", images=pictures, **{"tokens": 8, **tiny.options})
+def tiny_model(folder, name, **options):
+    if name in PIPELINES:
+        make, given = PIPELINES[name]
+        pictures = {}
+    else:
+        tiny = CONVERTIBLE[name]
+        make, given = tiny.make, {"tokens": 8, **tiny.options}
+        pictures = {image: picture(folder / f"{image}.png", 0, tiny.side) for image in tiny.images}
+    make().save_pretrained(folder / "pipeline")
+    return diffusers_model(folder / "pipeline", images=pictures, **given, **options)
 
 
 def test_a_sampler_that_passes_other_timesteps_than_it_told_is_refused():

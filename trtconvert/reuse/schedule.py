@@ -32,6 +32,10 @@ LONGEST = 8
 RIDGE = 1e-9
 """Regularisation of fits to basis vectors of unit length: the last two computed predictions may be nearly parallel."""
 
+SAME = 1.5e-3
+"""Tolerance of equal timesteps, relative to the range of timesteps: some pipelines count timesteps from 0, and some from 1. See
+`trtconvert.runtime.reuse.tolerance` for narrow types."""
+
 Factors = tuple[float, float, float]
 """Factors of an extrapolation: of the last computed prediction, of the one before, and of the skipped call's noisy sample."""
 
@@ -428,7 +432,10 @@ def reuse_of(denoiser: Any) -> Scheduler | None:
 
 @functools.lru_cache(maxsize=64)
 def _scheduled(reuse: Reuse, timesteps: tuple[float, ...]) -> Schedule:
-    goes_on = all((x > y) if reuse.timesteps_fall else (x < y) for x, y in pairwise(timesteps))
-    if not goes_on or len(timesteps) < 2:
-        return all_computed(len(timesteps))
-    return least_computed(reuse.found, torch.tensor(timesteps, dtype=torch.float64), reuse.objective, reuse.limit)
+    given, own = torch.tensor(timesteps, dtype=torch.float64), reuse.found.timesteps
+    if given.shape == own.shape and bool(((given - own).abs() <= SAME * own.abs().max()).all()):
+        given = own  # of the calibrated trajectory: its schedule is at the limit, and rounded timesteps would be beyond
+    goes_on = all((x > y) if reuse.timesteps_fall else (x < y) for x, y in pairwise(given.tolist()))
+    if not goes_on or len(given) < 2:
+        return all_computed(len(given))
+    return least_computed(reuse.found, given, reuse.objective, reuse.limit)

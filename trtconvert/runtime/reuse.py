@@ -20,13 +20,9 @@ from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import UserError, first_line, warn
 from trtconvert.guidance import guidance_of
 from trtconvert.noise_input import at_place, place_of
-from trtconvert.reuse.schedule import Reuse, Scheduler, extrapolation, reuse_of
+from trtconvert.reuse.schedule import SAME, Reuse, Scheduler, extrapolation, reuse_of
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.wrapped import WrappedDenoiser
-
-SAME = 1.5e-3
-"""Tolerance of equal timesteps, relative to the range of timesteps: some pipelines count timesteps from 0, and some from 1. See
-`tolerance` for narrow types."""
 
 
 class Reusable(WrappedDenoiser):
