@@ -321,6 +321,9 @@ def test_rounded_timesteps_have_the_schedule_of_the_calibrated_ones(timesteps, p
     for count, schedule in best_schedules(found, timesteps, "mean").items():
         reuse = Reuse(found, "mean", schedule.error * (1 + 1e-9))
         assert reuse.schedule((timesteps + away).tolist()).count == reuse.schedule(timesteps.tolist()).count <= count
+        # As of an image that begins in the middle.
+        later, rounded = timesteps[2:], (timesteps + away)[2:]
+        assert reuse.schedule(rounded.tolist()).computed == reuse.schedule(later.tolist()).computed
 
 
 def test_steps_outside_of_what_was_calibrated_are_computed(timesteps, predictions):

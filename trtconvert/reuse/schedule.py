@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -433,9 +432,13 @@ def reuse_of(denoiser: Any) -> Scheduler | None:
 @functools.lru_cache(maxsize=64)
 def _scheduled(reuse: Reuse, timesteps: tuple[float, ...]) -> Schedule:
     given, own = torch.tensor(timesteps, dtype=torch.float64), reuse.found.timesteps
-    if given.shape == own.shape and bool(((given - own).abs() <= SAME * own.abs().max()).all()):
-        given = own  # of the calibrated trajectory: its schedule is at the limit, and rounded timesteps would be beyond
-    goes_on = all((x > y) if reuse.timesteps_fall else (x < y) for x, y in pairwise(given.tolist()))
-    if not goes_on or len(given) < 2:
+    if len(given) < 2:
         return all_computed(len(given))
-    return least_computed(reuse.found, given, reuse.objective, reuse.limit)
+    # The calibrated trajectory's schedule is at the limit: its error at rounded timesteps would be beyond.
+    away, nearest = (given[:, None] - own).abs().min(1)
+    rounded = torch.where(away <= SAME * own.abs().max(), own[nearest], given)
+    for times in (rounded, given):
+        steps = times.diff()
+        if bool((steps < 0).all() if reuse.timesteps_fall else (steps > 0).all()):
+            return least_computed(reuse.found, times, reuse.objective, reuse.limit)
+    return all_computed(len(given))
