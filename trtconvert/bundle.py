@@ -623,6 +623,10 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+_OF_OTHER_VERSIONS = ("extra_forbidden", "missing", "literal_error", "enum")
+"""Pydantic's types of errors in manifests of versions with other fields, or other values of a field."""
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a bundle, without the other files.
 
@@ -652,11 +656,13 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["type"] == "extra_forbidden" and content.get("digest") == _digest(content):
+        # The program that wrote the fields has written the digest too.
+        if first["type"] in _OF_OTHER_VERSIONS and content.get("digest") == _digest(content):
+            unknown = f"the unknown field {'.'.join(map(str, first['loc']))}"
             raise UserError(
                 f"{folder} was made by another version of trtconvert",
                 expected=f"a bundle that trtconvert {__version__} reads",
-                got=f"the unknown field {'.'.join(map(str, first['loc']))}",
+                got=unknown if first["type"] == "extra_forbidden" else first_problem(error)[:_SHOWN],
                 remedy="install the trtconvert that made the bundle, or build the bundle again",
             ) from error
         raise _damaged(folder, "the fields of a bundle manifest", first_problem(error)[:_SHOWN]) from error

@@ -72,7 +72,6 @@ def optimize(
     from trtconvert.progress import Reporter
     from trtconvert.recipe import load_recipe
     from trtconvert.runtime.bundles import gpu_of
-    from trtconvert.runtime.diffusers import follow_scheduler
 
     name = _denoiser_of(pipe)
     if device != "cpu" and not (state := tensorrt.status()).available:
@@ -96,7 +95,6 @@ def optimize(
                 build(load_recipe(place / "recipe.yaml"), bundle, cache, report)
         denoiser = _loaded(bundle, gpu, report, cache).as_diffusers()
     setattr(pipe, name, denoiser)
-    follow_scheduler(denoiser, pipe)
     return pipe
 
 

@@ -49,6 +49,7 @@ class Driver:
             "run `trtconvert compile BUNDLE` on a machine with a GPU",
         ),
         (100, "", "no NVIDIA GPU, with CUDA_VISIBLE_DEVICES=''", "unset it"),
+        (3, None, "forked from one that uses CUDA", "spawn"),
     ],
 )
 def test_why_the_driver_gives_no_gpu_is_said(monkeypatch, failure, visible, detail, remedy):

@@ -15,6 +15,7 @@ class StatedSteps:
     """
 
     timestep_input, timestep_place, noise_input, sample_input = "timestep", 1, None, "x"
+    timesteps_fall = True
 
     def __init__(self, computed: Sequence[bool]) -> None:
         self._computed = tuple(computed)
@@ -31,6 +32,7 @@ class StatedSchedule:
     """A scheduler of one schedule, for any timesteps."""
 
     timestep_input, timestep_place, noise_input, sample_input = "timestep", 1, None, "x"
+    timesteps_fall = True
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

@@ -40,8 +40,10 @@ def test_a_component_is_not_pickled_and_is_copied(tmp_path):
     denoiser = DiffusersDenoiser(
         lambda **named: named["sample"], record, "timestep", dtype=torch.float32, device=torch.device("cpu")
     )
-    for again in (copy.copy(denoiser), copy.deepcopy(denoiser)):
-        assert again.config == denoiser.config and again.forward is denoiser.forward
+    shallow, deep = copy.copy(denoiser), copy.deepcopy(denoiser)
+    assert shallow.config == deep.config == denoiser.config and shallow.forward is denoiser.forward
+    # With its own steps and caches.
+    assert deep._denoiser is denoiser._denoiser and deep.forward is not denoiser.forward
     with pytest.raises(pickle.PicklingError) as error:
         pickle.dumps(denoiser)
     assert isinstance(error.value, UserError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +403,22 @@ def test_a_text_encoder_that_the_pipeline_cannot_do_with_alone_reads_nothing():
     pipe = tiny_pipelines.flux()
     pipe.register_modules(**{k: x for k, x in tiny_pipelines.TEXT["flux"]().items() if k.endswith("_2")})
     assert not PipelineCaller(pipe, "transformer", 8, ("a cat",), {}).has_text_encoder
+
+
+def test_caches_are_reset_before_each_call_of_a_pipeline(saved):
+    """Also for a server's batches: with one step an image begins with as much noise as the one before had at its end."""
+    model, events = diffusers_model(saved, **TWO, batch=[1, 1, 1]), []
+
+    class Cached:
+        device = torch.device("cpu")
+
+        def __call__(self, **named):
+            events.append("call")
+            return torch.zeros_like(named[model.sample_input])
+
+        def reset_cache(self):
+            events.append("reset")
+
+    for seed in range(2):
+        model.sample.draw(Cached(), torch.device("cpu"), [seed], 1)
+    assert [kind for kind, _ in itertools.groupby(events)] == ["reset", "call", "reset", "call"]

@@ -314,6 +314,18 @@ def test_timesteps_may_rise():
     assert reuse.schedule(grid.flip(0).tolist()) == all_computed(len(grid))
 
 
+@pytest.mark.parametrize("away", [-1.0, -1e-4, 1e-5, 1.0])
+def test_rounded_timesteps_have_the_schedule_of_the_calibrated_ones(timesteps, predictions, away):
+    """A build's limit is the error of the chosen schedule: it computed more steps at run time than it told."""
+    found = trajectories(predictions, timesteps)
+    for count, schedule in best_schedules(found, timesteps, "mean").items():
+        reuse = Reuse(found, "mean", schedule.error * (1 + 1e-9))
+        assert reuse.schedule((timesteps + away).tolist()).count == reuse.schedule(timesteps.tolist()).count <= count
+        # As of an image that begins in the middle.
+        later, rounded = timesteps[2:], (timesteps + away)[2:]
+        assert reuse.schedule(rounded.tolist()).computed == reuse.schedule(later.tolist()).computed
+
+
 def test_steps_outside_of_what_was_calibrated_are_computed(timesteps, predictions):
     found = trajectories(predictions, timesteps)
     wider = torch.cat([torch.tensor([1200.0, 1100.0]), timesteps])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -176,10 +177,10 @@ def test_parts_of_a_batch_have_caches_of_their_own(component):
 
 def test_contexts_of_a_pipeline_have_caches_of_their_own(component):
     called = _Denoising.__new__(_Denoising)
-    called._denoiser, called.context, called._contexts = component, None, {}
+    called._denoiser, called.of_thread, called._contexts = component, SimpleNamespace(context=None), {}
     for step in range(1, 4):
         for context in ("cond", "uncond"):
-            called.context = context
+            called.of_thread.context = context
             assert counts(called._in_context(), 900.0 - step) == [step, step]
     called.reset_cache()
     assert counts(called._in_context(), 10.0) == [1, 1]

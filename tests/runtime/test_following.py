@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from diffusers import schedulers
@@ -160,9 +162,28 @@ def test_other_shapes_are_computed_until_there_are_two_predictions(line, x):
 
 def test_another_timestep_than_the_next_ends_it(line, x):
     denoiser = followed(line)
-    for t in (900.0, 800.0, 650.0, 300.0, 100.0):
-        denoiser(x, at(t))
+    denoiser(x, at(900.0)), denoiser(x, at(800.0))
+    with pytest.warns(RuntimeWarning, match="from step 2 on: the timestep of this call is not that of the step"):
+        denoiser(x, at(650.0))
+    denoiser(x, at(300.0)), denoiser(x, at(100.0))
     assert line.seen == [900, 800, 650, 300, 100]
+
+
+def test_predictions_older_than_the_schedules_do_not_serve(x):
+    """As after steps without the call, by guidance that pauses."""
+    line, computed = Line(), (True, True, False, True, True, False)
+    times = (900.0, 800.0, 700.0, 600.0, 500.0, 400.0)
+    denoiser = followed(line, times=times, computed=computed)
+    for step in (0, 1, 5):
+        denoiser.at(step, (x, at(times[step])), {})
+    assert line.seen == [900, 800, 400]
+
+
+def test_the_end_of_a_trajectory_frees_its_predictions(line, x):
+    denoiser = followed(line)
+    for t in TIMES:
+        denoiser(x, at(t))
+    assert not denoiser._kept
 
 
 def test_timesteps_that_were_rounded_are_the_same(line, x):
@@ -182,8 +203,9 @@ def test_timesteps_in_bfloat16_are_the_same(line, x):
 
 def test_samples_at_different_steps_are_computed(line, x):
     denoiser = followed(line)
-    for t in TIMES:
-        denoiser(x, torch.tensor([t, t - 50]))
+    with pytest.warns(RuntimeWarning, match="from step 0 on"):
+        for t in TIMES:
+            denoiser(x, torch.tensor([t, t - 50]))
     assert len(line.seen) == len(TIMES)
 
 
@@ -273,7 +295,17 @@ def test_samplers_tell_their_timesteps_but_for_those_of_two_calls_a_step(solver,
 
 
 def run_pipeline(
-    scheduler, steps: PipelineSteps, denoiser, *, start=0, calls=1, scaled=1.0, context=None, view=True, dtype=None
+    scheduler,
+    steps: PipelineSteps,
+    denoiser,
+    *,
+    start=0,
+    calls=1,
+    passes=lambda t: t,
+    context=None,
+    view=True,
+    dtype=None,
+    eta=0.0,
 ):
     """Acts like a pipeline of diffusers: one or several calls for each of the scheduler's timesteps."""
     x = torch.zeros(2, 4)
@@ -281,8 +313,8 @@ def run_pipeline(
         passed = t.expand(2) if view else (t.expand(2).to(dtype) / 1000).clone() * 1000
         for call in range(calls):
             name = context[call] if context else None
-            timestep = passed.float() * scaled
-            steps.see(passed, timestep)
+            timestep = passes(passed.float())
+            steps.see(scheduler, passed, timestep, eta)
             steps.prediction(name, denoiser, {"x": x, "timestep": timestep, "slope": 1.0 + call})
         if hasattr(scheduler, "_step_index"):
             scheduler._step_index = start + index + 1
@@ -300,7 +332,7 @@ def pipeline_steps(name: str, count: int = 5, **config):
     scheduler.set_timesteps(count)
     if name == "FlowMatchEulerDiscreteScheduler":
         scheduler.set_begin_index(0)  # as its pipelines do
-    return scheduler, PipelineSteps(lambda: scheduler, StatedSteps(COMPUTED), "Model2D")
+    return scheduler, PipelineSteps(StatedSteps(COMPUTED), "Model2D")
 
 
 FIRST_ORDER = [
@@ -346,10 +378,8 @@ def test_a_scheduler_that_replaces_another_is_followed():
     """As by `pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)`, also for one that adds noise."""
     names = ["EulerDiscreteScheduler", "DDPMScheduler", "DPMSolverMultistepScheduler"]
     (first, _), (noisy, _), (last, _) = map(pipeline_steps, names)
-    current = [first]
-    steps = PipelineSteps(lambda: current[0], StatedSteps(COMPUTED), "Model2D")
+    steps = PipelineSteps(StatedSteps(COMPUTED), "Model2D")
     for scheduler, computed in ((first, 3), (noisy, 5), (last, 3)):
-        current[0] = scheduler
         line = Named()
         if scheduler is noisy:
             with pytest.warns(RuntimeWarning, match="DDPMScheduler is not known"):
@@ -357,20 +387,74 @@ def test_a_scheduler_that_replaces_another_is_followed():
         else:
             run_pipeline(scheduler, steps, line)
         assert len(line.seen) == computed
-    current[0] = None  # the pipeline is gone
-    last.set_timesteps(5)
-    run_pipeline(last, steps, line := Named())
-    assert len(line.seen) == 3
 
 
-def test_timesteps_that_are_computed_with_need_the_schedulers_index():
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "DDIMScheduler"])
+def test_timesteps_that_are_computed_with_are_found_by_index_or_value(name, begins, recwarn):
+    """Sana multiplies timesteps, and sets no first step. DDIM counts no steps."""
+    scheduler, steps = pipeline_steps(name)
+    if not begins:
+        scheduler._begin_index = None
+    run_pipeline(scheduler, steps, line := Named(), view=False)
+    assert len(line.seen) == 3 and not [w for w in recwarn.list if "all steps" in str(w.message)]
+
+
+@pytest.mark.parametrize(("timestep", "falls"), [(lambda t: 1000 - t, False), (lambda t: t - 1, True)])
+def test_timesteps_that_are_counted_otherwise_than_the_schedulers_are_followed(timestep, falls, recwarn):
+    """As by Z-Image, and by GLM-Image."""
     scheduler, steps = pipeline_steps("FlowMatchEulerDiscreteScheduler")
-    line = Named()
-    run_pipeline(scheduler, steps, line, view=False)
+    steps._reuse = stated = StatedSteps(COMPUTED)
+    stated.timesteps_fall = falls
+    run_pipeline(scheduler, steps, line := Named(), view=False, passes=timestep)
+    times = [float(timestep(t)) for t in scheduler.timesteps]
+    assert line.seen == pytest.approx([times[0], times[1], times[4]])
+    assert stated.asked == [pytest.approx(tuple(times), abs=1.01)]
+    assert not [w for w in recwarn.list if "all steps" in str(w.message)]
+
+
+def test_threads_follow_trajectories_of_their_own():
+    """Two pipelines share a model, each in its thread. Their calls take turns, and change their order."""
+    (first, steps), (second, _) = (pipeline_steps("DDIMScheduler") for _ in range(2))
+    lines, turns = (Line(), Line()), [threading.Event() for _ in range(10)]
+    order = [0, 1, 1, 0, 0, 1, 1, 0, 0, 1]
+    found: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    def draw(mine: int) -> None:
+        places = [place for place, of in enumerate(order) if of == mine]
+        for t, place in zip((first, second)[mine].timesteps, places, strict=True):
+            assert place == 0 or turns[place - 1].wait(10)
+            steps.see((first, second)[mine], t, t.expand(2).float())
+            named = {"x": torch.zeros(2, 4), "timestep": t.expand(2).float(), "slope": 1.0 + mine}
+            found[mine].append(steps.prediction(None, lines[mine], named))
+            turns[place].set()
+
+    threads = [threading.Thread(target=draw, args=(mine,)) for mine in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for mine in (0, 1):
+        assert len(lines[mine].seen) == 3
+        for t, prediction in zip(first.timesteps, found[mine], strict=True):
+            expected = Line()(torch.zeros(2, 4), t.expand(2).float(), slope=1.0 + mine)
+            torch.testing.assert_close(prediction, expected, rtol=1e-6, atol=1e-2)
+
+
+def test_noise_of_a_call_is_computed():
+    scheduler, steps = pipeline_steps("DDIMScheduler")
+    with pytest.warns(RuntimeWarning, match=r"DDIMScheduler adds noise with eta: 0\.5; remedy: leave eta out"):
+        run_pipeline(scheduler, steps, line := Named(), eta=0.5)
+    assert len(line.seen) == 5
+    run_pipeline(scheduler, steps, line := Named())
     assert len(line.seen) == 3
-    scheduler, steps = pipeline_steps("DDIMScheduler")  # which has none
-    with pytest.warns(RuntimeWarning, match=r"not those of the DDIMScheduler .* follow\(pipe.scheduler\)"):
-        run_pipeline(scheduler, steps, line := Named(), view=False)
+
+
+def test_timesteps_of_tokens_are_computed():
+    scheduler, _ = pipeline_steps("UniPCMultistepScheduler")
+    steps = PipelineSteps(StatedSteps(COMPUTED), "Model2D", of_tokens=True)
+    with pytest.warns(RuntimeWarning, match="timestep for each token or frame"):
+        run_pipeline(scheduler, steps, line := Named())
     assert len(line.seen) == 5
 
 
@@ -401,7 +485,7 @@ def test_guidance_inside_leaves_steps_out(calls):
         predictions = []
         for rows, of_rows in parts:
             timestep = t.expand(len(rows))
-            steps.see(timestep, timestep.float())
+            steps.see(scheduler, timestep, timestep.float())
             predictions.append(halves.prediction({"x": rows, "t": timestep.float(), "c": of_rows}, rows, timestep))
         u, conditional = predictions[0].chunk(2) if calls == 1 else predictions
         expected = (t / 1000 + c[:2] + 7 * (c[2:] - c[:2]))[:, None].expand(2, 4)
@@ -448,8 +532,8 @@ def test_schedulers_that_add_noise_are_computed(name, config, why):
 
 def test_models_that_are_given_other_timesteps_are_computed():
     scheduler, steps = pipeline_steps("DDIMScheduler")
-    with pytest.warns(RuntimeWarning, match="timesteps differ from its scheduler"):
-        run_pipeline(scheduler, steps, line := Named(), scaled=0.5)
+    with pytest.warns(RuntimeWarning, match="timesteps are not those of the DDIMScheduler"):
+        run_pipeline(scheduler, steps, line := Named(), passes=lambda t: t * 0.5)
     assert len(line.seen) == 5
 
 
@@ -460,6 +544,6 @@ def test_a_timestep_that_is_visited_twice_is_computed():
     times = torch.linspace(999, 0, 20, dtype=torch.float64)
     products = torch.eye(20, dtype=torch.float64)[None]
     found = Trajectories(times, products, torch.ones_like(times), torch.ones_like(times), False)
-    steps = PipelineSteps(lambda: scheduler, Reuse(found, "mean", 1e9), "Model2D")
+    steps = PipelineSteps(Reuse(found, "mean", 1e9), "Model2D")
     run_pipeline(scheduler, steps, line := Named())
     assert len(line.seen) == len(scheduler.timesteps)

@@ -338,6 +338,18 @@ def test_a_gpu_that_does_not_exist_is_refused(monkeypatch, device):
         assert bundles.gpu_of(given) == torch.device("cuda", 0)
 
 
+def test_a_process_that_was_forked_with_cuda_is_told(tiny_build, monkeypatch):
+    """Torch says to use spawn, and the driver that it fails; and a bundle with engines ran on the CPU without a word."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    for given in ({"backend": "tensorrt"}, {"backend": "tensorrt", "device": "cuda:0"}):
+        with pytest.raises(BackendUnavailable, match=r"(?s)in this process.*got: .*forked.*remedy: .*spawn"):
+            runtime.load(tiny_build.bundle, **given)
+    state = bundles.builder.status()
+    assert "forked" in state.detail and "spawn" in state.remedy
+    with pytest.raises(BackendUnavailable, match=r"(?s)cannot run on 'cuda'.*forked.*spawn"):
+        runtime.load(tiny_build.bundle, device="cuda")
+
+
 def test_closing_a_bundle_closes_every_component(tiny_build):
     """Even if one of them raises."""
     closed = []
@@ -381,6 +393,10 @@ def test_a_bundle_says_why_its_engines_do_not_run_here(tiny_build, tmp_path, mon
         assert loaded.backend.startswith("ONNX Runtime on the CPU") and loaded.backend.endswith(
             "cannot run here: no NVIDIA GPU"
         )
+    with monkeypatch.context() as forked:
+        forked.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+        with pytest.warns(RuntimeWarning, match=r"on the CPU.*forked.*remedy: .*spawn"):
+            runtime.load(bundle).close()
     # Where there is one, nobody wants the CPU.
     monkeypatch.setattr(bundles.builder, "device_architecture", lambda: "sm90")
     state = BackendStatus("tensorrt", "", False, "TensorRT's Python package is not installed", "install it")

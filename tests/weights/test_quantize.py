@@ -317,7 +317,10 @@ def test_an_analysis_of_another_model_is_refused(tmp_path):
     assert not (tmp_path / "q").exists()
 
 
-def test_a_killed_run_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("end", "code"), [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "no space"), 2), (MemoryError(), 1)]
+)
+def test_a_killed_run_goes_on(tmp_path, monkeypatch, end, code):
     save_shards(tmp_path / "m", weights())
     monkeypatch.setattr(conversion, "SHARD_BYTES", 200_000)
     wanted = tmp_path / "wanted"
@@ -327,13 +330,13 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
 
     def killed(shard, path, *rest):
         if len(written) == 2:
-            raise KeyboardInterrupt
+            raise end
         written.append(path.name)
         return write(shard, path, *rest)
 
     monkeypatch.setattr(conversion, "_write", killed)
     outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")
-    assert outcome.exit_code == 130 and "goes on from there" in " ".join(outcome.output.split())
+    assert outcome.exit_code == code and "goes on from there" in " ".join(outcome.output.split())
     assert not (tmp_path / "q").exists()
     monkeypatch.setattr(conversion, "_write", lambda *args: written.append(args[1].name) or write(*args))
     outcome = run("quantize", tmp_path / "m", "-o", tmp_path / "q")

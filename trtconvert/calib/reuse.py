@@ -26,7 +26,7 @@ from trtconvert.diffusion_model import Denoiser, DiffusionModel
 from trtconvert.errors import UserError
 from trtconvert.models.cuda_graphs import graphed
 from trtconvert.models.denoiser import not_followed
-from trtconvert.models.drawings import with_progress
+from trtconvert.models.drawings import CountedDenoiser, with_progress
 from trtconvert.noise_input import place_of
 from trtconvert.reuse.schedule import Objective, Reuse, Schedule, all_computed, best_schedules, error_of, stated
 from trtconvert.reuse.trajectories import Trajectories
@@ -101,10 +101,21 @@ def measure_trajectories(
     Returns:
         The trajectories by objective, and the samples with all steps computed.
     Raises:
-        UserError: the sampler does not expose its timesteps, see `trtconvert.runtime.follow`, or computes all steps.
+        UserError: the sampler does not expose its timesteps, see `trtconvert.runtime.follow`, or skipped steps save no call.
     """
     model, denoiser = with_progress(model, bar), denoiser or graphed(model, model.denoiser)
-    watch = _Watch(model, denoiser)
+    calls: list[int] = []
+
+    def counted() -> Denoiser:
+        """Counts the calls of another drawing."""
+        calls.append(0)
+
+        def called() -> None:
+            calls[-1] += 1
+
+        return CountedDenoiser(denoiser, called)
+
+    watch = _Watch(model, counted())
     full = _drawn(model, watch, seeds, steps)
     found = watch.trajectories()
     bar.step()
@@ -112,15 +123,13 @@ def measure_trajectories(
 
     def error_with(schedule: Schedule) -> Tensor:
         """[S] squared error of samples with a schedule."""
-        scheduler = _Stated(model, expected, schedule)
-        moved = _drawn(model, Reusable(denoiser, scheduler), seeds, steps)
-        if not scheduler.asked:
+        moved = _drawn(model, Reusable(counted(), _Stated(model, expected, schedule)), seeds, steps)
+        if min(calls[1:]) >= calls[0]:
             raise not_followed(model)
         bar.step()
         return squared_error(moved, full)
 
-    found = replace(found, fitted=True)
-    found = _best_extrapolation(found, error_with, bar)
+    found = _best_extrapolation(replace(found, fitted=True), error_with, bar)
     gains = {objective: torch.ones(len(expected), dtype=torch.float64) for objective in OBJECTIVES}
     for part in torch.arange(1, len(expected)).tensor_split(PARTS):
         # Every third step of this part is computed, elsewhere every step.
@@ -259,8 +268,7 @@ def _drawn(model: DiffusionModel, denoiser: Denoiser, seeds: Sequence[int], step
 
 
 class _Stated:
-    """A `Scheduler` with stated steps, by their timesteps. Other timesteps, as of a pipeline's other denoiser, are computed.
-    `asked`: true if a sampler asked for one of the timesteps."""
+    """A `Scheduler` with stated steps, by their timesteps. Other timesteps, as of a pipeline's other denoiser, are computed."""
 
     def __init__(self, model: DiffusionModel, timesteps: tuple[float, ...], schedule: Schedule) -> None:
         self._timesteps = torch.tensor(timesteps, dtype=torch.float64)
@@ -270,14 +278,13 @@ class _Stated:
         self.timestep_place = model.timestep_place
         self.noise_input = model.noise_input
         self.sample_input = model.sample_input
-        self.asked = False
+        self.timesteps_fall = model.timesteps_fall
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`."""
         apart = (torch.tensor(timesteps, dtype=torch.float64)[:, None] - self._timesteps).abs()
         distances, steps = apart.min(1)
         known = distances <= self._room[steps]
-        self.asked |= bool(known.any())
         nearest = [int(step) if knows else None for step, knows in zip(steps, known, strict=True)]
         of = self._schedule
         return Schedule(

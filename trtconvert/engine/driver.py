@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 
 from trtconvert.errors import first_line
 
@@ -49,8 +50,22 @@ def device_name() -> str:
     return "" if driver.cuDeviceGetName(name, len(name), device) else name.value.decode(errors="replace")
 
 
+def fork_problem() -> tuple[str, str] | None:
+    """Returns why CUDA cannot be used in a process that was forked from one with CUDA, and a remedy; None for other processes."""
+    torch = sys.modules.get("torch")
+    if not (torch is not None and torch.cuda._is_in_bad_fork()) and _asked_driver()[2] != _NOT_INITIALISED:
+        return None
+    return (
+        "a process that was forked from one that uses CUDA, in which CUDA cannot start",
+        "start processes by spawn, multiprocessing.get_context('spawn'), or use CUDA in the forked processes alone: before it "
+        "forks, a parent must neither load a bundle onto a GPU nor call torch.cuda",
+    )
+
+
 def driver_problem() -> tuple[str, str] | None:
     """Returns why the driver has no usable GPU, and a remedy; None if it has one."""
+    if problem := fork_problem():
+        return problem
     driver, _, failure = _asked_driver()
     if driver is not None and failure == 0:
         return None
@@ -73,8 +88,8 @@ def driver_problem() -> tuple[str, str] | None:
     )
 
 
-_NO_DEVICE, _INVALID_DEVICE = 100, 101
-"""CUDA_ERROR_NO_DEVICE, CUDA_ERROR_INVALID_DEVICE."""
+_NOT_INITIALISED, _NO_DEVICE, _INVALID_DEVICE = 3, 100, 101
+"""CUDA_ERROR_NOT_INITIALIZED, which cuInit returns in forked processes alone, CUDA_ERROR_NO_DEVICE, CUDA_ERROR_INVALID_DEVICE."""
 
 
 def _gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:

@@ -21,7 +21,9 @@ from trtconvert.models import offloading
 from trtconvert.models.drawings import Stopped, WatchedSampler
 from trtconvert.models.offloading import offload_large_parts
 from trtconvert.models.own_sampler import SamplerError
-from trtconvert.reuse.schedule import Schedule, all_computed
+from trtconvert.noise_input import place_of
+from trtconvert.reuse.schedule import Schedule
+from trtconvert.runtime.signature import shape_like
 from trtconvert.wrapped import WrappedDenoiser
 
 
@@ -47,33 +49,48 @@ def refuse_steps(model: DiffusionModel, field: str, steps: int, solver: str) -> 
         raise error.about(field) from error
 
 
-class _Asked:
-    """A denoiser that records whether its sampler would let it leave out steps. It is its own `Scheduler`."""
+class _Trial:
+    """A denoiser whose sampler shall skip the second and the third step. It is its own `Scheduler`.
+
+    Attributes:
+        followed: the sampler told the timesteps, and has not called the denoiser in a skipped step.
+    """
 
     def __init__(self, model: DiffusionModel) -> None:
         self.timestep_input, self.timestep_place = model.timestep_input, model.timestep_place
-        self.sample_input = model.sample_input
-        self.noise_input, self.reuse, self.told = model.noise_input, self, False
+        self.sample_input, self.timesteps_fall = model.sample_input, model.timesteps_fall
+        self.noise_input, self.reuse, self.followed = model.noise_input, self, False
+        self._model, self._timesteps = model, list[float]()
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `trtconvert.reuse.schedule.Scheduler`."""
-        self.told = True
-        return all_computed(len(timesteps))
+        self.followed, self._timesteps = True, list(timesteps)
+        return Schedule(tuple(step not in (1, 2) for step in range(len(timesteps))), 0.0)
 
-    def __call__(self, *_: Tensor, **__: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        given = self._model.named(inputs, named)
+        if not self._timesteps:
+            raise Stopped
+        place = float(place_of(self.noise_input, given[self.timestep_input].flatten()[0].double()))
+        step = min(range(len(self._timesteps)), key=lambda index: abs(self._timesteps[index] - place))
+        if step == 0:
+            sample = given[self.sample_input]
+            return torch.zeros(shape_like(self._model.output.shape, sample), device=sample.device)
+        self.followed = step > 2
         raise Stopped
 
 
 def refuse_unfollowed(model: DiffusionModel, steps: int) -> None:
-    """Checks that the sampler tells its denoiser the timesteps of a trajectory, which it runs up to the first call.
+    """Checks that the sampler tells its denoiser the timesteps of a trajectory, and skips calls of the denoiser. The sampler runs
+    up to the call after these.
 
     Raises:
         UserError: it does not, so that no step can be left out.
     """
-    denoiser = _Asked(model)
+    denoiser = _Trial(model)
     with contextlib.suppress(Stopped):
         model.sample(denoiser, [0], steps=steps, solver="ddim")
-    if not denoiser.told:
+    if not denoiser.followed:
         raise not_followed(model)
 
 
@@ -81,7 +98,8 @@ def not_followed(model: DiffusionModel) -> UserError:
     return UserError(
         f"no step of {model.name} can be left out",
         expected="a sampler that tells its denoiser the timesteps of a trajectory, before it calls it once a step",
-        got="a sampler that does not; or one that adds noise, as for consistency models, or calls its denoiser twice a step",
+        got="a sampler that does not, or that passes other timesteps than it told; or one that adds noise, as for consistency "
+        "models, or calls its denoiser twice a step",
         remedy="call trtconvert.runtime.follow(denoiser, timesteps) in the sampler, take another scheduler, or "
         "remove steps.computed from the recipe",
     )

@@ -21,7 +21,7 @@ from trtconvert.models.call_options import BATCH, PROMPTS, SIZE_ARGUMENTS, TOKEN
 from trtconvert.models.captions import STAND_IN, Captions
 from trtconvert.models.drawings import CountedDenoiser
 from trtconvert.models.pipelines import PipelineCaller
-from trtconvert.runtime.diffusers import DiffusersDenoiser, follow_scheduler
+from trtconvert.runtime.diffusers import DiffusersDenoiser
 from trtconvert.wrapped import begin
 
 
@@ -127,7 +127,6 @@ class PipelineSampler:
             given = {name: x[start : start + self.batch] for name, x in (conditions or {}).items()}
             captioned = self.captions.given_to(counted, given) if given else counted
             captions = [STAND_IN] * len(chunk) if given else None
-            begin(denoiser)
             images.append(self.draw(captioned, device, chunk, steps, captions))
         if not calls:
             raise UserError(
@@ -154,8 +153,8 @@ class PipelineSampler:
         Raises:
             UserError: see `PipelineCaller`.
         """
+        begin(denoiser)  # an image of one step does not begin with more noise than the one before
         dropped_in = DiffusersDenoiser(denoiser, self.record, self.timestep_input, dtype=torch.float32, device=device)
-        follow_scheduler(dropped_in, self.caller.pipe)
         with torch.no_grad(), self.caller.denoising_with(dropped_in):
             drawn = self.caller(seeds, self.caller.taken_steps(steps), self.sizes, captions)
         return as_images(drawn.cpu(), decoded=self.caller.decodes)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trtconvert.documents import safetensors_header
 from trtconvert.engine import tensorrt
+from trtconvert.engine.driver import fork_problem
 from trtconvert.errors import BackendUnavailable, UserError
 from trtconvert.library import library_path
 from trtconvert.models.placed import ROOM, Place
@@ -87,6 +88,8 @@ def offloading_problem() -> str:
 
 def _gpu_problem() -> str:
     """Returns the reason why no GPU can compute; "" if one can. Does not import torch without a GPU."""
+    if problem := fork_problem():
+        return problem[0]
     architecture = tensorrt.device_architecture()
     if architecture is None:
         return "no NVIDIA GPU"

@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -31,6 +30,10 @@ LONGEST = 8
 
 RIDGE = 1e-9
 """Regularisation of fits to basis vectors of unit length: the last two computed predictions may be nearly parallel."""
+
+SAME = 1.5e-3
+"""Tolerance of equal timesteps, relative to the range of timesteps: some pipelines count timesteps from 0, and some from 1. See
+`trtconvert.runtime.reuse.tolerance` for narrow types."""
 
 Factors = tuple[float, float, float]
 """Factors of an extrapolation: of the last computed prediction, of the one before, and of the skipped call's noisy sample."""
@@ -368,6 +371,7 @@ class Scheduler(Protocol):
     Attributes:
         timestep_input, timestep_place: name and position of the denoiser's timestep input.
         noise_input: maps the timestep input to places; None if it holds DDPM timesteps.
+        timesteps_fall: places fall during denoising.
         sample_input: name of the input with the noisy sample, which is the first input other than the timestep.
     """
 
@@ -382,6 +386,9 @@ class Scheduler(Protocol):
 
     @property
     def noise_input(self) -> NoiseInput | None: ...
+
+    @property
+    def timesteps_fall(self) -> bool: ...
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """Returns the schedule of one trajectory from all its timesteps in order; places if there is a `noise_input`."""
@@ -407,6 +414,11 @@ class Reuse:
     noise_input: NoiseInput | None = None
     sample_input: str = "x"
 
+    @property
+    def timesteps_fall(self) -> bool:
+        """See `Scheduler`."""
+        return float(self.found.timesteps[0]) > float(self.found.timesteps[-1])
+
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """See `Scheduler`. If timesteps are not monotonic, all steps are computed."""
         return _scheduled(self, tuple(map(float, timesteps)))
@@ -419,8 +431,14 @@ def reuse_of(denoiser: Any) -> Scheduler | None:
 
 @functools.lru_cache(maxsize=64)
 def _scheduled(reuse: Reuse, timesteps: tuple[float, ...]) -> Schedule:
-    falls = float(reuse.found.timesteps[0]) > float(reuse.found.timesteps[-1])
-    goes_on = all((x > y) if falls else (x < y) for x, y in pairwise(timesteps))
-    if not goes_on or len(timesteps) < 2:
-        return all_computed(len(timesteps))
-    return least_computed(reuse.found, torch.tensor(timesteps, dtype=torch.float64), reuse.objective, reuse.limit)
+    given, own = torch.tensor(timesteps, dtype=torch.float64), reuse.found.timesteps
+    if len(given) < 2:
+        return all_computed(len(given))
+    # The calibrated trajectory's schedule is at the limit: its error at rounded timesteps would be beyond.
+    away, nearest = (given[:, None] - own).abs().min(1)
+    rounded = torch.where(away <= SAME * own.abs().max(), own[nearest], given)
+    for times in (rounded, given):
+        steps = times.diff()
+        if bool((steps < 0).all() if reuse.timesteps_fall else (steps > 0).all()):
+            return least_computed(reuse.found, times, reuse.objective, reuse.limit)
+    return all_computed(len(given))

@@ -12,6 +12,7 @@ import torch
 
 from trtconvert.bundle import ComponentRecord, EngineRecord, Manifest, check_files, read_unchanged
 from trtconvert.engine import tensorrt as builder
+from trtconvert.engine.driver import fork_problem
 from trtconvert.errors import BackendUnavailable, UserError, unknown_name, warn
 from trtconvert.library import library_version
 from trtconvert.runtime.component import Component
@@ -140,7 +141,7 @@ class LoadedBundle:
                 pipeline or its place.
             BackendUnavailable: the installed diffusers or transformers does not have the pipeline.
         """
-        from trtconvert.runtime.diffusers import follow_scheduler, refuse_misplaced
+        from trtconvert.runtime.diffusers import refuse_misplaced
         from trtconvert.runtime.pipeline import make_pipeline
 
         for name, part in parts.items():
@@ -161,10 +162,7 @@ class LoadedBundle:
         if "vae" in names and "vae_decoder" not in self.components:
             del names["vae"]  # an encoder alone is not a VAE
         own = {part: self.as_diffusers(name) for part, name in names.items() if part not in parts}
-        pipe = make_pipeline(self.folder / self.manifest.pipeline, own | parts)
-        for model in own.values():
-            follow_scheduler(model, pipe)
-        return pipe
+        return make_pipeline(self.folder / self.manifest.pipeline, own | parts)
 
     @property
     def device_memory(self) -> DeviceMemory:
@@ -292,7 +290,8 @@ def _loaded(
     words = f"ONNX Runtime on the CPU, INT8 attention{layers} as the op's function body"
     if state and any(engines.values()):
         words += f"; its TensorRT engines cannot run here: {why}"
-        if builder.device_architecture() is not None:  # without a GPU ONNX Runtime is expected
+        # Without a GPU ONNX Runtime is expected.
+        if fork_problem() or builder.device_architecture() is not None:
             warn(f"{folder} runs on {words}; remedy: {remedy}")
     on_cpu: dict[str, Component] = {name: OnnxRuntimeComponent(folder / c.onnx, c) for name, c in components.items()}
     for name, component in components.items():
@@ -391,6 +390,14 @@ def gpu_of(device: str | int | torch.device | None) -> torch.device:
     Raises:
         BackendUnavailable: torch does not see the GPU.
     """
+    if problem := fork_problem():
+        got, remedy = problem
+        raise BackendUnavailable(
+            "TensorRT cannot be used in this process",
+            expected="a process that starts CUDA itself",
+            got=got,
+            remedy=remedy,
+        )
     if not torch.cuda.is_available():
         raise BackendUnavailable(
             "TensorRT needs an NVIDIA GPU",

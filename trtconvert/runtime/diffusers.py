@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import sys
-import weakref
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -169,20 +169,27 @@ def refuse_misplaced(model: Any, name: str) -> None:
         )
 
 
-def _refuse_misplaced_caller(called: _Denoising, own: str) -> None:
-    """Call `refuse_misplaced` for the diffusers pipeline on this thread's stack, if the stack has one with the part `own`."""
+def _caller() -> tuple[Any, float]:
+    """Return the diffusers pipeline whose call is on this thread's stack, and the argument `eta` of the call; None and 0.0 where
+    there is none. The pipeline that a model is put into may be another one: a copy, or one of several that share the model."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    frame = sys._getframe()
+    frame = sys._getframe(2)
     while frame is not None:
-        pipe = frame.f_locals.get("self")
-        if isinstance(pipe, DiffusionPipeline):
-            places = {name: x for name, x in pipe.components.items() if getattr(x, "_called", None) is called}
-            if own in pipe.components and own not in places:
-                for name, model in places.items():
-                    refuse_misplaced(model, name)
-            return
+        # Reading a frame's locals keeps them alive until it is read again.
+        if frame.f_code.co_name == "__call__" and isinstance(pipe := frame.f_locals.get("self"), DiffusionPipeline):
+            eta = frame.f_locals.get("eta")
+            return pipe, float(eta) if isinstance(eta, (int, float)) else 0.0
         frame = frame.f_back
+    return None, 0.0
+
+
+def _refuse_misplaced_in(pipe: Any, called: _Denoising, own: str) -> None:
+    """Call `refuse_misplaced` for the models of a pipeline with the part `own`."""
+    places = {name: x for name, x in pipe.components.items() if getattr(x, "_called", None) is called}
+    if own in pipe.components and own not in places:
+        for name, model in places.items():
+            refuse_misplaced(model, name)
 
 
 class _Parameters:
@@ -250,11 +257,20 @@ class DiffusersDenoiser(_DropIn):
     ) -> None:
         super().__init__(record, dtype, device)
         self._denoiser: Any = denoiser
-        called = self._called = _Denoising(denoiser, record, timestep_input, of_samples)
-        self.forward = called.parameters.of(called)
+        self._call_by(_Denoising(denoiser, record, timestep_input, of_samples))
         if size := record.config.get("projection_class_embeddings_input_dim"):
             # StableDiffusionXLPipeline checks its time ids against the width of this layer.
             self.add_embedding = SimpleNamespace(linear_1=SimpleNamespace(in_features=size))
+
+    def _call_by(self, called: _Denoising) -> None:
+        self._called, self.forward = called, called.parameters.of(called)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiffusersDenoiser:
+        """Copy the drop-in, with its own steps and MoDiff caches, but not its engine or session."""
+        made = super().__deepcopy__(memo)
+        assert isinstance(made, DiffusersDenoiser)
+        made._call_by(self._called.apart())
+        return made
 
     is_cache_enabled = False
     """Whether the model uses one of diffusers' caches of steps; read by some pipelines."""
@@ -262,20 +278,21 @@ class DiffusersDenoiser(_DropIn):
     @contextmanager
     def cache_context(self, name: str | None = None, *_: object, **__: object) -> Iterator[None]:
         """Name the conditional or unconditional call, as pipelines do: each name has its own MoDiff caches."""
-        before, self._called.context = self._called.context, name
+        of_thread = self._called.of_thread
+        before, of_thread.context = of_thread.context, name
         try:
             yield
         finally:
-            self._called.context = before
+            of_thread.context = before
 
     def follow(self, scheduler: Any) -> None:
-        """Skip the steps that the bundle's schedule skips, if it has one. `LoadedBundle.pipeline` and `trtconvert.optimize` call
-        this.
+        """Skip the steps that the bundle's schedule skips, if it has one, in a loop of your own. Calls of a diffusers pipeline
+        follow the pipeline's scheduler without this.
 
         Args:
-            scheduler: scheduler of the pipeline, with its timesteps.
+            scheduler: scheduler of the loop, with its timesteps.
         """
-        self._called.follow(lambda: scheduler)
+        self._called.scheduler = scheduler
 
     def reset_cache(self) -> None:
         """Reset MoDiff caches in the next call. Caches also reset at the first step of an image, which has more noise than the
@@ -298,16 +315,20 @@ class DiffusersDenoiser(_DropIn):
         return self._denoiser.set_loras(loras)
 
 
-def follow_scheduler(model: Any, pipe: Any) -> None:
-    """Let a denoiser in a pipeline skip the steps that its bundle skips, with each scheduler that the pipeline gets."""
-    if isinstance(model, DiffusersDenoiser) and hasattr(pipe, "scheduler"):
-        there = weakref.ref(pipe)  # the pipeline has the denoiser
-        model._called.follow(lambda: getattr(there(), "scheduler", None))
+class _OfThread(threading.local):
+    """The context of a thread's calls, see `DiffusersDenoiser.cache_context`."""
+
+    context: str | None = None
 
 
 class _Denoising:
     """The `forward` of `DiffusersDenoiser`, without a reference to the drop-in: a cycle would keep the engine on the GPU until
-    the garbage collector runs. For arguments see `DiffusersDenoiser`."""
+    the garbage collector runs. For arguments see `DiffusersDenoiser`.
+
+    Attributes:
+        of_thread: the context of the calls.
+        scheduler: see `DiffusersDenoiser.follow`.
+    """
 
     def __init__(
         self,
@@ -329,9 +350,12 @@ class _Denoising:
                 denoiser, timestep_input, guidance, record.model, lambda **named: self._prediction(denoiser, named)
             )
         )
-        self._steps: PipelineSteps | None = None
+        reuse = reuse_of(denoiser)
+        of_tokens = bool(record.timestep_shares)
+        self._steps = None if reuse is None else PipelineSteps(reuse, record.model, of_tokens=of_tokens)
+        self.scheduler: Any = None
         self.parameters = _Parameters(record)
-        self.context: str | None = None
+        self.of_thread = _OfThread()
         self._contexts: dict[str, Callable[..., Tensor]] = {}
         self._is_placed = False
 
@@ -340,23 +364,23 @@ class _Denoising:
         for called in (self._denoiser, *self._contexts.values()):
             begin(called)
 
-    def follow(self, scheduler: Callable[[], Any]) -> None:
-        """See `DiffusersDenoiser` and `PipelineSteps`."""
-        if (reuse := reuse_of(self._denoiser)) is not None:
-            self._steps = PipelineSteps(scheduler, reuse, self._record.model)
+    def apart(self) -> _Denoising:
+        """Return the same for the calls of another pipeline."""
+        return _Denoising(apart(self._denoiser), self._record, self._timestep, self._of_samples)
 
     def _prediction(self, denoiser: Callable[..., Tensor], named: Mapping[str, Tensor]) -> Tensor:
         if self._steps is None:
             return denoiser(**named)
-        return self._steps.prediction(self.context, denoiser, named)
+        return self._steps.prediction(self.of_thread.context, denoiser, named)
 
     def _in_context(self) -> Callable[..., Tensor]:
         """Return the denoiser with the caches of the current context."""
-        if self.context is None:
+        context = self.of_thread.context
+        if context is None:
             return self._denoiser
-        if self.context not in self._contexts:
-            self._contexts[self.context] = apart(self._denoiser)
-        return self._contexts[self.context]
+        if context not in self._contexts:
+            self._contexts[context] = apart(self._denoiser)
+        return self._contexts[context]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Predict.
@@ -365,8 +389,10 @@ class _Denoising:
             UserError: the arguments differ from the conversion's or lie outside the engine's profiles, or the pipeline uses this
                 denoiser in the place of another.
         """
-        if not self._is_placed:  # once: reading a frame's locals keeps them alive
-            _refuse_misplaced_caller(self, self._record.component)
+        pipe, eta = _caller() if self._steps is not None or not self._is_placed else (None, 0.0)
+        if not self._is_placed:
+            if pipe is not None:
+                _refuse_misplaced_in(pipe, self, self._record.component)
             self._is_placed = True
         arguments = self.parameters.bound(args, kwargs)
         return_dict = arguments.pop("return_dict", True)
@@ -389,7 +415,8 @@ class _Denoising:
             if named[name].dim() and len(named[name]) == 1:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
         if self._steps is not None:
-            self._steps.see(passed, named[self._timestep])
+            scheduler = self.scheduler if pipe is None else getattr(pipe, "scheduler", None)
+            self._steps.see(scheduler, passed, named[self._timestep], eta)
         if self._halves is not None:
             output = self._halves.prediction(_as_engines_take(named), sample, passed)
         else:

@@ -7,6 +7,8 @@ no call waits for a device. A skipped step costs one kernel, and so does each ha
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,9 @@ from trtconvert.bundle import ComponentRecord
 from trtconvert.errors import UserError, first_line, warn
 from trtconvert.guidance import guidance_of
 from trtconvert.noise_input import at_place, place_of
-from trtconvert.reuse.schedule import Reuse, Scheduler, extrapolation, reuse_of
+from trtconvert.reuse.schedule import SAME, Reuse, Scheduler, extrapolation, reuse_of
 from trtconvert.reuse.trajectories import Trajectories
 from trtconvert.wrapped import WrappedDenoiser
-
-SAME = 1e-3
-"""Tolerance of equal timesteps, relative to the range of timesteps; see `tolerance` for narrow types."""
 
 
 class Reusable(WrappedDenoiser):
@@ -154,7 +153,7 @@ class Following:
         line = None
         if not self._goes_on(step, inputs, named, shapes):
             self._kept.clear()
-        elif len(self._kept) == len(self._schedule.before(step)) and self._fits(sample):
+        elif self._reaches(step) and self._fits(sample):
             line = self._kept
         if line is not None and not self._schedule.computed[step]:
             return self._extrapolated(line, step, sample)
@@ -164,12 +163,21 @@ class Following:
             return prediction
         # Inference tensors have no version counter, so a copy is kept.
         kept = prediction.clone() if prediction.is_inference() else prediction
-        self._kept = [*self._kept[-1:], _Kept(step, shapes, kept)]
+        # No later call of the trajectory reads the last prediction.
+        self._kept = [] if step + 1 == len(self._timesteps) else [*self._kept[-1:], _Kept(step, shapes, kept)]
         factor = self._schedule.correction(step)
         # The correction holds for the schedule's whole gap.
         if not factor or line is None or [kept.step for kept in line] != self._schedule.before(step):
             return prediction
         return torch.lerp(self._extrapolated(line, step, sample), prediction, 1 + factor)
+
+    def _reaches(self, step: int) -> bool:
+        """Return whether the kept predictions are as near to a step as those that the schedule extrapolates. They are not if
+        steps were left out, as by guidance that pauses."""
+        before = self._schedule.before(step)
+        return len(self._kept) == len(before) and all(
+            kept.step >= least for kept, least in zip(self._kept, before, strict=True)
+        )
 
     def _sample(self, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Tensor | None:
         """Return the noisy sample of a call."""
@@ -195,7 +203,14 @@ class Following:
 
     def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], shapes: list[Any]) -> bool:
         """Return whether the kept predictions fit this call."""
-        self._told = self._told and step < len(self._timesteps) and self._is_at(step, inputs, named)
+        if self._told and step < len(self._timesteps) and not self._is_at(step, inputs, named):
+            warn(
+                f"a denoiser computes the calls of a trajectory from step {step} on: the timestep of this call is not that of "
+                "the step; remedy: pass the timesteps of all calls to trtconvert.runtime.follow in their order, or load the "
+                "bundle with all_steps=True"
+            )
+            self._told = False
+        self._told = self._told and step < len(self._timesteps)
         return self._told and bool(self._kept) and all(kept.serves(shapes) for kept in self._kept)
 
     def _is_at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> bool:
@@ -255,65 +270,81 @@ _OTHERWISE = {
 """Settings with which some of these schedulers do otherwise, and what they do."""
 
 
-class PipelineSteps:
-    """Follows the trajectory of a diffusers pipeline by its scheduler.
+class PipelineSteps(threading.local):
+    """Follows the trajectory of a diffusers pipeline by its scheduler, in each thread the trajectory of its own.
+
+    A pipeline may pass the scheduler's timesteps, or the number of training timesteps minus these.
 
     Args:
-        scheduler: returns the pipeline's current scheduler; None for the one before.
         reuse: the denoiser's; model: name of the model in messages.
+        of_tokens: the pipeline passes a timestep for each token or frame. All steps are computed.
     """
 
-    def __init__(self, scheduler: Callable[[], Any], reuse: Scheduler, model: str) -> None:
-        self._current, self._reuse, self._model = scheduler, reuse, model
+    def __init__(self, reuse: Scheduler, model: str, *, of_tokens: bool = False) -> None:
+        self._reuse, self._model, self._of_tokens = reuse, model, of_tokens
         self._times: list[float] = []
         self._trajectories: dict[tuple[str | None, int], Following] = {}
         self._calls: dict[str | None, int] = {}
         self._start = self._step = 0
         self._same, self._is_known = SAME, False
-        self._take(scheduler())
+        self._scheduler: Any = None
 
     def _take(self, scheduler: Any) -> None:
         """Begin with a scheduler."""
         self._scheduler, self._why_not = scheduler, _why_computed(scheduler)
+        self._takes_eta = "eta" in inspect.signature(scheduler.step).parameters
         self._own: Any = None
-        self._is_checked = self._told = False
+        self._differs = self._told = False
 
-    def see(self, passed: Any, timestep: Tensor) -> None:
+    def see(self, scheduler: Any, passed: Any, timestep: Tensor, eta: float = 0.0) -> None:
         """Note a call of the model.
 
         Args:
+            scheduler: the pipeline's; None computes the call.
             passed: the pipeline's timestep; timestep: [B], the denoiser's.
+            eta: noise that the scheduler adds, if it takes such an argument.
         """
-        scheduler = self._current()
-        if scheduler is not None and scheduler is not self._scheduler:
+        self._is_known = False
+        if scheduler is None:
+            self._trajectories.clear()
+            return
+        if scheduler is not self._scheduler:
             self._take(scheduler)
-        step = None if self._why_not else self._step_of(passed)
         self._same = tolerance(passed.dtype) if isinstance(passed, Tensor) else SAME
-        if step is not None and not self._is_checked:  # once, because this waits for the device
-            self._is_checked = True
-            (place,) = _places(self._reuse, timestep.flatten()[:1])
-            if abs(place - self._times[step]) > self._same * max(map(abs, self._times)):
-                self._why_not, step = "the pipeline's timesteps differ from its scheduler's", None
-        self._is_known = step is not None
+        adds_noise = bool(eta) and self._takes_eta
+        step = None if self._why_not or adds_noise or self._of_tokens else self._step_of(passed, timestep)
         if step is None:
             self._trajectories.clear()
-            if not self._told:
-                self._told = True
-                why, remedy = self._why_not, "use another scheduler, such as DPMSolverMultistepScheduler,"
-                if not why:
-                    why = f"its timesteps are not those of the {type(self._scheduler).__name__} that it follows"
-                    remedy = "call the converted model's follow(pipe.scheduler) with the pipeline that is called,"
-                warn(
-                    f"the converted {self._model} computes all steps: {why}; remedy: {remedy} or load the bundle with "
-                    "all_steps=True"
-                )
+            self._tell(eta if adds_noise else 0.0)
             return
+        self._is_known = True
         if not self._trajectories or step < self._step:
             self._trajectories.clear()
             self._start = step
         if step != self._step:
             self._calls.clear()
         self._step = step
+
+    def _tell(self, eta: float) -> None:
+        """Warn once of a scheduler's computed steps; eta: of the call, if it is the reason."""
+        if self._told:
+            return
+        self._told = True
+        name, why, remedy = type(self._scheduler).__name__, self._why_not, ""
+        if self._of_tokens:
+            why = "its pipeline passes a timestep for each token or frame"
+            remedy = "set steps.computed: all in the recipe and build again,"
+        elif why:
+            remedy = "use another scheduler, such as DPMSolverMultistepScheduler,"
+        elif eta:
+            why, remedy = f"{name} adds noise with eta: {eta:g}", "leave eta out,"
+        else:
+            why = f"its timesteps are not those of the {name} that it follows"
+            remedy = "pass the scheduler of the loop to the converted model's follow(scheduler),"
+        warn(
+            f"the converted {self._model} computes all steps: {why}; remedy: {remedy} or load the bundle with "
+            "all_steps=True"
+        )
 
     def prediction(self, context: str | None, denoiser: Callable[..., Tensor], named: Mapping[str, Tensor]) -> Tensor:
         """Return the prediction of the call that `see` noted last.
@@ -331,20 +362,44 @@ class PipelineSteps:
             )
         return self._trajectories[context, number].at(self._step - self._start, (), named)
 
-    def _step_of(self, passed: Any) -> int | None:
+    def _step_of(self, passed: Any, timestep: Tensor) -> int | None:
         """Return the index of a call's timestep in the scheduler's timesteps; None if unknown."""
         own = self._scheduler.timesteps
         if own is not self._own:
-            self._own, self._times = own, _places(self._reuse, own)
+            self._own, self._times, self._differs = own, self._places_of(own), False
             self._trajectories.clear()
             self._calls.clear()  # an exception may have ended the pipeline in its first step
+        if self._differs or not self._times:
+            return None
         if isinstance(passed, Tensor) and passed.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
             step = (passed.storage_offset() - own.storage_offset()) // max(1, own.stride(0))
         else:
             step = getattr(self._scheduler, "step_index", None)
             if step is None:
                 step = getattr(self._scheduler, "begin_index", None)
-        return step if step is not None and 0 <= step < len(self._times) else None
+        if step is not None and not 0 <= step < len(self._times):
+            return None
+        begins = not self._trajectories or (step is not None and step < self._step)
+        # Reading a timestep waits for the device.
+        if step is None or begins:
+            step = self._checked(step, timestep)
+        return step
+
+    def _checked(self, step: int | None, timestep: Tensor) -> int | None:
+        """Return the index of a timestep that is `step`, or the nearest one if that is None; None if no timestep is near."""
+        (place,) = _places(self._reuse, timestep.flatten()[:1])
+        if step is None:
+            step = min(range(len(self._times)), key=lambda index: abs(self._times[index] - place))
+        self._differs = abs(place - self._times[step]) > self._same * max(map(abs, self._times))
+        return None if self._differs else step
+
+    def _places_of(self, own: Tensor) -> list[float]:
+        """Return the denoiser's timesteps, as far as the scheduler and their direction tell."""
+        times = _places(self._reuse, own)
+        if self._reuse.noise_input is None and len(times) > 1 and (times[0] > times[-1]) != self._reuse.timesteps_fall:
+            end = float(getattr(self._scheduler, "config", {}).get("num_train_timesteps", 1000))
+            return [end - time for time in times]
+        return times
 
 
 def _why_computed(scheduler: Any) -> str:

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from trtconvert.errors import UserError, first_line, first_problem
-from trtconvert.files import link_files, one_at_a_time, path_of, whole_file, whole_folder
+from trtconvert.files import is_disk_full, link_files, one_at_a_time, path_of, whole_file, whole_folder
 from trtconvert.progress import Bar
 from trtconvert.weights.blocks import threads_by_tile
 from trtconvert.weights.sources import METADATA, Part, Source, StoredTensor
@@ -176,7 +176,8 @@ def refuse_output(source: Source, output: Path) -> None:
 
 
 def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> Outcome:
-    """Write a converted model, whole or not at all. Takes the shards that a killed run of the same conversion finished.
+    """Write a converted model, whole or not at all. Takes the shards that an earlier run of the same conversion finished, which a
+    kill, a full disk or a lack of memory ended.
 
     Raises:
         UserError: there is something at the output's place, it cannot be written, or a file of the source is damaged.
@@ -201,11 +202,11 @@ def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> O
                 link_files(names, work, partial)
                 total = _write_indexes(shards, partial)
                 left_out = _copy_others(source, partial)
-        except Exception:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        except KeyboardInterrupt:
-            if any(work.rglob("*.safetensors")):
+        except (Exception, KeyboardInterrupt) as error:
+            may_go_on = isinstance(error, (KeyboardInterrupt, MemoryError)) or (
+                isinstance(error.__cause__, OSError) and is_disk_full(error.__cause__)
+            )
+            if may_go_on and any(work.rglob("*.safetensors")):
                 bar.notice(f"finished files are in {work}: the same command goes on from there")
             else:
                 shutil.rmtree(work, ignore_errors=True)
