@@ -221,6 +221,33 @@ def test_sites_that_kernels_do_not_support_stay_with_a_reason(attention, reason)
     assert reason in left[0].obstacle
 
 
+class Chosen(nn.Module):
+    """Attention of the queries, keys and values that a function makes of heads [B, 2, N, 32]."""
+
+    def __init__(self, choose):
+        super().__init__()
+        self.choose = choose
+
+    def forward(self, x):
+        heads = x.view(x.shape[0], -1, 2, 32).transpose(1, 2)
+        attended = scaled_dot_product_attention(*self.choose(heads))
+        return x + attended.sum((1, 2)).repeat(1, 2)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("choose", "reason"),
+    [
+        (lambda x: (x, x, x[:, :1]), "values have 1 heads, keys 2"),
+        (lambda x: (x, x[:, :1], x), "values have 2 heads, keys 1"),
+        (lambda x: (x, x[:, :, :0], x[:, :, :0]), "it has no queries or no keys"),
+        (lambda x: (x[:, :, :0], x, x), "it has no queries or no keys"),
+    ],
+)
+def test_tensors_that_torch_broadcasts_or_finds_empty_stay(choose, reason):
+    (site,) = find_sites(Model(Chosen(choose)), INPUTS, "timestep")
+    assert site.obstacle == reason
+
+
 class Windows(nn.Module):
     def forward(self, x):
         windows = x.view(2 * x.shape[0], -1, 2, 32).transpose(1, 2)

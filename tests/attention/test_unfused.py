@@ -489,6 +489,19 @@ def test_later_writes_to_scores_are_seen() -> None:
     assert site.obstacle == "__setitem__ stands between its product of queries and keys and its softmax"
 
 
+@pytest.mark.parametrize("what", ["q", "k", "mask"])
+def test_later_writes_to_what_scores_were_made_of_are_seen(what: str) -> None:
+    def written_to(x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (y.clone() for y in qkv(x, context))
+        mask = torch.linspace(-1, 1, k.shape[2]).expand(q.shape[2], -1).clone()
+        probabilities = (q @ k.mT + mask).softmax(-1)
+        {"q": q, "k": k, "mask": mask}[what][..., 0] *= 3
+        return tokens(probabilities @ v)
+
+    (site,) = found(written_to)
+    assert site.obstacle == "the model writes into its queries, keys or mask before the product with values"
+
+
 def test_probabilities_that_are_kept_elsewhere_are_not_written_to() -> None:
     def keeping(x: Tensor, context: Tensor) -> Tensor:
         q, k, v = qkv(x, context)

@@ -186,6 +186,11 @@ def obstacle_to(q: Tensor, k: Tensor, v: Tensor, folds: int) -> str:
         return f"values have head_dim {v.shape[-1]}, queries {q.shape[-1]}"
     if q.shape[1] % k.shape[1]:
         return f"{k.shape[1]} key heads do not divide {q.shape[1]} query heads"
+    if v.shape[1] != k.shape[1]:
+        return f"values have {v.shape[1]} heads, keys {k.shape[1]}"
+    # Sizes that are symbols are not compared: in an export, comparisons constrain them.
+    if any(isinstance(size := x.shape[2], int) and not size for x in (q, k)):
+        return "it has no queries or no keys"
     return ""
 
 

@@ -30,6 +30,7 @@ from trtconvert.unfused.steps import (
     in_places,
     order_of,
     turned,
+    version_of,
 )
 
 _SOFTMAXES = {torch.softmax, Tensor.softmax, functional.softmax, torch.special.softmax}
@@ -236,7 +237,8 @@ class Unfused:
         if self._known:
             self._read(func, args, named, result)
         if product is not None and product.is_of_samples:
-            scores = Scores(product.factors, product.of, product.result)
+            versions = tuple(version_of(x) for x in product.factors)
+            scores = Scores(product.factors, product.of, product.result, versions=versions)
             try:
                 scores = scores.times(product.alpha)
                 self._known[result] = scores if product.added is None else scores.marked("add", *product.added)
@@ -254,6 +256,7 @@ class Unfused:
     ) -> Tensor:
         values, scores, softmax = product.factors[1 - place], probabilities.scores, probabilities.softmax
         try:
+            scores.refuse_changed()
             layout = Layout.of(product, place, probabilities, self._made_of)
             obstacle = ""
             if not layout.heads:

@@ -48,6 +48,11 @@ class Softmax:
 Kind = Literal["add", "keep", "drop", "times"]
 
 
+def version_of(x: Tensor) -> int:
+    """Returns a number that grows with each write into a tensor or a view of it; 0 where torch does not count."""
+    return 0 if x.is_inference() or torch.compiler.is_compiling() else x._version
+
+
 @dataclass(frozen=True)
 class Mark:
     """An operation on scores between their product and their softmax.
@@ -57,12 +62,14 @@ class Mark:
         tensor: the other operand.
         axes: of the tensor.
         factor: of a tensor that is added.
+        version: of the tensor, see `version_of`.
     """
 
     kind: Kind
     tensor: Tensor
     axes: str
     factor: float = 1.0
+    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Scores:
         of: axes of each factor.
         axes: of the scores, in their present order.
         scale: factor of the product.
+        versions: of the factors, see `version_of`.
         readers: see `Softmax`; everything computed from the product shares them.
     """
 
@@ -82,12 +90,22 @@ class Scores:
     axes: str
     scale: float = 1.0
     marks: tuple[Mark, ...] = ()
+    versions: tuple[int, ...] = ()
     readers: list[str] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
         """True if both factors have all axes of the scores but the other's tokens, unlike products with a table of positions."""
         return all(len({*of} & {*self.axes}) == len(self.axes) - 1 for of in self.of)
+
+    def refuse_changed(self) -> None:
+        """
+        Raises:
+            NotAttention: the model has written into a factor or a mask since.
+        """
+        read = [*zip(self.factors, self.versions, strict=True), *((mark.tensor, mark.version) for mark in self.marks)]
+        if any(version_of(x) != version for x, version in read):
+            raise NotAttention("the model writes into its queries, keys or mask before the product with values")
 
     def times(self, factor: float) -> Scores:
         """Returns the scores multiplied by a number."""
@@ -102,7 +120,7 @@ class Scores:
             raise NotAttention(f"a mask of {tensor.dim()} axes meets its scores, which have {len(self.axes)}")
         if kind == "times" and any(mark.kind == "add" for mark in self.marks):
             raise NotAttention("its scores are multiplied by a tensor after a mask")
-        mark = Mark(kind, tensor, self.axes[len(self.axes) - tensor.dim() :], factor)
+        mark = Mark(kind, tensor, self.axes[len(self.axes) - tensor.dim() :], factor, version_of(tensor))
         return replace(self, marks=(*self.marks, mark))
 
 
