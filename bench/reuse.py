@@ -71,6 +71,7 @@ class Stated:
     """A stated schedule, in the place of a `Reuse`."""
 
     timestep_input, timestep_place, noise_input, sample_input = "timestep", 1, None, "x"
+    timesteps_fall = True
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

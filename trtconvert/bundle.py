@@ -46,7 +46,14 @@ NAMESAKE = ":weight"
 """Suffix of an initialiser whose name an input or output has already."""
 
 IN_CONSTANTS = ":in constants"
-"""Last suffix of an initialiser whose weight constants were computed from too: a refit cannot replace it alone."""
+"""Last suffix of an initialiser whose weight the export also folded into constants: a refit cannot replace the weight alone."""
+
+
+def weight_of(initialiser: str) -> tuple[str, bool]:
+    """Returns the name of an initialiser's weight in the state dict, and whether the initialiser is transposed."""
+    name = initialiser.removesuffix(IN_CONSTANTS).removesuffix(NAMESAKE)
+    return name.removesuffix(TRANSPOSED), name.endswith(TRANSPOSED)
+
 
 UNQUANTISED = ".unquantised.safetensors"
 """Suffix of the file with the unquantised weights of an ONNX model's INT8 layers."""
@@ -658,11 +665,13 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         # The program that wrote the fields has written the digest too.
         if first["type"] in _OF_OTHER_VERSIONS and content.get("digest") == _digest(content):
-            unknown = f"the unknown field {'.'.join(map(str, first['loc']))}"
+            got = first_problem(error)[:_SHOWN]
+            if first["type"] == "extra_forbidden":
+                got = f"the unknown field {'.'.join(map(str, first['loc']))}"
             raise UserError(
                 f"{folder} was made by another version of trtconvert",
                 expected=f"a bundle that trtconvert {__version__} reads",
-                got=unknown if first["type"] == "extra_forbidden" else first_problem(error)[:_SHOWN],
+                got=got,
                 remedy="install the trtconvert that made the bundle, or build the bundle again",
             ) from error
         raise _damaged(folder, "the fields of a bundle manifest", first_problem(error)[:_SHOWN]) from error

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WITH_AUTOCAST = ("cpu", "cuda")
+WITH_AUTOCAST = ("cpu", "cuda")
 """Types of devices with `torch.autocast`. torch.compile of torch 2.11 cannot trace `torch.amp.is_autocast_available`."""
 
 
@@ -25,7 +25,7 @@ def autocast_type(x: Tensor) -> torch.dtype:
     """Returns the type in which a product takes a tensor: that of `torch.autocast`, where it is on. FP64 stays."""
     kind = x.device.type
     stays = not x.is_floating_point() or x.dtype == torch.float64
-    if stays or kind not in _WITH_AUTOCAST or not torch.is_autocast_enabled(kind):
+    if stays or kind not in WITH_AUTOCAST or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
 
@@ -42,7 +42,7 @@ def without_autocast(
 
     @functools.wraps(function)
     def exact(x: Tensor, *args: P.args, **named: P.kwargs) -> R:
-        if x.device.type not in _WITH_AUTOCAST:
+        if x.device.type not in WITH_AUTOCAST:
             return function(x, *args, **named)
         with torch.autocast(x.device.type, enabled=False):
             return function(x, *args, **named)

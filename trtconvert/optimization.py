@@ -104,6 +104,8 @@ def _usual_defaults(gpu: torch.device | None) -> Iterator[None]:
     autograd, nothing is cast, and `gpu` is the current GPU."""
     import torch
 
+    from trtconvert.mixed_types import WITH_AUTOCAST
+
     with ExitStack() as stack:
         if gpu is not None:
             stack.enter_context(torch.cuda.device(gpu))
@@ -112,7 +114,7 @@ def _usual_defaults(gpu: torch.device | None) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
-        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+        for kind in filter(torch.is_autocast_enabled, WITH_AUTOCAST):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

@@ -56,7 +56,7 @@ def fork_problem() -> tuple[str, str] | None:
     if not (torch is not None and torch.cuda._is_in_bad_fork()) and _asked_driver()[2] != _NOT_INITIALISED:
         return None
     return (
-        "a process that was forked from one that uses CUDA, in which CUDA cannot start",
+        "this process was forked from one that uses CUDA, and CUDA cannot start in it",
         "start processes by spawn, multiprocessing.get_context('spawn'), or use CUDA in the forked processes alone: before it "
         "forks, a parent must neither load a bundle onto a GPU nor call torch.cuda",
     )

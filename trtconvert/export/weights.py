@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import onnx_ir as ir
 
-from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED
+from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED, weight_of
 from trtconvert.export.nodes.layers import BIAS_METADATA, WEIGHT_METADATA
 
 MERGED = 1024
@@ -81,13 +81,13 @@ def weights_apart(model: ir.Model, names: set[str]) -> Iterator[None]:
 
 
 def weights_of_constants(model: ir.Model, names: set[str]) -> dict[str, frozenset[str]]:
-    """Returns the weights that each value of constants alone is computed from, by the value's name. Before optimisation.
+    """Returns, by name, the weights behind each value that depends on constants alone. Before optimisation.
 
     Args:
         names: of the weights and their transposes, see `name_weights`.
     """
     none = frozenset[str]()
-    found = {name: frozenset([_plain(name)]) if name in names else none for name in model.graph.initializers}
+    found = {name: frozenset([weight_of(name)[0]]) if name in names else none for name in model.graph.initializers}
     for node in model.graph:
         if any(x is not None and x.name not in found for x in node.inputs) or not (
             node.inputs or node.op_type == "Constant"
@@ -100,29 +100,22 @@ def weights_of_constants(model: ir.Model, names: set[str]) -> dict[str, frozense
     return found
 
 
-def mark_weights_in_constants(model: ir.Model, names: set[str], of: Mapping[str, frozenset[str]]) -> int:
-    """Renames the weights that constants were computed from too, in place, so that no refit replaces them alone. Weights that
-    only constants were computed from have no initialiser. Returns the number of marked weights.
+def mark_weights_in_constants(model: ir.Model, names: set[str], of: Mapping[str, frozenset[str]]) -> None:
+    """Renames weights that the optimiser also folded into constants, in place, so that no refit replaces them alone. Weights
+    that it folded everywhere have no initialiser.
 
     Args:
         names: see `name_weights`. of: see `weights_of_constants`.
     """
     initializers = model.graph.initializers
     in_constants = frozenset[str]().union(*(of.get(name, ()) for name in initializers if name not in names))
-    marked = set[str]()
     for name, value in list(initializers.items()):
-        if name in names and (weight := _plain(name)) in in_constants:
+        if name in names and weight_of(name)[0] in in_constants:
             value.name = name + IN_CONSTANTS
-            marked.add(weight)
     for node in model.graph:
         for key in (WEIGHT_METADATA, BIAS_METADATA):
             if node.metadata_props.get(key) in in_constants:
-                marked.add(node.metadata_props.pop(key))
-    return len(marked)
-
-
-def _plain(name: str) -> str:
-    return name.removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
+                del node.metadata_props[key]
 
 
 class _Unlike(ir.Tensor):

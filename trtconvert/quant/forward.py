@@ -130,16 +130,19 @@ class Int8Layers:
     def output(self, call: LayerCall, tables: LayerTables | None = None) -> Tensor:
         """Computes a call as its op defines it, with the layer's own tables, or with other tables, which quantise no deltas."""
         if tables is None and call.name in self.delta_scales:
-            return self._output_of_delta(call)
-        tables = _beside(call, tables or self.tables[call.name])
+            output = self._output_of_delta(call)
+        else:
+            output = self._output_of_rows(call, _beside(call, tables or self.tables[call.name]))
+        return output.to(call.dtype)
+
+    def _output_of_rows(self, call: LayerCall, tables: LayerTables) -> Tensor:
         if call.kind == "linear":
-            output = layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
-            return output.to(call.dtype)
+            return layer_kernel.linear(call.x, call.timestep, tables, timestep_max=self.timestep_max)
         # TF32 holds whole numbers up to 127 and their products exactly: only sums are rounded, as in FP32.
         with cudnn_convolutions(tf32=True):
             return linear.conv(
                 call.x, call.timestep, tables, stride=call.stride, padding=call.padding, timestep_max=self.timestep_max
-            ).to(call.dtype)
+            )
 
     def _output_of_delta(self, call: LayerCall) -> Tensor:
         tables, x = _beside(call, self.tables[call.name]), call.x
@@ -156,7 +159,7 @@ class Int8Layers:
             q, scale, reset, tables, before.o_hat, dtype, stride=call.stride, padding=call.padding
         )
         self._caches[call.name] = _Caches(last, a_hat, o_hat)
-        return o_hat.to(call.dtype)
+        return o_hat
 
     def handler(self) -> LayerHandler:
         """Returns a handler that runs converted layers in INT8 and the model's own elsewhere."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED, unquantised_file
+from trtconvert.bundle import unquantised_file, weight_of
 from trtconvert.errors import UserError
 from trtconvert.runtime.int8_layers import Int8Layers, products_of, source_of
 from trtconvert.runtime.reading import Source as Numbers
@@ -134,7 +134,7 @@ class BuiltWeights:
 
         self.layers = Int8Layers(model, unquantised, constants) if unquantised.is_file() else None
         # Weights that other nodes than INT8 layers read are initialisers already.
-        self._in_16_bits = {_state_name(name)[0] for name in model.graph.initializers}
+        self._in_16_bits = {weight_of(name)[0] for name in model.graph.initializers}
         products = products_of(model, {layer for layer, _ in constants.values()})
         self._products = {name: x for name, x in products.items() if name not in self._in_16_bits}
         expand_layers(model, exact=True)
@@ -144,7 +144,7 @@ class BuiltWeights:
             tensor = value.const_value
             if tensor is None or tensor.dtype.name not in ("FLOAT", "FLOAT16", "BFLOAT16"):
                 continue
-            name, turned = _state_name(initialiser)
+            name, turned = weight_of(initialiser)
             shape = tuple(tensor.shape.numpy())
             if turned and len(shape) != 2:  # not the transposed weight of a layer
                 continue
@@ -335,12 +335,6 @@ def _out_of_range(name: str, additions: Sequence[Addition], dtype: torch.dtype) 
         got=", ".join(dict.fromkeys(f"{a.source[0]} at {a.source[-1]:g}" for a in additions)),
         remedy="take smaller scales",
     )
-
-
-def _state_name(initialiser: str) -> tuple[str, bool]:
-    """Return the name of an initialiser's weight in the state dict, and whether the initialiser is transposed."""
-    name = initialiser.removesuffix(IN_CONSTANTS).removesuffix(NAMESAKE)
-    return name.removesuffix(TRANSPOSED), name.endswith(TRANSPOSED)
 
 
 def part_bytes(device: torch.device) -> int:

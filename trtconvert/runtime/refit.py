@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED
+from trtconvert.bundle import IN_CONSTANTS, NAMESAKE, TRANSPOSED, weight_of
 from trtconvert.documents import safetensors_header
 from trtconvert.errors import UserError, first_line
 from trtconvert.files import threads
@@ -103,7 +103,7 @@ class Refitter:
         for name, tensor in weights.items():
             turned = name + TRANSPOSED
             targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
-            if not targets and any(other.endswith(IN_CONSTANTS) and _name_of(other) == name for other in names):
+            if not targets and any(other.endswith(IN_CONSTANTS) and weight_of(other)[0] == name for other in names):
                 raise UserError(
                     f"the weight '{name}' cannot be replaced alone",
                     expected="a weight that the forward multiplies or adds itself",
@@ -111,7 +111,7 @@ class Refitter:
                     remedy="build a bundle with the new weights or LoRAs",
                 )
             if not targets:
-                known = [_name_of(n) for n in names]
+                known = [weight_of(n)[0] for n in names]
                 near = difflib.get_close_matches(name, known, 1)
                 raise UserError(
                     f"the engine has no weight '{name}' to replace",
@@ -124,7 +124,7 @@ class Refitter:
                 kept[target] = _set(loaded, refitter, target, name, tensor, self._shapes.get(target), are_finite)
         # Weights that TensorRT has fused with replaced ones.
         for target in refitter.get_missing_weights():
-            name = _name_of(target)
+            name = weight_of(target)[0]
             if (tensor := self._others(name)) is not None:
                 kept[target] = _set(loaded, refitter, target, name, tensor, self._shapes.get(target), are_finite)
         if missing := refitter.get_missing_weights():
@@ -153,11 +153,6 @@ def _given(trt: Any, refitter: Any, target: str, dtype: Any, value: Tensor) -> b
     """Hand a tensor on the engine's device or the CPU to TensorRT, which reads the tensor at the refit; False if refused."""
     where = trt.TensorLocation.DEVICE if value.is_cuda else trt.TensorLocation.HOST
     return refitter.set_named_weights(target, trt.Weights(dtype, value.data_ptr(), value.numel()), where)
-
-
-def _name_of(target: str) -> str:
-    """Return the name in the state dict of an engine's weight."""
-    return target.removesuffix(IN_CONSTANTS).removesuffix(NAMESAKE).removesuffix(TRANSPOSED)
 
 
 def _set(

@@ -176,8 +176,8 @@ def refuse_output(source: Source, output: Path) -> None:
 
 
 def convert(source: Source, output: Path, conversion: Conversion, bar: Bar) -> Outcome:
-    """Write a converted model, whole or not at all. Takes the shards that an earlier run of the same conversion finished, which a
-    kill, a full disk or a lack of memory ended.
+    """Write a converted model, whole or not at all. After a kill, a full disk or a lack of memory, the same conversion takes the
+    shards that the earlier run finished.
 
     Raises:
         UserError: there is something at the output's place, it cannot be written, or a file of the source is damaged.

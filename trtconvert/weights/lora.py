@@ -99,7 +99,7 @@ _REPEATABLE = {"pissa", "olora"}
 """Initialisations of peft that change the weights of the model, and that peft computes again as it loads the LoRA."""
 
 _CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Starts of the names of all initialisations that change the weights of the model."""
+"""Prefixes of the names of all initialisations that change the weights of the model."""
 
 _OWN_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 """Layers of a text encoder's `self_attn` in diffusers' older files."""
