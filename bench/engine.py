@@ -4,7 +4,7 @@
                            [--peers torch torchao-fp8 torchao-int8 modelopt-fp8 modelopt-int8 plain native group-norms plugin
                                     channels-first auto layers layers-convs convs layers-qdq native-layers]
                            [--dtype float16|bfloat16] [--scaling calibrated|dynamic] [--exports FOLDER]
-                           [--kernels FOLDER] [--json FILE]
+                           [--kernels FOLDER] [--json FILE] [--skipping STEPS COMPUTED]
 
 Models are diffusers' own classes in the configurations of published models, with random weights. All models are whole except
 Flux, whose 12 billion parameters take long to export: 3 of its 19 double blocks and 6 of its 38 single blocks, with everything
@@ -35,8 +35,10 @@ all meet the same temperature of the GPU. Latency is the median of CUDA events o
 latency of an image is the median of the rounds. Memory is the peak on the device beyond its earlier use; for engines it is their
 weights and their scratch. A second table has the time of each shape of attention alone, and its share of TensorRT's own step: the
 gain if attention cost nothing. Prints Markdown with the date and the GPU; `--json` keeps the figures, model by model.
-`--exports` keeps the ONNX models for further runs. `--kernels` writes a profile of each engine: its kernels in order, in a
-steady loop. Nothing is asserted. The host's time per call is measured by bench/runtime.py.
+`--skipping 28 11` adds a table of images of 28 steps, with all steps and with 11 computed ones, by the runtime's skipped steps,
+each with an extrapolation and a correction (which steps are computed does not change the time). `--exports` keeps the ONNX
+models for further runs. `--kernels` writes a profile of each engine: its kernels in order, in a steady loop. Nothing is
+asserted. The host's time per call is measured by bench/runtime.py.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ import datetime
 import gc
 import itertools
 import json
+import math
 import re
 import statistics
 import tempfile
@@ -62,6 +65,7 @@ import onnx_ir as ir
 import torch
 from architectures import ARCHITECTURES, TIMESTEP_MAX, describe
 from modelopt_layers import OPSET, Kind, QdqLinear, quantised_layers, set_apart, with_layers
+from reuse import Stated, uniform
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -94,6 +98,7 @@ from trtconvert.linear import convs
 from trtconvert.linear.sites import ConvertedLayer, Layer, LayerFinder, model_tensors, select_layers
 from trtconvert.models.denoiser import intercepted
 from trtconvert.recipe import EngineSection, LayersSection
+from trtconvert.runtime.reuse import Reusable, follow
 
 ROUNDS, REPEATS = 3, 30
 WARM_UP_SECONDS = 0.5
@@ -250,15 +255,39 @@ def recorded(forward: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Call:
     return call
 
 
-def image_s(call: Call) -> float:
+def image_s(call: Call, steps: int = STEPS) -> float:
     """Returns the seconds of the consecutive steps of one image, without a wait between steps."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    for step in range(STEPS):
+    for step in range(steps):
         call(step)
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+def skipping(call: Call, inputs: Sequence[Inputs], steps: int, computed: int) -> Call:
+    """Returns calls of one trajectory that skip steps as the runtime does. Outputs of computed steps are copied, as the runtime
+    gives each call an output of its own."""
+    schedule = uniform(steps, computed)
+    schedule = replace(schedule, factors=((1.4, -0.42, 0.02),) * steps, corrections=(0.3,) * steps)
+    sample = next(name for name in inputs[0] if name != "timestep")
+    timesteps = [1000 * (1 - step / steps) for step in range(steps)]
+    at = 0
+
+    def denoiser(**_feed: Tensor) -> Tensor:
+        return call(at).clone()
+
+    following: Callable[..., Tensor] = denoiser
+
+    def follows(step: int) -> Tensor:
+        nonlocal at, following
+        if step == 0:
+            following = follow(Reusable(denoiser, Stated(schedule, sample)), timesteps)
+        at = step
+        return following(**inputs[step % len(inputs)])
+
+    return follows
 
 
 @dataclass(frozen=True)
@@ -361,8 +390,8 @@ class Notices:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. Time of a step in milliseconds, of all steps of an image in seconds, memory and plan in MiB. The
-    spread is the largest less the smallest of the middle half."""
+    """A line of the tables. Time of a step in milliseconds, of all steps of an image in seconds, memory and plan in MiB. The
+    spread is the largest less the smallest of the middle half. The last two are the seconds of images by `--skipping`."""
 
     model: str
     what: str
@@ -373,6 +402,8 @@ class Row:
     memory: float
     build_s: float = 0.0
     plan: float = 0.0
+    all_steps_s: float = math.nan
+    computed_steps_s: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -432,6 +463,7 @@ class Bench:
         with_convs: bool = False,
         dtype: torch.dtype = torch.float16,
         scaling: str = "calibrated",
+        skipped: tuple[int, int] | None = None,
     ) -> None:
         """
         Args:
@@ -440,8 +472,9 @@ class Bench:
             with_convs: convolutions that our kernel computes are INT8 layers too.
             dtype: FP16 or BF16.
             scaling: of queries and keys.
+            skipped: numbers of steps and of computed steps of further images.
         """
-        self._dtype, self._scaling, self._with_convs = dtype, scaling, with_convs
+        self._dtype, self._scaling, self._with_convs, self._skipped = dtype, scaling, with_convs, skipped
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
         self._modelopt = dict[str, dict[str, QdqLinear]]()
@@ -540,11 +573,19 @@ class Bench:
                 self.model.name, one.what, middle, high - low, statistics.median(of_images), error, one.memory / 2**20,
                 one.build_s, one.plan / 2**20,
             )  # fmt: skip
+            if self._skipped is not None:
+                row = replace(row, **self._image_with_skipped_steps(one, *self._skipped))
             self.rows.append(row)
             print(row, flush=True)
             if self._kernels is not None and one.plan:
                 name = re.sub(r"[^a-z0-9]+", "-", f"{self.model.name} {one.what}".lower())
                 write_kernels(kernels_of(one.call), self._kernels / f"{name}.txt")
+
+    def _image_with_skipped_steps(self, one: Timed, steps: int, computed: int) -> dict[str, float]:
+        call = skipping(one.call, self.inputs, steps, computed)
+        warm_up(one.call)
+        with_all, with_computed = ([image_s(c, steps) for _ in range(ROUNDS)] for c in (one.call, call))
+        return {"all_steps_s": statistics.median(with_all), "computed_steps_s": statistics.median(with_computed)}
 
     def torch_rows(self) -> None:
         self._torch_row("torch eager (SDPA)", self.model.denoiser, 0.0)
@@ -783,6 +824,17 @@ def print_steps(rows: Sequence[Row]) -> None:
         )
 
 
+def print_skipping(rows: Sequence[Row], steps: int, computed: int) -> None:
+    print(f"| denoiser | what | {steps} steps, s | {computed} of them computed, s | against TensorRT with all steps |")
+    print("| --- | --- | --- | --- | --- |")
+    for row in rows:
+        peer = next((other.all_steps_s for other in rows if (other.model, other.what) == (row.model, NATIVE)), math.nan)
+        print(
+            f"| {ARCHITECTURES[row.model].what} | {row.what} | {row.all_steps_s:.3f} | {row.computed_steps_s:.3f} "
+            f"| {peer / row.computed_steps_s:.2f}× |"
+        )
+
+
 def print_attention(found: Sequence[Attention], rows: Sequence[Row]) -> None:
     """Prints the rows of each shape alone, and of TensorRT's step without attention."""
     print("| denoiser | sites | queries: B H N D | keys | TensorRT, µs | our plugin, µs | TensorRT, all sites, ms |")
@@ -838,6 +890,9 @@ def main() -> None:
     )
     parser.add_argument("--kernels", type=Path, help="leave the kernels of each engine and their times in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
+    parser.add_argument(
+        "--skipping", type=int, nargs=2, metavar=("STEPS", "COMPUTED"), help="also time images that skip steps"
+    )
     arguments = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False  # the reference of errors is FP32
     peers = installed(arguments.peers)
@@ -863,6 +918,7 @@ def main() -> None:
                 bool(OF_CONVS.keys() & set(peers)),
                 getattr(torch, arguments.dtype),
                 arguments.scaling,
+                tuple(arguments.skipping) if arguments.skipping else None,
             )
             if "torch" in peers:
                 bench.torch_rows()
@@ -896,6 +952,9 @@ def main() -> None:
         f"scales {made_on['scaling']}\n"
     )
     print_steps(rows)
+    if arguments.skipping:
+        print()
+        print_skipping(rows, *arguments.skipping)
     if attention:
         print()
         print_attention(attention, rows)

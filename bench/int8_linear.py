@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trtconvert.c_structs import INT8_LINEAR_VERSION, QUANTISE_VERSION, Int8LinearParams, ModeTable, QuantiseParams
+from trtconvert.library import run
 from trtconvert.linear.groups import GROUP
-from trtconvert.linear.kernel import run
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.products import int8_linear
 

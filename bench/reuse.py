@@ -1,7 +1,7 @@
 """Quality loss of skipped denoising steps: schedules of `trtconvert.calib.reuse` beside uniform ones and as many plain steps.
 
     python bench/reuse.py [--model digits|emoji|RECIPE] [--steps N …] [--fewer FACTOR …] [--calibrated N] [--unseen N]
-                          [--device auto|cpu|cuda] [--int8] [--peers]
+                          [--device auto|cpu|cuda] [--int8] [--peers] [--picture FILE]
 
 RECIPE is a YAML file, such as `bench/train_unet.py` writes. Schedules are chosen on some seeds and measured on others: PSNR of
 all unseen samples, and of the worst of them, against the same model with all steps computed. Two columns have, for other
@@ -10,7 +10,9 @@ modelled error asks for. The first row of a number of steps computes all of them
 the model itself turns a change as small as this into this error. With --int8 the model has the INT8 attention and layers of its
 recipe's plan, and the last column compares with FP32 and all steps. Prints a Markdown table with the date and the machine. With
 --peers a second table has rivals in full precision: DPM++ 2M at as many calls, and cache-dit (DBCache at several thresholds,
-alone and with TaylorSeer). A step of cache-dit counts as computed if the last block ran.
+alone and with TaylorSeer). A step of cache-dit counts as computed if the last block ran. --picture writes the first unseen
+samples of the first number of steps and the first factor, a row each: all steps, the schedule, evenly spaced computed steps, and
+as many plain steps.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pathlib import Path
 
 import torch
 from machine import processor
+from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
@@ -65,16 +68,18 @@ THRESHOLDS = (0.08, 0.2, 0.5)
 """Thresholds of cache-dit: the default, and larger ones, which skip more steps."""
 
 FIRST_CALIBRATED, FIRST_UNSEEN = 500, 10_000
+SHOWN, SCALE = 12, 2
+"""Samples in a row of a picture, and how many times they are enlarged."""
 
 
 class Stated:
     """A stated schedule, in the place of a `Reuse`."""
 
-    timestep_input, timestep_place, noise_input, sample_input = "timestep", 1, None, "x"
+    timestep_input, timestep_place, noise_input = "timestep", 1, None
     timesteps_fall = True
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, sample_input: str = "x") -> None:
+        self._schedule, self.sample_input = schedule, sample_input
 
     def schedule(self, timesteps: Sequence[float]) -> Schedule:
         """Returns the schedule, for as many timesteps."""
@@ -131,6 +136,13 @@ def loss(samples: Tensor, expected: Tensor) -> str:
     """Returns the PSNR of all samples in dB, and of the worst sample."""
     squared = (samples.double() - expected.double()).square().flatten(1).mean(1).clamp_min(1e-12)
     return f"{-10 * squared.mean().log10():.1f} ({-10 * squared.max().log10():.1f})"
+
+
+def write_picture(rows: Sequence[Tensor], path: Path) -> None:
+    """Writes the first samples of each row, [N, C, H, W] from 0 to 1 enlarged."""
+    shown = torch.cat([torch.cat([*samples[:SHOWN]], -1) for samples in rows], -2)
+    pixels = (shown.repeat_interleave(SCALE, -1).repeat_interleave(SCALE, -2) * 255).round().byte().cpu()
+    Image.fromarray(pixels.movedim(0, -1).squeeze(-1).numpy()).save(path)
 
 
 @dataclass(frozen=True)
@@ -191,6 +203,7 @@ def main() -> None:
         "--peers", action="store_true", help="measure rivals too; cache-dit needs the package cache-dit"
     )
     parser.add_argument("--int8", action="store_true", help="sample with the INT8 of the recipe's plan")
+    parser.add_argument("--picture", type=Path, help="write samples into this PNG")
     options = parser.parse_args()
     if options.peers and options.model not in SHIPPED:
         parser.error(f"--peers measures {' and '.join(SHIPPED)} only, got {options.model}: leave --peers out")
@@ -252,12 +265,14 @@ def measure(options: argparse.Namespace, of: Subject, where: str) -> None:
                 by_limit = loss(drawn(Reusable(counted, earlier), unseen, steps), expected)
                 by_limit += f" with {counted.calls}"
             first.setdefault(factor, found.reuse)
-            even = loss(drawn(Reusable(denoiser, Stated(uniform(steps, count))), unseen, steps), expected)
-            plain = loss(drawn(denoiser, unseen, count), expected)
+            even = drawn(Reusable(denoiser, Stated(uniform(steps, count))), unseen, steps)
+            plain = drawn(denoiser, unseen, count)
+            if options.picture and (steps, factor) == (options.steps[0], options.fewer[0]):
+                write_picture([expected, left_out, even, plain], options.picture)
             exact = loss(left_out, in_float32) if in_float32 is not None else "–"
             print(
                 f"| {steps} | {count} ({steps / count:.2f}×) | {loss(left_out, expected)} | {other} | {by_limit} | "
-                f"{even} | {plain} | {exact} |",
+                f"{loss(even, expected)} | {loss(plain, expected)} | {exact} |",
                 flush=True,
             )
         print(

@@ -18,6 +18,8 @@ QUANTISE_VERSION = 1
 QUANTISE_CHANGE_VERSION = 1
 RESIDUAL_NORM_VERSION = 3
 RESIDUAL_NORM_MOST_CHANNELS = 4096
+WEIGHTED_SUM_VERSION = 1
+MOST_TERMS = 4
 
 
 class ChannelsLastAddParams(Structure):
@@ -335,4 +337,29 @@ class ResidualNormParams(Structure):
         ("offset", c_void_p),
         ("payload", c_void_p),
         ("row_scale", c_void_p),
+    ]
+
+
+class Term(Structure):
+    """TrtConvertTerm of weighted_sum.h."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("factor", c_float),
+        ("data_type", c_int32),
+    ]
+
+
+class WeightedSumParams(Structure):
+    """TrtConvertWeightedSumParams of weighted_sum.h."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("version", c_uint32),
+        ("count", c_int64),
+        ("num_terms", c_int32),
+        ("data_type", c_int32),
+        ("terms", Term * MOST_TERMS),
+        ("sum", c_void_p),
+        ("stream", c_void_p),
     ]

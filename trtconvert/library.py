@@ -11,6 +11,7 @@ from pathlib import Path
 from trtconvert.errors import BackendUnavailable
 
 _PLACE = Path("lib") / "libtrtconvert.so"
+_MESSAGE_BYTES = 512
 
 REINSTALL = (
     "run pip install --force-reinstall --no-deps on trtconvert's wheel, or on a checkout, which compiles the library"
@@ -80,6 +81,18 @@ def has_linear_kernel() -> bool:
 def has_group_norm_kernel() -> bool:
     """Returns whether the library has a kernel of group norms for CUDA's current GPU. Raises BackendUnavailable."""
     return bool(_function("trtconvert_group_norm_is_supported")())
+
+
+def run(name: str, params: ctypes.Structure) -> None:
+    """Calls a function of the C API that takes a struct.
+
+    Raises:
+        BackendUnavailable: the library is missing, or lacks the function.
+        RuntimeError: the call failed; has its message.
+    """
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    if _function(name)(ctypes.byref(params), message, ctypes.c_size_t(_MESSAGE_BYTES)):
+        raise RuntimeError(message.value.decode(errors="replace"))
 
 
 def serves(architecture: str, compiled: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trtconvert.c_structs import GROUP_NORM_VERSION, INT8_CONV_VERSION, GroupNormParams, Int8ConvParams, ModeTable
-from trtconvert.linear.kernel import run
+from trtconvert.library import run
 from trtconvert.linear.modes import LayerMode
 
 

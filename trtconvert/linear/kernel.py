@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from trtconvert.c_structs import INT8_LINEAR_VERSION, QUANTISE_VERSION, Int8LinearParams, ModeTable, QuantiseParams
-from trtconvert.library import load_library
+from trtconvert.library import run
 from trtconvert.linear import reference
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
 
-_MESSAGE_BYTES = 512
 _DATA_TYPES = {torch.float16: 0, torch.bfloat16: 1}
 _IN_STEP, _OUT_STEP = 16, 8
 
@@ -89,14 +88,3 @@ def _mode_set(tables: LayerTables) -> int:
 
 def _has_offsets(x_offset: Tensor) -> bool:
     return reference.read_once(x_offset, lambda offset: bool(offset.any()))
-
-
-def run(name: str, params: ctypes.Structure) -> None:
-    """Calls a function of the C API.
-
-    Raises:
-        RuntimeError: the call failed; has its message.
-    """
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    if getattr(load_library(), name)(ctypes.byref(params), message, ctypes.c_size_t(_MESSAGE_BYTES)):
-        raise RuntimeError(message.value.decode(errors="replace"))

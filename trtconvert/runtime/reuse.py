@@ -1,8 +1,8 @@
 """Denoisers that skip steps. Skipped predictions are extrapolated from the last two computed ones.
 
 `follow` makes an object for one trajectory from its timesteps. The schedule is decided on the host before the first call, so that
-no call waits for a device. A skipped step costs one kernel, and so does each half of a correction (see
-`trtconvert.reuse.trajectories`) at the computed step after a gap.
+no call waits for a device. A skipped step costs one kernel, and so does the correction (see `trtconvert.reuse.trajectories`) at
+the computed step after a gap.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from trtconvert.guidance import guidance_of
 from trtconvert.noise_input import at_place, place_of
 from trtconvert.reuse.schedule import SAME, Reuse, Scheduler, extrapolation, reuse_of
 from trtconvert.reuse.trajectories import Trajectories
+from trtconvert.runtime.weighted_sum import weighted_sum
 from trtconvert.wrapped import WrappedDenoiser
 
 
@@ -156,7 +157,7 @@ class Following:
         elif self._reaches(step) and self._fits(sample):
             line = self._kept
         if line is not None and not self._schedule.computed[step]:
-            return self._extrapolated(line, step, sample)
+            return weighted_sum(self._extrapolation(line, step, sample))
         prediction = self._denoiser(*inputs, **named)
         self.computed += 1
         if not self._told or not isinstance(prediction, Tensor) or step >= len(self._timesteps):
@@ -169,7 +170,9 @@ class Following:
         # The correction holds for the schedule's whole gap.
         if not factor or line is None or [kept.step for kept in line] != self._schedule.before(step):
             return prediction
-        return torch.lerp(self._extrapolated(line, step, sample), prediction, 1 + factor)
+        # The extrapolation plus 1 + factor times the prediction's difference to the extrapolation.
+        extrapolated = [(x, -factor * of_x) for x, of_x in self._extrapolation(line, step, sample)]
+        return weighted_sum([(prediction, 1 + factor), *extrapolated])
 
     def _reaches(self, step: int) -> bool:
         """Return whether the kept predictions are as near to a step as those that the schedule extrapolates. They are not if
@@ -189,17 +192,14 @@ class Following:
         """Return whether extrapolations may read a sample, if they need one."""
         return not self._reads_sample or (sample is not None and sample.shape == self._kept[-1].prediction.shape)
 
-    def _extrapolated(self, kept: list[_Kept], step: int, sample: Tensor | None) -> Tensor:
-        """Extrapolate a step's prediction from the kept ones and the call's sample into a new tensor."""
-        last = kept[-1].prediction
+    def _extrapolation(self, kept: list[_Kept], step: int, sample: Tensor | None) -> list[tuple[Tensor, float]]:
+        """Return the terms of a step's extrapolation: the kept predictions and the call's sample, with their factors."""
         of_last, of_before, of_sample = extrapolation(self._timesteps, self._schedule, [x.step for x in kept], step)
-        if not of_sample:
-            return last.clone() if len(kept) == 1 else torch.lerp(kept[0].prediction, last, of_last)
-        assert sample is not None
-        found = torch.mul(last, of_last)
-        if len(kept) == 2:
-            found.add_(kept[0].prediction, alpha=of_before)
-        return found.add_(sample.to(found.device), alpha=of_sample)
+        terms = [(x.prediction, factor) for x, factor in zip(reversed(kept), (of_last, of_before), strict=False)]
+        if of_sample:
+            assert sample is not None
+            terms.append((sample.to(terms[0][0].device), of_sample))
+        return terms
 
     def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], shapes: list[Any]) -> bool:
         """Return whether the kept predictions fit this call."""

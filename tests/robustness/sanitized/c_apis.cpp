@@ -16,6 +16,7 @@
 #include "trtconvert/quantise.h"
 #include "trtconvert/quantise_change.h"
 #include "trtconvert/residual_norm.h"
+#include "trtconvert/weighted_sum.h"
 
 namespace trtconvert::calls {
 namespace {
@@ -244,6 +245,17 @@ TrtConvertChannelsLastAddParams channels_last_add(Random& random) {
   return p;
 }
 
+TrtConvertWeightedSumParams weighted_sum(Random& random) {
+  auto p = headed<TrtConvertWeightedSumParams>(TRTCONVERT_WEIGHTED_SUM_VERSION);
+  p.count = random.size(int64_t{1} << 40);
+  p.num_terms = static_cast<int32_t>(random.between(1, TRTCONVERT_MOST_TERMS));
+  p.data_type = static_cast<int32_t>(random.between(0, 2));
+  for (TrtConvertTerm& term : p.terms)
+    term = {random.address(), static_cast<float>(random.between(-3, 3)), static_cast<int32_t>(random.between(0, 2))};
+  p.sum = random.address();
+  return p;
+}
+
 TrtConvertStrides strides(Random& random, int64_t tokens, int64_t heads, int64_t dim) {
   if (random.one_in(30)) return {random.odd_integer() / 8 * 8, random.odd_integer() / 8 * 8, random.odd_integer() / 8 * 8};
   if (random.one_in(2)) return {tokens * heads * dim, heads * dim, dim};
@@ -432,6 +444,8 @@ void call_c_apis(Random& random, long long rounds, Counts& counts) {
                                        rounds, counts);
   call_both<TrtConvertChannelsLastAddParams>("trtconvert_channels_last_add", trtconvert_channels_last_add_check,
                                              trtconvert_channels_last_add_run, channels_last_add, random, rounds, counts);
+  call_both<TrtConvertWeightedSumParams>("trtconvert_weighted_sum", trtconvert_weighted_sum_check, trtconvert_weighted_sum_run, weighted_sum,
+                                         random, rounds, counts);
   call_copies(random, rounds, counts);
   for (long long round = 0; round < rounds; ++round) {
     choose_device(random);

@@ -16,6 +16,10 @@ typedef enum {
   TRTCONVERT_CUDA_ERROR = 4,           /* the message carries CUDA's own error name */
 } TrtConvertStatus;
 
-typedef enum { TRTCONVERT_FLOAT16 = 0, TRTCONVERT_BFLOAT16 = 1 } TrtConvertDataType;
+typedef enum {
+  TRTCONVERT_FLOAT16 = 0,
+  TRTCONVERT_BFLOAT16 = 1,
+  TRTCONVERT_FLOAT32 = 2, /* only where a field names it */
+} TrtConvertDataType;
 
 #endif /* TRTCONVERT_STATUS_H_ */

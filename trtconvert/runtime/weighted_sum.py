@@ -1,0 +1,73 @@
+"""Weighted sums of tensors, by one kernel of `plugins/weighted_sum` on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trtconvert.c_structs import MOST_TERMS, WEIGHTED_SUM_VERSION, Term, WeightedSumParams
+from trtconvert.errors import BackendUnavailable
+from trtconvert.library import compiled_architectures, run, serves
+
+Terms = Sequence[tuple[Tensor, float]]
+"""One to four tensors of one shape on one device, each with its factor."""
+
+_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_Terms = Term * MOST_TERMS
+
+
+def weighted_sum(terms: Terms) -> Tensor:
+    """Return the sum of tensors times factors as a new tensor of the first tensor's type, computed in FP32 at least."""
+    return _by_kernel(terms) if _fits_kernel(terms) else _by_torch(terms)
+
+
+def _by_torch(terms: Terms) -> Tensor:
+    (first, factor), *others = terms
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) * factor
+    for x, factor in others:
+        total = total.add(x, alpha=factor)
+    return total.to(first.dtype)
+
+
+def _fits_kernel(terms: Terms) -> bool:
+    first = terms[0][0]
+    return (
+        first.is_cuda
+        and first.numel() > 0
+        and all(x.dtype in _TYPES and x.is_contiguous() for x, _ in terms)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x, _ in terms))
+        and _is_served(first.get_device())
+    )
+
+
+@functools.cache
+def _is_served(device: int) -> bool:
+    """Return whether the library has the kernel for a GPU."""
+    try:
+        compiled = compiled_architectures()
+    except BackendUnavailable:
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return serves(f"sm{major}{minor}", compiled)
+
+
+def _by_kernel(terms: Terms) -> Tensor:
+    first = terms[0][0]
+    total = torch.empty_like(first)
+    with torch.cuda.device(first.get_device()):
+        given = WeightedSumParams(
+            ctypes.sizeof(WeightedSumParams),
+            WEIGHTED_SUM_VERSION,
+            first.numel(),
+            len(terms),
+            _TYPES[first.dtype],
+            _Terms(*((x.data_ptr(), factor, _TYPES[x.dtype]) for x, factor in terms)),
+            total.data_ptr(),
+            torch.cuda.current_stream().cuda_stream,
+        )
+        run("trtconvert_weighted_sum_run", given)
+    return total
