@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trtconvert.runtime.weighted_sum import weighted_sum
@@ -18,7 +19,7 @@ def kernels(call) -> list[str]:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    return [event.name for event in seen.events()]
+    return [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -189,7 +189,7 @@ def obstacle_to(q: Tensor, k: Tensor, v: Tensor, folds: int) -> str:
     if v.shape[1] != k.shape[1]:
         return f"values have {v.shape[1]} heads, keys {k.shape[1]}"
     # Sizes that are symbols are not compared: in an export, comparisons constrain them.
-    if any(isinstance(size := x.shape[2], int) and not size for x in (q, k)):
+    if any(isinstance(x.shape[2], int) and x.shape[2] == 0 for x in (q, k)):
         return "it has no queries or no keys"
     return ""
 

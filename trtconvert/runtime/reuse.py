@@ -132,6 +132,7 @@ class Following:
         self._reads_sample = any(of_sample for _, _, of_sample in self._schedule.factors)
         self._ranges: dict[torch.dtype, tuple[list[float], list[float]]] = {}
         self._kept: list[_Kept] = []
+        self._shapes: list[tuple[int | str, torch.Size]] = []
         self._told = True
         self.guidance = guidance_of(denoiser)
         if (device := getattr(denoiser, "device", None)) is not None:
@@ -152,8 +153,9 @@ class Following:
         shapes = [(name, x.shape) for name, x in (*enumerate(inputs), *named.items()) if isinstance(x, Tensor)]
         sample = self._sample(inputs, named) if self._reads_sample else None
         line = None
-        if not self._goes_on(step, inputs, named, shapes):
+        if not self._goes_on(step, inputs, named) or shapes != self._shapes:
             self._kept.clear()
+            self._shapes = shapes
         elif self._reaches(step) and self._fits(sample):
             line = self._kept
         if line is not None and not self._schedule.computed[step]:
@@ -165,7 +167,7 @@ class Following:
         # Inference tensors have no version counter, so a copy is kept.
         kept = prediction.clone() if prediction.is_inference() else prediction
         # No later call of the trajectory reads the last prediction.
-        self._kept = [] if step + 1 == len(self._timesteps) else [*self._kept[-1:], _Kept(step, shapes, kept)]
+        self._kept = [] if step + 1 == len(self._timesteps) else [*self._kept[-1:], _Kept(step, kept)]
         factor = self._schedule.correction(step)
         # The correction holds for the schedule's whole gap.
         if not factor or line is None or [kept.step for kept in line] != self._schedule.before(step):
@@ -201,8 +203,8 @@ class Following:
             terms.append((sample.to(terms[0][0].device), of_sample))
         return terms
 
-    def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor], shapes: list[Any]) -> bool:
-        """Return whether the kept predictions fit this call."""
+    def _goes_on(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> bool:
+        """Return whether the kept predictions belong to the steps before this call."""
         if self._told and step < len(self._timesteps) and not self._is_at(step, inputs, named):
             warn(
                 f"a denoiser computes the calls of a trajectory from step {step} on: the timestep of this call is not that of "
@@ -211,7 +213,7 @@ class Following:
             )
             self._told = False
         self._told = self._told and step < len(self._timesteps)
-        return self._told and bool(self._kept) and all(kept.serves(shapes) for kept in self._kept)
+        return self._told and bool(self._kept) and all(kept.is_unchanged() for kept in self._kept)
 
     def _is_at(self, step: int, inputs: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> bool:
         """Return whether a call's timesteps, if they are on the CPU, are those of a step."""
@@ -228,15 +230,15 @@ class Following:
 
 
 class _Kept:
-    """A computed prediction with its step and the shapes of the call's inputs."""
+    """A computed prediction with its step."""
 
-    def __init__(self, step: int, shapes: list[Any], prediction: Tensor) -> None:
-        self.step, self.prediction, self._shapes = step, prediction, shapes
+    def __init__(self, step: int, prediction: Tensor) -> None:
+        self.step, self.prediction = step, prediction
         self._version = _version(prediction)
 
-    def serves(self, shapes: list[Any]) -> bool:
-        """Return whether a call has the same shapes, and the prediction was not written into."""
-        return shapes == self._shapes and _version(self.prediction) == self._version
+    def is_unchanged(self) -> bool:
+        """Return whether the prediction was not written into."""
+        return _version(self.prediction) == self._version
 
 
 def _version(x: Tensor) -> int:
