@@ -68,7 +68,7 @@ THRESHOLDS = (0.08, 0.2, 0.5)
 """Thresholds of cache-dit: the default, and larger ones, which skip more steps."""
 
 FIRST_CALIBRATED, FIRST_UNSEEN = 500, 10_000
-SHOWN, SCALE = 12, 2
+SHOWN, SCALE = 8, 2
 """Samples in a row of a picture, and how many times they are enlarged."""
 
 
