@@ -339,3 +339,12 @@ def test_rows_that_begin_as_if_they_were_quantised():
     stored, scales = quantise_weight(broken)
     assert scales[0] == scales[2] == scale and torch.equal(stored[::2].float(), integers[::2])
     assert scales[1] < scale and stored[1].max() > 119
+
+
+@pytest.mark.parametrize("modes", [[LayerMode.STATIC], [LayerMode.WEIGHT_ONLY, LayerMode.STATIC]], ids=len)
+def test_empty_batches_give_empty_outputs(modes):
+    x, image = random(2, 5, 32), random(2, 16, 6, 7)
+    for timestep in (None, torch.zeros(0)):
+        assert linear(x[:0], timestep, tables_of(x, modes=modes)).shape == (0, 5, 24)
+        found = conv(image[:0], timestep, tables_of(image, (3, 3), modes=modes), stride=(1, 1), padding=(1, 1))
+        assert found.shape == (0, 24, 6, 7)

@@ -253,7 +253,9 @@ def _at(
 ) -> tuple[int, Tensor, Tensor]:
     """Returns the mode of a call, the rows that give NaN [B · n, 1, …], and the calibrated scales of that shape."""
     bins, modes = len(tables.modes), distinct_modes(tables)
-    told = torch.zeros(1, device=x.device) if timestep is None else timestep.to(x.device)
+    told = torch.zeros(1, device=x.device)  # an empty batch has no timestep
+    if timestep is not None and len(timestep):
+        told = timestep.to(x.device)
     index = timestep_bin(told, timestep_max, bins)
     # With several modes the host waits for the timesteps, and a CUDA graph cannot record the call.
     mode = modes[0] if len(modes) == 1 else int(tables.modes.cpu()[index.cpu()].min())
