@@ -4,18 +4,19 @@
                            [--peers torch torchao-fp8 torchao-int8 modelopt-fp8 modelopt-int8 plain native group-norms plugin
                                     channels-first auto layers layers-convs convs layers-qdq native-layers]
                            [--dtype float16|bfloat16] [--scaling calibrated|dynamic] [--exports FOLDER]
-                           [--kernels FOLDER] [--json FILE] [--skipping STEPS COMPUTED]
+                           [--modes precision|balanced|aggressive|fp8 …] [--kernels FOLDER] [--json FILE]
+                           [--skipping STEPS COMPUTED]
 
 Models are diffusers' own classes in the configurations of published models, with random weights. All models are whole except
 Flux, whose 12 billion parameters take long to export: 3 of its 19 double blocks and 6 of its 38 single blocks, with everything
-around them. The script measures time, and the error of each output against torch in FP32. Our engines come from one ONNX export.
-They differ only in the lowering of attention and of the parts that become plugins with it: norms, rotary embeddings, projections
-and the layers between. The plugin's engine has a timestep bin for each mode, so one engine gives the times of all modes; the mean
-of some modes is the time of a plan that uses each mode for equally many steps. In U-Nets group norms are plugins too:
-`channels-first` leaves them to TensorRT (engine.channels_last), `group-norms` combines them with TensorRT's own attention
-(engine.attention: native). `auto` is the engine that `trtconvert compile` keeps, the fastest of these: the faster attention at
-each site, the plugin everywhere, TensorRT's own attention everywhere, the plugin at some lengths, or no plugin. The time of its
-build includes all engines that it builds and times.
+around them. The script measures time, and the error of each output against torch in FP32. Our engines come from one ONNX
+export. They differ only in the lowering of attention and of the parts that become plugins with it: norms, rotary embeddings,
+projections and the layers between. The plugin's engine has a timestep bin for each mode, so one engine gives the times of all
+modes; the mean of some modes is the time of a plan that uses each mode for equally many steps. `--modes` times some of them
+alone. In U-Nets group norms are plugins too: `channels-first` leaves them to TensorRT (engine.channels_last), `group-norms`
+combines them with TensorRT's own attention (engine.attention: native). `auto` is the engine that `trtconvert compile` keeps,
+the fastest of these: the faster attention at each site, the plugin everywhere, TensorRT's own attention everywhere, the plugin
+at some lengths, or no plugin. The time of its build includes all engines that it builds and times.
 
 `torchao-fp8` and `torchao-int8` are torch.compile with its linear layers quantised by torchao, activations per token at run
 time; they need the package torchao. In transformers the repeated blocks are compiled, each kind once, and the whole model is
@@ -464,6 +465,7 @@ class Bench:
         dtype: torch.dtype = torch.float16,
         scaling: str = "calibrated",
         skipped: tuple[int, int] | None = None,
+        modes: Sequence[Mode] = MODES,
     ) -> None:
         """
         Args:
@@ -473,8 +475,10 @@ class Bench:
             dtype: FP16 or BF16.
             scaling: of queries and keys.
             skipped: numbers of steps and of computed steps of further images.
+            modes: that are timed of engines with the plugin.
         """
         self._dtype, self._scaling, self._with_convs, self._skipped = dtype, scaling, with_convs, skipped
+        self._modes = modes
         self.rows, self.attention = list[Row](), list[Attention]()
         self._engines = list[Timed]()
         self._modelopt = dict[str, dict[str, QdqLinear]]()
@@ -788,10 +792,10 @@ class Bench:
         self._load(trt, f"TensorRT, auto: {kept}", auto.plan, auto.with_plugin, seconds)
 
     def _load(self, trt: Any, what: str, plan: bytes, with_plugin: bool, built: float) -> None:
-        """Loads an engine for timing. An engine with the plugin is timed in each mode, by the timestep."""
+        """Loads an engine for timing. An engine with the plugin is timed in several modes, by the timestep."""
         torch.cuda.empty_cache()
         engine = Engine(trt, plan, self.inputs, self._dtype)
-        for mode in MODES if with_plugin else MODES[:1]:
+        for mode in self._modes if with_plugin else MODES[:1]:
             title = f"{what}, {mode.name.lower()}" if with_plugin else what
             self._engines.append(Timed(title, engine, mode, engine.memory, built, len(plan)))
 
@@ -891,6 +895,12 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, help="leave the kernels of each engine and their times in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here as well, after each model")
     parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=[mode.name.lower() for mode in MODES],
+        default=[mode.name.lower() for mode in MODES],
+    )
+    parser.add_argument(
         "--skipping", type=int, nargs=2, metavar=("STEPS", "COMPUTED"), help="also time images that skip steps"
     )
     arguments = parser.parse_args()
@@ -919,6 +929,7 @@ def main() -> None:
                 getattr(torch, arguments.dtype),
                 arguments.scaling,
                 tuple(arguments.skipping) if arguments.skipping else None,
+                [Mode[mode.upper()] for mode in arguments.modes],
             )
             if "torch" in peers:
                 bench.torch_rows()
