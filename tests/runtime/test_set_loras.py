@@ -173,10 +173,15 @@ class Tied(nn.Module):
         return self.head(y * (1 + self.embed.weight.square().mean(1)))
 
 
+@functools.cache
+def tied():
+    torch.manual_seed(0)
+    return int8_model(tiny_layers.model_of(Tied(), ("batch", 16, 32)), include=["embed", "mix"], attention=True)
+
+
 def test_weights_that_constants_were_computed_from_are_refused(load, tmp_path):
     """The constants would keep the old values."""
-    torch.manual_seed(0)
-    made = int8_model(tiny_layers.model_of(Tied(), ("batch", 16, 32)), include=["embed", "mix"], attention=True)
+    made = tied()
     in_int8 = {node.metadata_props.get(LAYER_METADATA): node.metadata_props for node in made.graph().graph}
     assert WEIGHT_METADATA in in_int8["mix"] and WEIGHT_METADATA not in in_int8["embed"]
     model = made.model
@@ -188,6 +193,22 @@ def test_weights_that_constants_were_computed_from_are_refused(load, tmp_path):
         loaded.set_loras([(file_of(tmp_path, model.denoiser, ["embed"])[1], 1.0)])
     assert all(torch.equal(x, before[name]) for name, x in Refitter.engine.items())
     assert loaded.set_loras([(file_of(tmp_path, model.denoiser, ["mix"], "b")[1], 1.0)]) == 1
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantised", "unquantised"])
+def test_int8_weights_that_constants_were_computed_from_are_refused(load, tmp_path, keeps):
+    """With unquantised weights, the layer alone took the new ones; without, no module seemed to be there."""
+    made = tied()
+    of = (made.model.denoiser, [layer.layer for layer in made.layers.values()]) if keeps else None
+    loaded = load(made.graph(), of=of)
+    before = engine()
+    if keeps:
+        with pytest.raises(UserError, match=r"(?s)'embed.weight' cannot be replaced alone.*remedy: build"):
+            loaded.refit({"embed.weight": torch.ones(32, 32)})
+    with pytest.raises(UserError, match=r"(?s)'embed.weight' cannot be replaced alone.*constants.*or LoRAs"):
+        loaded.set_loras([(file_of(tmp_path, made.model.denoiser, ["embed"])[1], 1.0)])
+    assert all(torch.equal(x, before[name]) for name, x in Refitter.engine.items())
+    assert loaded.set_loras([(file_of(tmp_path, made.model.denoiser, ["mix"], "b")[1], 1.0)]) == 1
 
 
 def test_a_text_encoder_takes_its_own_parts(tiny, tmp_path):

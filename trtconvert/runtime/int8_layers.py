@@ -203,6 +203,28 @@ class Int8Layers:
         return _by_constant(self._layers[name], tables)
 
 
+def weights_in_constants(model: ir.Model, unquantised: Path) -> dict[str, tuple[int, ...]]:
+    """Return the weights and biases of INT8 layers that constants were computed from too, with their shapes. The export leaves
+    out their names.
+
+    Args:
+        model: the bundle's model; unquantised: its file of unquantised weights. Without one, weights have the names of layers.
+    """
+    # ONNX tooling, which loading and running a bundle do not need.
+    from trtconvert.export.nodes.layers import BIAS_METADATA, WEIGHT_METADATA, inputs_of, layer_nodes
+
+    file = Unquantised(unquantised) if unquantised.is_file() else None
+    found: dict[str, tuple[int, ...]] = {}
+    for name, node in layer_nodes(model).items():
+        if file is None and WEIGHT_METADATA not in node.metadata_props:
+            found[f"{name}.weight"] = tuple(_tensor(inputs_of(node)["weight"]).shape.numpy())
+        refs = {} if file is None else file.refs.get(name, {})
+        for part, key in (("weight", WEIGHT_METADATA), ("bias", BIAS_METADATA)):
+            if file is not None and (ref := refs.get(part)) is not None and key not in node.metadata_props:
+                found[ref.name] = file.shapes[ref.name]
+    return found
+
+
 def products_of(model: ir.Model, plugins: Collection[str]) -> dict[str, Product]:
     """Return the 16-bit weights that `expand_layers` makes from INT8 layers, by names without `TRANSPOSED`.
 

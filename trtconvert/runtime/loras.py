@@ -20,10 +20,10 @@ from torch import Tensor
 
 from trtconvert.bundle import unquantised_file, weight_of
 from trtconvert.errors import UserError
-from trtconvert.runtime.int8_layers import Int8Layers, products_of, source_of
+from trtconvert.runtime.int8_layers import Int8Layers, products_of, source_of, weights_in_constants
 from trtconvert.runtime.reading import Source as Numbers
 from trtconvert.runtime.reading import Spent, read_ahead
-from trtconvert.runtime.refit import unfit_weight
+from trtconvert.runtime.refit import unfit_weight, weight_in_constants
 from trtconvert.weights.adapters import Update
 from trtconvert.weights.finite import finite, is_finite
 from trtconvert.weights.lora import read_lora
@@ -133,6 +133,7 @@ class BuiltWeights:
         from trtconvert.export.lowering.layers import expand_layers
 
         self.layers = Int8Layers(model, unquantised, constants) if unquantised.is_file() else None
+        self._in_constants = weights_in_constants(model, unquantised)
         # Weights that other nodes than INT8 layers read are initialisers already.
         self._in_16_bits = {weight_of(name)[0] for name in model.graph.initializers}
         products = products_of(model, {layer for layer, _ in constants.values()})
@@ -154,6 +155,13 @@ class BuiltWeights:
         if self.layers is not None:
             self.shapes |= self.layers.shapes
             self._of_layers = {name for name in self.layers.exact if name in self._places} - self._in_16_bits
+        self.shapes |= self._in_constants
+
+    def refuse_in_constants(self, names: Iterable[str]) -> None:
+        """Raise UserError for a weight of an INT8 layer that constants of the engine were computed from too."""
+        for name in names:
+            if name in self._in_constants:
+                raise weight_in_constants(name)
 
     def with_additions(self, name: str, wanted: Additions, device: torch.device) -> Tensor:
         """Return a weight with its additions, in the engine's type.
@@ -257,8 +265,9 @@ class BuiltWeights:
         Args:
             state: all or some weights of the state dict; device: see `with_additions`.
         Raises:
-            UserError: a weight of an INT8 layer has another shape, or is not finite.
+            UserError: a weight of an INT8 layer has another shape, is not finite, or cannot be replaced alone.
         """
+        self.refuse_in_constants(state)
         layers = self.layers
         assert layers is not None  # callers check this
         of_layers = {name: x.detach() for name, x in state.items() if name in layers.shapes}

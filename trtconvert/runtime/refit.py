@@ -104,12 +104,7 @@ class Refitter:
             turned = name + TRANSPOSED
             targets = [target for target in (name, name + NAMESAKE, turned, turned + NAMESAKE) if target in names]
             if not targets and any(other.endswith(IN_CONSTANTS) and weight_of(other)[0] == name for other in names):
-                raise UserError(
-                    f"the weight '{name}' cannot be replaced alone",
-                    expected="a weight that the forward multiplies or adds itself",
-                    got="constants in the engine that were computed from this weight too, and would keep its old values",
-                    remedy="build a bundle with the new weights or LoRAs",
-                )
+                raise weight_in_constants(name)
             if not targets:
                 known = [weight_of(n)[0] for n in names]
                 near = difflib.get_close_matches(name, known, 1)
@@ -198,6 +193,16 @@ def _set(
             remedy="pass the state dict of the converted module",
         )
     return value
+
+
+def weight_in_constants(name: str) -> UserError:
+    """Return the error for a weight that constants of the engine were computed from too."""
+    return UserError(
+        f"the weight '{name}' cannot be replaced alone",
+        expected="a weight that the forward multiplies or adds itself",
+        got="constants in the engine that were computed from this weight too, and would keep its old values",
+        remedy="build a bundle with the new weights or LoRAs",
+    )
 
 
 def unfit_weight(name: str, expected: str, got: str) -> UserError:

@@ -316,6 +316,7 @@ class TensorRTComponent(Component):
             component, before = self.signature.component, self._loras
             with spent.on("checking"):
                 wanted = additions_of(loras, _target(component), built.shapes, _title(component), before)
+                built.refuse_in_constants(wanted)
             names = changed(before, wanted)
             if wanted:
                 warn_of_other_weights(self.reuse)
