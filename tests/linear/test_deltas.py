@@ -33,16 +33,18 @@ def test_a_linear_layer_computes_what_modulated_layers_do():
     assert torch.allclose(o_new.view(15, 16), known.view(15, 16), rtol=1e-6, atol=1e-6)
 
 
-def test_caches_add_up_to_what_the_layer_gives():
+@pytest.mark.parametrize("batch", [2, 0])
+def test_caches_add_up_to_what_the_layer_gives(batch):
     """ô is the product of the weight and â after any steps."""
     inputs = [random(2, 4, 32, seed=i) for i in range(5)]
     tables = tables_of(inputs[0])
-    a_hat, o_hat, reset = torch.zeros(2, 4, 32), None, torch.ones(2, dtype=torch.bool)
-    for x in inputs:
-        scale = torch.full((2, 1), 0.05)
+    a_hat, o_hat, reset = torch.zeros(batch, 4, 32), None, torch.ones(batch, dtype=torch.bool)
+    for x in (x[:batch] for x in inputs):
+        scale = torch.full((batch, 1), 0.05)
         q, a_hat = quantise_delta(x, tables.x_factor, a_hat, reset, scale)
         o_hat = add_product(q, scale, reset, tables, o_hat, torch.float32)
-        reset = torch.zeros(2, dtype=torch.bool)
+        reset = torch.zeros(batch, dtype=torch.bool)
+    assert o_hat is not None and o_hat.shape == (batch, 4, 24)
     assert torch.allclose(o_hat, a_hat @ tables.dequantised().T + tables.bias, atol=1e-4)
 
 

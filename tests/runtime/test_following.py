@@ -502,6 +502,20 @@ def test_two_calls_a_step_are_two_trajectories(context):
     assert line.slopes == [1.0, 2.0] * 3
 
 
+def test_the_timestep_of_the_loop_tells_the_step_of_a_computed_one(monkeypatch):
+    """A scheduler without a count of steps: only the first timestep of an image is read, which waits for the device."""
+    scheduler, steps = pipeline_steps("DDIMScheduler")
+    read = []
+    checked = steps._checked
+    monkeypatch.setattr(steps, "_checked", lambda step, timestep: read.append(step) or checked(step, timestep))
+    line = Line()
+    for t in scheduler.timesteps:
+        passed = t.expand(2) * 1.0
+        steps.see(scheduler, passed, passed, of_loop=t)
+        steps.prediction(None, line, {"x": torch.zeros(2, 4), "timestep": passed})
+    assert read == [0] and len(line.seen) == 3
+
+
 def test_an_image_that_starts_in_the_middle():
     scheduler, steps = pipeline_steps("DDIMScheduler", 8)
     steps._reuse = stated = StatedSteps(COMPUTED)

@@ -75,8 +75,8 @@ def quantise_delta(x: Tensor, x_factor: Tensor, a_hat: Tensor, reset: Tensor, sc
         INT8 of x's shape, and â of a_hat's shape and type.
     """
     batch = len(reset)
-    known = torch.where(reset[:, None], 0.0, a_hat.float().reshape(batch, -1))
-    moved = (x.float() * x_factor).reshape(batch, -1)
+    known = torch.where(reset[:, None], 0.0, _by_sample(a_hat.float(), batch))
+    moved = _by_sample(x.float() * x_factor, batch)
     delta = moved - known
     broken = ~delta.isfinite()
     q = (delta * (1 / scale)).round().clamp(-LEVELS, LEVELS)
@@ -113,10 +113,15 @@ def add_product(
     else:
         codes = q.double().masked_fill((q == BROKEN).any(-1, keepdim=True), math.nan)
         sums, of_outputs = (codes @ weight.T).float(), (-1,)
-    weighed = (sums * tables.weight_scale.to(q.device).view(of_outputs)).reshape(batch, -1)
-    bias = tables.bias.to(q.device).view(of_outputs).expand(sums.shape).reshape(batch, -1)
-    known = bias if o_hat is None else torch.where(reset[:, None], bias, o_hat.float().reshape(batch, -1))
+    weighed = _by_sample(sums * tables.weight_scale.to(q.device).view(of_outputs), batch)
+    bias = _by_sample(tables.bias.to(q.device).view(of_outputs).expand(sums.shape), batch)
+    known = bias if o_hat is None else torch.where(reset[:, None], bias, _by_sample(o_hat.float(), batch))
     return (known + weighed * scale).view(sums.shape if o_hat is None else o_hat.shape).to(dtype)
+
+
+def _by_sample(x: Tensor, batch: int) -> Tensor:
+    """[B · n, …] -> [B, elements of a sample], also for B = 0, where reshape takes no -1."""
+    return x.reshape(batch, x.numel() // max(1, batch))
 
 
 def cache_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -169,9 +169,10 @@ def refuse_misplaced(model: Any, name: str) -> None:
         )
 
 
-def _caller() -> tuple[Any, float]:
-    """Return the diffusers pipeline whose call is on this thread's stack, and the argument `eta` of the call; None and 0.0 where
-    there is none. The pipeline that a model is put into may be another one: a copy, or one of several that share the model."""
+def _caller() -> tuple[Any, float, Any]:
+    """Return the diffusers pipeline whose call is on this thread's stack, the argument `eta` of the call, and the timestep `t` of
+    its loop; None, 0.0 and None where there is none. The pipeline that a model is put into may be another one: a copy, or one of
+    several that share the model."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     frame = sys._getframe(2)
@@ -179,9 +180,9 @@ def _caller() -> tuple[Any, float]:
         # Reading a frame's locals keeps them alive until it is read again.
         if frame.f_code.co_name == "__call__" and isinstance(pipe := frame.f_locals.get("self"), DiffusionPipeline):
             eta = frame.f_locals.get("eta")
-            return pipe, float(eta) if isinstance(eta, (int, float)) else 0.0
+            return pipe, float(eta) if isinstance(eta, (int, float)) else 0.0, frame.f_locals.get("t")
         frame = frame.f_back
-    return None, 0.0
+    return None, 0.0, None
 
 
 def _refuse_misplaced_in(pipe: Any, called: _Denoising, own: str) -> None:
@@ -389,7 +390,7 @@ class _Denoising:
             UserError: the arguments differ from the conversion's or lie outside the engine's profiles, or the pipeline uses this
                 denoiser in the place of another.
         """
-        pipe, eta = _caller() if self._steps is not None or not self._is_placed else (None, 0.0)
+        pipe, eta, of_loop = _caller() if self._steps is not None or not self._is_placed else (None, 0.0, None)
         if not self._is_placed:
             if pipe is not None:
                 _refuse_misplaced_in(pipe, self, self._record.component)
@@ -416,7 +417,7 @@ class _Denoising:
                 named[name] = named[name].expand(batch, *named[name].shape[1:])
         if self._steps is not None:
             scheduler = self.scheduler if pipe is None else getattr(pipe, "scheduler", None)
-            self._steps.see(scheduler, passed, named[self._timestep], eta)
+            self._steps.see(scheduler, passed, named[self._timestep], eta, of_loop)
         if self._halves is not None:
             output = self._halves.prediction(_as_engines_take(named), sample, passed)
         else:

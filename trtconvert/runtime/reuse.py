@@ -298,13 +298,14 @@ class PipelineSteps(threading.local):
         self._own: Any = None
         self._differs = self._told = False
 
-    def see(self, scheduler: Any, passed: Any, timestep: Tensor, eta: float = 0.0) -> None:
+    def see(self, scheduler: Any, passed: Any, timestep: Tensor, eta: float = 0.0, of_loop: Any = None) -> None:
         """Note a call of the model.
 
         Args:
             scheduler: the pipeline's; None computes the call.
             passed: the pipeline's timestep; timestep: [B], the denoiser's.
             eta: noise that the scheduler adds, if it takes such an argument.
+            of_loop: the timestep of the pipeline's loop, from which the pipeline may have computed its own.
         """
         self._is_known = False
         if scheduler is None:
@@ -314,7 +315,7 @@ class PipelineSteps(threading.local):
             self._take(scheduler)
         self._same = tolerance(passed.dtype) if isinstance(passed, Tensor) else SAME
         adds_noise = bool(eta) and self._takes_eta
-        step = None if self._why_not or adds_noise or self._of_tokens else self._step_of(passed, timestep)
+        step = None if self._why_not or adds_noise or self._of_tokens else self._step_of((passed, of_loop), timestep)
         if step is None:
             self._trajectories.clear()
             self._tell(eta if adds_noise else 0.0)
@@ -364,8 +365,9 @@ class PipelineSteps(threading.local):
             )
         return self._trajectories[context, number].at(self._step - self._start, (), named)
 
-    def _step_of(self, passed: Any, timestep: Tensor) -> int | None:
-        """Return the index of a call's timestep in the scheduler's timesteps; None if unknown."""
+    def _step_of(self, given: Sequence[Any], timestep: Tensor) -> int | None:
+        """Return the index of a call's timestep in the scheduler's timesteps, by the first of `given` that is one of these, or by
+        the scheduler's count; None if unknown."""
         own = self._scheduler.timesteps
         if own is not self._own:
             self._own, self._times, self._differs = own, self._places_of(own), False
@@ -373,8 +375,11 @@ class PipelineSteps(threading.local):
             self._calls.clear()  # an exception may have ended the pipeline in its first step
         if self._differs or not self._times:
             return None
-        if isinstance(passed, Tensor) and passed.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
-            step = (passed.storage_offset() - own.storage_offset()) // max(1, own.stride(0))
+        address = own.untyped_storage().data_ptr()
+        for x in given:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() == address:
+                step = (x.storage_offset() - own.storage_offset()) // max(1, own.stride(0))
+                break
         else:
             step = getattr(self._scheduler, "step_index", None)
             if step is None:
