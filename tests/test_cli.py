@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import signal
@@ -16,8 +17,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from support import REPOSITORY, contents, handled, partials, refusal, reused, run, start, tiny_recipe
 
-from trtconvert import __version__, bundle, doctor
+from trtconvert import __version__, bundle, doctor, early
 from trtconvert.bundle import check_files, read_manifest
+from trtconvert.cli import main
 from trtconvert.engine import backend_statuses
 from trtconvert.evaluate.report import tiles
 
@@ -34,6 +36,19 @@ def imported_by(*arguments: object) -> set[str]:
         [sys.executable, "-c", code, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     return HEAVY & set(output.stdout.splitlines()[-1].split())
+
+
+def test_only_a_process_of_the_program_searches_for_garbage_less_often(monkeypatch, capsys):
+    """Imports and exports make millions of objects that stay."""
+    thresholds, ended = [], []
+    monkeypatch.setattr(gc, "set_threshold", lambda *to: thresholds.append(to))
+    monkeypatch.setattr(sys, "argv", ["trtconvert", "--version"])
+    monkeypatch.setattr(early, "leave", ended.append)
+    assert run("--version").exit_code == 0 and not thresholds, "another program's settings stay"
+    main()
+    assert ended == [0] and __version__ in capsys.readouterr().out
+    ((first, *_),) = thresholds
+    assert first > 10_000
 
 
 @pytest.fixture(autouse=True)

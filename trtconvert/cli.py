@@ -8,6 +8,7 @@ from trtconvert import early
 import contextlib
 import errno
 import functools
+import gc
 import logging
 import math
 import os
@@ -136,6 +137,8 @@ class _Commands(click.Group):
             return super().main(args, *more, **named)
         # The shell called the command, in a process of its own.
         _start_in_utf8()
+        # Imports and exports make millions of objects that stay: Python would search them for garbage again and again.
+        gc.set_threshold(100_000, 20, 20)
         try:
             return super().main(None, *more, **named)
         except SystemExit as end:
