@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,8 +102,10 @@ def imported(source: str) -> Iterator[tuple[int, str]]:
             yield line, place_of(name)
 
 
-def modules(source: str) -> Iterator[tuple[int, str]]:
-    """Yield each line that imports a module, with the full name."""
+@functools.cache
+def modules(source: str) -> list[tuple[int, str]]:
+    """Return each line that imports a module, with the full name."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -111,7 +114,8 @@ def modules(source: str) -> Iterator[tuple[int, str]]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        yield from ((node.lineno, name) for name in names)
+        found += [(node.lineno, name) for name in names]
+    return found
 
 
 def upwards(place: str, source: str) -> list[str]:
