@@ -201,8 +201,7 @@ def recipe_text(model: str, at: Path, prompts: Path | None = None, loras: Sequen
     lines.append(f"  dtype: {dtype} # type of the saved weights; float32, float16 or bfloat16")
     lines += _images(found.images)
     lines += _options(known, found.sizes)
-    if loras:
-        lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
+    lines += _loras(loras, at)
     lines += _components(known is not None and known.second_encoder, found.has_text, found.others)
     is_large = found.is_large if known is None else known.is_large
     lines += _quality(is_large, prompts, at, known is not None and _has_long_sequences(known), found.few_steps)
@@ -317,8 +316,7 @@ def _has_long_sequences(known: Published) -> bool:
 
 def _beside(place: Path, at: Path) -> str:
     """Returns a file's path for a recipe as `_relative` does, without following links: external weights lie beside the link."""
-    relative = os.path.relpath(os.path.abspath(place), at.resolve().parent)
-    return relative if relative.count("..") <= 2 else os.path.abspath(place)
+    return _near(Path(os.path.abspath(place)), at)
 
 
 def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Sequence[Path]) -> str:
@@ -348,8 +346,7 @@ def _of_onnx(place: Path, source: str, at: Path, prompts: Path | None, loras: Se
             lines += [f"      {_quoted(key)}: {size}" for key, size in value.items()]
         else:
             lines.append(f"    {name}: {_quoted(str(value))} # {meaning}")
-    if loras:
-        lines += ["", "loras:", *(f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in loras)]
+    lines += _loras(loras, at)
     stored = sum(path.stat().st_size for path in (place, *external_files(place)))
     few = "a consistency model, judging by its name" if is_consistency(place) else ""
     return "\n".join([*lines, *_quality(stored > _LARGE, None, at, few=few, few_count=1)]) + "\n"
@@ -396,9 +393,17 @@ def recipe_of(place: Path) -> Iterator[Path]:
 
 def _relative(path: Path, at: Path) -> str:
     """Returns a path relative to the recipe's folder if it is at most two levels up; else absolute."""
-    path, folder = path.resolve(), at.resolve().parent
-    relative = os.path.relpath(path, folder)
+    return _near(path.resolve(), at)
+
+
+def _near(path: Path, at: Path) -> str:
+    relative = os.path.relpath(path, at.resolve().parent)
     return relative if relative.count("..") <= 2 else str(path)
+
+
+def _loras(files: Sequence[Path], at: Path) -> list[str]:
+    entries = [f"  - {{file: {_quoted(_relative(path, at))}, scale: 1.0}}" for path in files]
+    return ["", "loras:", *entries] if entries else []
 
 
 def _quoted(text: str) -> str:
