@@ -7,8 +7,12 @@ import functools
 import importlib.metadata
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtconvert.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    import torch
 
 _PLACE = Path("lib") / "libtrtconvert.so"
 _MESSAGE_BYTES = 512
@@ -102,6 +106,18 @@ def serves(architecture: str, compiled: Iterable[str]) -> bool:
     """
     number = int(architecture.removeprefix("sm"))
     return any(number == int(name[:-1]) if name.endswith("a") else number >= int(name) for name in compiled)
+
+
+@functools.cache
+def serves_gpu(device: torch.device | int) -> bool:
+    """Returns whether the library is there, and has kernels for a GPU."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        return serves(f"sm{major}{minor}", compiled_architectures())
+    except BackendUnavailable:
+        return False
 
 
 def _text(function: str) -> str:

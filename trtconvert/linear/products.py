@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
-from trtconvert.errors import BackendUnavailable
-from trtconvert.library import compiled_architectures, serves
+from trtconvert.library import serves_gpu
 from trtconvert.linear import groups, kernel
 from trtconvert.linear.modes import LayerMode
 from trtconvert.linear.reference import LayerTables
@@ -136,16 +135,7 @@ def _triton() -> ModuleType | None:
 def _library_takes(x: Tensor, stored: Tensor) -> bool:
     outputs, channels = stored.shape
     is_16_bit = x.dtype in (torch.float16, torch.bfloat16)
-    return is_16_bit and not channels % IN_STEP and not outputs % OUT_STEP and _has_library(x.device)
-
-
-@functools.cache
-def _has_library(device: torch.device) -> bool:
-    major, minor = torch.cuda.get_device_capability(device)
-    try:
-        return serves(f"sm{major}{minor}", compiled_architectures())
-    except BackendUnavailable:
-        return False
+    return is_16_bit and not channels % IN_STEP and not outputs % OUT_STEP and serves_gpu(x.device)
 
 
 @functools.cache

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trtconvert.c_structs import MOST_TERMS, WEIGHTED_SUM_VERSION, Term, WeightedSumParams
-from trtconvert.errors import BackendUnavailable
-from trtconvert.library import compiled_architectures, run, serves
+from trtconvert.library import run, serves_gpu
 
 Terms = Sequence[tuple[Tensor, float]]
 """One to four tensors of one shape on one device, each with its factor."""
@@ -40,19 +38,8 @@ def _fits_kernel(terms: Terms) -> bool:
         and first.numel() > 0
         and all(x.dtype in _TYPES and x.is_contiguous() for x, _ in terms)
         and not (torch.is_grad_enabled() and any(x.requires_grad for x, _ in terms))
-        and _is_served(first.get_device())
+        and serves_gpu(first.get_device())
     )
-
-
-@functools.cache
-def _is_served(device: int) -> bool:
-    """Return whether the library has the kernel for a GPU."""
-    try:
-        compiled = compiled_architectures()
-    except BackendUnavailable:
-        return False
-    major, minor = torch.cuda.get_device_capability(device)
-    return serves(f"sm{major}{minor}", compiled)
 
 
 def _by_kernel(terms: Terms) -> Tensor:
