@@ -15,9 +15,17 @@ NO_GPU = "needs an NVIDIA GPU, and torch sees none"
 def pytest_configure(config):
     if config.getoption("dist", "no") != "no":
         return  # xdist's workers run the tests: this process would import torch before it starts them
-    config.pluginmanager.import_plugin("shared_fixtures")
     # Imports and exports make millions of objects that stay: Python would search them for garbage again and again.
     gc.set_threshold(100_000, 20, 20)
+    config.pluginmanager.import_plugin("shared_fixtures")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported is searched no more
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # nanobind would print all types that are left at the end
 
 
 class ModuleOfGpuTests(pytest.Module):

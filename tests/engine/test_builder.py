@@ -112,6 +112,7 @@ def test_joined_weights_are_built_and_nothing_is_left(joining, tmp_path, monkeyp
     assert len(seen) == 1 and not list((tmp_path / "temporary").iterdir())
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_one_builder_stays_until_the_outermost_block_ends(tmp_path, monkeypatch):
     """TensorRT drops its library of kernels with the last builder."""
     alive, plain = set(), trt.Builder

@@ -246,7 +246,7 @@ def test_a_site_of_unknown_lengths_does_not_have_the_first_engine_built_again():
     assert timed == ["abcd", "", "acd"]
 
 
-@pytest.mark.first_case
+@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("native_us", [100.0, 10.0])
 def test_only_the_fastest_plan_is_kept(native_us):
     """A plan is as large as the model."""

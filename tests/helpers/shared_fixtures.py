@@ -1,6 +1,7 @@
 """Fixtures that several test files share. `conftest.py` loads this module in processes that run tests."""
 
 import functools
+import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,13 @@ def one_registry():
         for module in (torch.export.decomp_utils, torch.export.exported_program):
             patches.setattr(module, _collect_all_valid_cia_ops.__name__, listed)
         yield
+
+
+@pytest.fixture
+def searched_once():
+    """For tests that collect garbage again and again: Python searches what there is once."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
