@@ -83,7 +83,8 @@ def _embeddings(caller: PipelineCaller, seeds: Sequence[int], tokens: int) -> di
         made["negative_prompt"] = None  # a default prompt would exclude negative embeddings
     if "prompt" in caller.parameters and caller.signature["prompt"].default is inspect.Parameter.empty:
         made["prompt"] = None
-    on_device = {name: x if x is None else x.to(caller.pipe.device) for name, x in made.items()}
+    device = caller.pipe.device  # diffusers searches all modules for it
+    on_device = {name: x if x is None else x.to(device) for name, x in made.items()}
     return {name: list(x) if x is not None and _is_list(caller, name) else x for name, x in on_device.items()}
 
 
