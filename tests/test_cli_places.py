@@ -210,7 +210,7 @@ def test_builds_that_are_killed_leave_the_earlier_bundle_and_the_next_one_succee
     check_files(output, read_manifest(output))
 
 
-@pytest.mark.first_case
+@pytest.mark.soak
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_build_clears_up_at_once(tiny_build, tmp_path, number, exit_code):
     output = shutil.copytree(tiny_build.bundle, tmp_path / "bundle")

@@ -480,6 +480,7 @@ def replace_often(target: Path, value: str) -> None:
         write(target, value)
 
 
+@pytest.mark.soak
 def test_builds_that_race_for_one_folder_leave_one_of_theirs_whole_at_every_moment(tmp_path):
     target = tmp_path / "target"
     write(target, "0")

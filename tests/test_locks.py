@@ -102,6 +102,7 @@ def test_a_lock_that_comes_free_is_taken_at_once(tmp_path, capsys):
     assert "waiting" not in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_build_that_waits_for_another_says_for_which(tiny_build, tmp_path):
     cache = shutil.copytree(tiny_build.cache, tmp_path / "cache")
     (verified,) = cache.glob("verify-*")

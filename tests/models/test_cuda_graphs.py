@@ -185,6 +185,7 @@ def digits():
     return Digits.load()
 
 
+@pytest.mark.soak  # tests/gpu has it with real graphs
 def test_a_calibration_is_that_of_eager_calls(digits, tmp_path, monkeypatch):
     expected = digits.calibrated(tmp_path / "eager")
     monkeypatch.setattr(calibration, "graphed", always)

@@ -136,6 +136,7 @@ def beside():
     return Digits.load()
 
 
+@pytest.mark.soak
 def test_layers_are_found_calibrated_and_measured_by_probes_as_without(moves, beside, tmp_path):
     moves.nan = False
     there = Digits.load(in_host_memory)
