@@ -134,16 +134,13 @@ def test_layers_that_are_off_leave_no_trace(tmp_path):
     assert [function.name for function in written.functions] == ["Int8Attention"]
 
 
-def test_a_calibration_that_is_taken_gives_the_bundle_that_it_came_from(tmp_path):
-    assert built(tmp_path, modes="static", include=["q", "mlp.*"]).exit_code == 0
-    (tmp_path / "taking").mkdir()
-    recipe = json.loads((tmp_path / "recipe.yaml").read_text())
-    recipe["calibration"] = {"from": "../bundle/calibration.safetensors", "bins": 2}
-    (tmp_path / "taking" / "recipe.yaml").write_text(json.dumps(recipe))
-    folder = tmp_path / "taking"
-    outcome = run("build", folder / "recipe.yaml", "-o", folder / "bundle", "--cache", folder / "cache")
+def test_a_calibration_that_is_taken_gives_the_bundle_that_it_came_from(layered_build, tmp_path):
+    recipe = json.loads(layered_build.recipe.read_text())
+    recipe["calibration"] = {"from": str(layered_build.bundle / "calibration.safetensors"), "bins": 2}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    outcome = run("build", tmp_path / "recipe.yaml", "-o", tmp_path / "bundle", "--cache", tmp_path / "cache")
     assert outcome.exit_code == 0, outcome.output
-    files = [(tmp_path / of / "denoiser.onnx").read_bytes() for of in ("bundle", "taking/bundle")]
+    files = [(folder / "denoiser.onnx").read_bytes() for folder in (layered_build.bundle, tmp_path / "bundle")]
     assert files[0] == files[1]
 
 

@@ -20,19 +20,16 @@ from trtconvert.stages.build import Build
 STEPS = {"computed": 0.5, "calibrated": 8, "samples": 2}
 
 
-def built(folder, output="bundle", **sections):
+def built(folder, **sections):
     made = tiny_recipe(folder)
     recipe = json.loads(made.read_text()) | {"steps": STEPS} | sections
     made.write_text(json.dumps(recipe))
-    return run("build", made, "-o", folder / output, "--cache", folder / "cache")
+    return run("build", made, "-o", folder / "bundle", "--cache", folder / "cache")
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reuse")
-    result = built(folder)
-    assert not result.exit_code, result.output
-    return folder / "bundle"
+def bundle(stepped_build):
+    return stepped_build.bundle
 
 
 def calls_of(bundle, **options):
@@ -91,9 +88,10 @@ def test_people_are_told(bundle, tmp_path):
 
 
 @pytest.mark.soak
-def test_other_kernels_choose_the_steps_anew(bundle, monkeypatch):
+def test_other_kernels_choose_the_steps_anew(stepped_build, tmp_path, monkeypatch):
+    shutil.copytree(stepped_build.cache, tmp_path / "cache")
     monkeypatch.setattr(Build, "kernel_reads", lambda _: {"kernels": "another library"})
-    result = built(bundle.parent, "other")
+    result = built(tmp_path)
     assert not result.exit_code, result.output
     assert not reused(result)["steps"] and reused(result)["calibrate"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from support import run, tiny_recipe
 
 from trtconvert import runtime
 from trtconvert.bundle import ComponentRecord, TensorRecord, read_manifest, write_manifest
@@ -16,12 +15,9 @@ from trtconvert.errors import Advice
 from trtconvert.runtime.watch import InputWatch
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("watched")
-    outcome = run("build", tiny_recipe(folder), "-o", folder / "bundle", "--cache", folder / "cache")
-    assert outcome.exit_code == 0, outcome.output
-    return folder / "bundle"
+@pytest.fixture
+def bundle(tiny_build) -> Path:
+    return tiny_build.bundle
 
 
 def calls(denoiser, **changed):

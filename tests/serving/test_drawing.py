@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
-from support import tiny_recipe
 
 from trtconvert import runtime
-from trtconvert.cache import Cache
 from trtconvert.errors import UserError
 from trtconvert.models.digits import draw_digits
-from trtconvert.pipeline import build
-from trtconvert.progress import Reporter
-from trtconvert.recipe import load_recipe
 from trtconvert.runtime.batches import AnyBatch
 from trtconvert.serving.drawing import Drawer
 from trtconvert.serving.jobs import Batch, Drawn, Order, Refusal, Shape
@@ -121,15 +115,9 @@ def test_an_image_with_nan_is_no_black_image(digits, monkeypatch):
     drawer.close()
 
 
-def test_an_entry_points_bundle_draws_by_its_seeds(tmp_path):
+def test_an_entry_points_bundle_draws_by_its_seeds(tiny_build):
     """Independent of the sampler. The model has no captions, and the offer says so."""
-    build(
-        load_recipe(tiny_recipe(tmp_path)),
-        tmp_path / "bundle",
-        Cache(tmp_path / "cache"),
-        Reporter(Console(quiet=True)),
-    )
-    drawer = Drawer(tmp_path / "bundle", "cpu")
+    drawer = Drawer(tiny_build.bundle, "cpu")
     answers = drawer(Batch(Shape(None, None, 2, False), (Order(1, None, "png"), Order(2, None, "jpeg"))))
     assert drawer.offer.shows == "seed" and pixels(answers[0]).ndim == 3
     assert isinstance(answers[1], Drawn) and answers[1].image[:2] == b"\xff\xd8"
